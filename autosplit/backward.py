@@ -105,7 +105,8 @@ class InjectGradients(torch.autograd.Function):
 
 
 Make = Callable[[torch.Tensor, bool], Sequence[torch.Tensor]]
-"""Takes the gradient that came in, and whether the bias wants one, and returns the weight's and the bias's."""
+"""Takes the gradient that came in, and whether the bias wants one, and returns the weight's and the bias's: one of more
+dimensions is yet to be summed to the bias's shape."""
 
 
 @dataclass(slots=True)
@@ -130,7 +131,7 @@ class Product:
         """Yield each leaf and its gradient, new memory."""
         if self.came_in is not None:
             for way, gradient in zip(self.ways, self.make(self.came_in, len(self.ways) > 1), strict=True):
-                gradient = gradient.t() if way.transposed else gradient
+                gradient = gradient.t() if way.transposed else gradient.sum_to_size(way.leaf.shape)
                 yield way.leaf, gradient.to(way.leaf.dtype)
 
 
@@ -285,7 +286,7 @@ def _matrices(node: Any, place: int) -> Make:
             gradient = came_in.t().mm(other).t() if column_major else other.t().mm(came_in)
         else:
             gradient = other.mm(came_in.t()).t() if column_major else came_in.mm(other.t())
-        return (gradient, came_in.sum_to_size(came_in.shape[-1])) if with_bias else (gradient,)
+        return (gradient, came_in) if with_bias else (gradient,)
 
     return make
 

@@ -259,7 +259,8 @@ class Recordings:
             self.made += 1
             if wide is not None:
                 assert self.plan is not None
-                return self._replacing(base, self._cut(wide, self.plan, key, kind.shapes))
+                found = self._replacing(base, self._cut(wide, self.plan, key, kind.shapes))
+                return found if found.holds(key, sample) else None
             base.failed_generalizations = self._failed_generalizations(key) + 1
             return None
         return None

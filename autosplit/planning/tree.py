@@ -43,7 +43,7 @@ def plan_tree(model: nn.Module, sample: Sample, options: Options, *, reason: str
 
 def _rows(model: nn.Module, sample: Sample, options: Options) -> int:
     """Return the rows of the batch; of a list its length, and 1 where nobody could tell."""
-    lists = [len(part) for part in (*sample.args, *sample.kwargs.values()) if isinstance(part, list)]
+    lists = [len(part) for part in (*sample.args, *sample.kwargs.values()) if isinstance(part, list) and part]
     try:
         return lists[0] if lists else batch_rows(flatten(model, sample, options.batch_dims))
     except InputError:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.fx.node import map_aggregate
 
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.signature import GradAutocastState
@@ -42,8 +43,9 @@ class _Unknown(Exception):
 def identity(model: nn.Module, flat: FlatInputs, gathered: Gathered, raw: RawGraph) -> str | None:
     """Return a hash of a recording and of all that its proof was about; None where that cannot be told.
 
-    That is so for models with hooks, with modules that stay whole or with value reads, on the meta device or on several
-    devices, and for values that have no text of their own. ``raw`` is the graph that the value probe runs.
+    That is so for models with hooks, with modules that stay whole, with functions of the user's that are one operation
+    or with value reads, on the meta device or on several devices, and for values that have no text of their own.
+    ``raw`` is the graph that the value probe runs.
     """
     scope, modules = gathered.scope, list(model.modules())
     tensors = [*model.parameters(), *model.buffers()]
@@ -76,16 +78,26 @@ def _parts(model: nn.Module, flat: FlatInputs, gathered: Gathered, raw: RawGraph
         yield f"{path} {type(module).__qualname__} {module.training} {kinds}"
     for node in raw.graph.nodes:
         info = node.meta.get(INFO)
+        map_aggregate((node.args, node.kwargs), _known)
         yield f"{node.format_node()} {info and replace(info, source='')}"
         target: Any = raw.root.__dict__.get(str(node.target)) if node.op == "get_attr" else node.target
         if isinstance(target, torch.Tensor):
             yield _contents(target)
         elif callable(target):
+            _known(target)
             files.add(target)
             yield f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
         else:
             yield repr(target)
     yield from files.texts()
+
+
+def _known(value: Any) -> Any:
+    """Raise _Unknown for a class or function of the user's that a node calls: it may read any global of theirs."""
+    own = callable(value) and not isinstance(value, fx.Node)
+    if own and _version(str(getattr(value, "__module__", None) or "builtins")) is None:
+        raise _Unknown
+    return value
 
 
 def _kind(tensor: torch.Tensor, ties: dict[int, int]) -> tuple[Any, ...]:

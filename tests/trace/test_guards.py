@@ -293,3 +293,17 @@ def test_a_guard_that_compares_with_the_number_of_rows(rows: int) -> None:
     batches = [flags(7), flags(7, 1, 2, 3, 4), flags(rows, *range(rows)), flags(rows)]
     counts = assert_calls_equal(model, pipe, batches)
     assert counts[-1] == 2
+
+
+def test_another_value_at_another_length_is_another_recording() -> None:
+    model = Model(masked_mean)
+    pipe = autosplit(model, ["cpu", "cpu"], 2)
+    for length, padded in ((3, False), (5, True), (5, False), (7, True), (7, False)):
+        x, mask = numbers(4, length, WIDTH), torch.ones(4, length, dtype=torch.bool)
+        mask[0, 2:] = not padded
+        torch.testing.assert_close(pipe(x, mask), model(x, mask), rtol=1e-12, atol=1e-12)
+
+
+def masked_mean(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    hidden = torch.tanh(model.b(torch.tanh(model.a(x))))
+    return model.c(hidden.mean(1) if mask.all() else (hidden * mask[..., None]).mean(1))

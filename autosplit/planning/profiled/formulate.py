@@ -153,7 +153,7 @@ def held_copies(
 def tied_states(traced: TracedGraph, profile: Profile) -> list[StateProfile]:
     """Return the parameters that several nodes use as a value."""
     parameters = dict(traced.root.named_parameters(remove_duplicate=False))
-    tied = {id(parameters[name]) for name in traced.tied}
+    tied = {id(parameters[name]) for name in traced.tied if name in parameters}  # a tensor that is none has no state
     return [s for s in profile.state.values() if s.is_parameter and id(parameters[s.name]) in tied]
 
 

@@ -57,16 +57,21 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
     """Restore every module's attributes, tables, hooks and class at the end; yield where all of that lives.
 
     Restored is all Python state in :class:`autosplit.trace.borrowed.holders.Holders`, which reaches outside of the
-    modules too, what is written inside to tensors that are held there (to large ones where a module's attribute is
-    one), and which ``data`` parameters and buffers have; what is written to these is not. Hooks of the caller's that
-    only observe are not called inside. ``functions`` run there too.
+    modules too, what is written inside to tensors that are held there, and which ``data`` parameters and buffers have;
+    what is written to these is not. Hooks of the caller's that only observe are not called inside. ``functions`` run
+    there too. Raises InputError where a tensor was written to that is too large to be copied.
     """
     holders = Holders(models, functions)
     before = holders.read()
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     strided = [t for t in tensors if type(t) in (nn.Parameter, torch.Tensor) and t.layout is torch.strided]
     data = [(tensor, tensor.data) for tensor in strided]
-    copyable = _copyable(holders, models)
+    copyable, kept = _copyable(holders, models), {id(tensor) for tensor in tensors}
+    large = [
+        (name, tensor, tensor._version)
+        for name, tensor in holders.named_tensors()
+        if id(tensor) not in copyable | kept and not tensor.is_inference()
+    ]
     with contents([tensor for _, tensor in holders.tensors.values() if id(tensor) in copyable]):
         try:
             holders.stand_in()
@@ -78,6 +83,12 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
             for tensor, own in data:
                 if not is_on(tensor, own):
                     tensor.data = own
+    for name, tensor, version in large:
+        if tensor._version != version:
+            raise InputError(
+                f"the forward writes in place to {name}, whose {tensor.numel():,} elements are too many to be copied "
+                "and put back while the model is recorded; make it a buffer (register_buffer) or a module's attribute"
+            )
 
 
 def _copyable(holders: Holders, models: Iterable[nn.Module]) -> set[int]:
@@ -119,18 +130,17 @@ def contents(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     Those on meta have nothing to restore, nor have fake ones, which a function of the recording's may hold.
     """
     real = [t for t in tensors if not (t.is_meta or isinstance(t, FakeTensor))]
-    saved = [(t, t.detach().clone(), t._version) for t in real]
+    saved = [(t, t.detach().clone(), None if t.layout is torch.strided else t._version) for t in real]
     try:
         yield
     finally:
         with torch.no_grad():
             for tensor, content, version in saved:
-                if tensor.layout is torch.strided:
-                    changed = not torch.equal(tensor, content)
-                else:
-                    changed = tensor._version != version  # sparse tensors cannot be compared
+                # sparse tensors cannot be compared
+                changed = not torch.equal(tensor, content) if version is None else tensor._version != version
                 if changed:
-                    tensor.copy_(content)
+                    with torch.inference_mode(tensor.is_inference()):
+                        tensor.copy_(content)
 
 
 def norm_dropout_eval(model: nn.Module) -> None:
@@ -313,8 +323,10 @@ def eval_mode(model: nn.Module, *others: nn.Module) -> Iterator[None]:
             if training != module.training and type(module).train is not nn.Module.train and module not in others:
                 module.train(training)
         for module, training in flags:
-            if module.training != training:
-                module.__dict__["training"] = training
+            if "training" not in vars(module):  # a scripted module keeps it elsewhere
+                module.training = training
+            elif module.training != training:
+                vars(module)["training"] = training
 
 
 @contextlib.contextmanager
