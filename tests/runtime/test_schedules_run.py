@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import ScheduleError
-from autosplit.backward import Product, defer_weight_gradients
+from autosplit.backward import Product, defer_weight_gradients, gradients
 from autosplit.runtime.lanes.lanes import StreamLane
 from autosplit.runtime.lanes.threads import Turn, backwards, forwards, turns
 from autosplit.runtime.step.cells import Cells
@@ -187,6 +187,20 @@ def parts(model: nn.Module, value: Tensor) -> tuple[dict[str, Tensor], set[str]]
             name = names[id(leaf)]
             sums[name] = sums[name] + gradient if name in sums else gradient
     return sums, {names[leaf] for leaf in later.leaves}
+
+
+def test_a_bias_of_one_element_is_summed_to_its_own_shape() -> None:
+    hidden, wide, narrow = torch.randn(4, 8), torch.randn(8, 8), torch.randn(8, 1)
+    bias = torch.zeros(1)
+    leaves = [tensor.double().requires_grad_() for tensor in (hidden, wide, narrow, bias)]
+    hidden, wide, narrow, bias = leaves
+    root = torch.addmm(bias, torch.addmm(bias, hidden, wide).tanh(), narrow).square().sum()
+    *_, expected = torch.autograd.grad(root, leaves, retain_graph=True)
+    deferred = defer_weight_gradients([root], {id(leaf) for leaf in (wide, narrow, bias)})
+    gradients([root], [torch.ones_like(root)], [hidden], keep=False)
+    parts = [made for product in deferred.products for leaf, made in product.gradients() if leaf is bias]
+    assert [part.shape for part in parts] == [bias.shape] * 2
+    torch.testing.assert_close(parts[0] + parts[1], expected)
 
 
 def test_weights_that_cannot_wait_are_made_with_the_input_and_nothing_twice() -> None:

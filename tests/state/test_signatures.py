@@ -205,3 +205,38 @@ def test_a_first_call_beside_an_old_gradient_of_another_size() -> None:
     torch.testing.assert_close(pipe(rows(6)), plain(rows(6)), rtol=1e-12, atol=1e-12)
     for one, other in zip(plain.parameters(), pipe.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-12)
+
+
+def scaled(value: Tensor) -> Tensor:
+    return value.tanh() * Settings.scale
+
+
+def test_a_class_attribute_that_a_held_function_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.activation = scaled
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.activation(self.a(x)))
+
+    plain, pipe = models(Held)
+    check(plain, pipe, rows(6))
+    monkeypatch.setattr(Settings, "scale", 3.0)
+    check(plain, pipe, rows(6))
+
+
+def test_a_tensor_that_is_no_parameter_and_is_used_twice_gets_its_gradient() -> None:
+    class Twice(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = torch.full((6,), 0.5, dtype=torch.float64).requires_grad_()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.factor * self.factor)
+
+    model = Twice().double()
+    autosplit(model, ["cpu", "cpu"], 2)(rows(6)).sum().backward()
+    found, model.factor.grad = model.factor.grad, None
+    model(rows(6)).sum().backward()
+    torch.testing.assert_close(found, model.factor.grad, rtol=1e-12, atol=1e-12)

@@ -153,6 +153,29 @@ def test_what_cannot_be_told_apart_has_no_proof() -> None:
     assert pipe.plan.proofs == ()
 
 
+class Scaling(torch.autograd.Function):
+    """One operation of the user's, which may read what it likes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Scaled(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaling.apply(super().forward(x))
+
+
+def test_a_users_own_operation_has_no_proof() -> None:
+    pipe = autosplit(Scaled(), devices=2, chunks=2, sample=torch.randn(4, 4), lanes="inline")
+    assert pipe.plan is not None
+    assert pipe.plan.proofs == ()
+
+
 def test_another_mode_is_proved_anew(proving: Proving, tmp_path: Path) -> None:
     path = planned(Net(), tmp_path)
     proving.ran.clear()

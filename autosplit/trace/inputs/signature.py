@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -120,10 +121,11 @@ def key_of(
     structure: list[Any] = []
     ties: dict[int, int] = {}
     seen: set[int] = set()
-    kinds_of_modules: set[type] = set()
+    named: set[Any] = set()
+    """What names values outside: the classes of modules, and the functions that they hold."""
     for path, module in model.named_modules():
         kind = type(module)
-        kinds_of_modules.add(kind)
+        named.add(kind)
         modes.append(module.training)
         structure += [_hook(hook) for table in HOOK_TABLES for hook in getattr(module, table).values()]
         structure.append(kind)
@@ -137,13 +139,15 @@ def key_of(
                 continue
             if touched is not None and (path, key) not in touched and (path, "") not in touched:
                 continue
+            if isinstance(value, types.FunctionType):
+                named.add(value)
             if (path, key) in without:
                 _content(value, seen)  # nor is it part of it where another module has the same object
             elif not declared or isinstance(value, (bool, int, float, str, torch.Tensor, type(None))):
                 structure.append((key, _content(value, seen)))
         if isinstance(module, nn.modules.dropout._DropoutNd):
             structure.append(module.p)
-    structure.append(outside.signature(frozenset(kinds_of_modules), without))
+    structure.append(outside.signature(frozenset(named), without))
     shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
     kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
     structure.append(one_tensor(leaves))
@@ -273,14 +277,14 @@ class Identity:
 
 # -- values outside of the modules -------------------------------------------------------------------------------------
 class OutsideValues:
-    """Reads the values that the functions of some classes name; walks them anew only where one is another."""
+    """Reads the values that functions, also those of classes, name; walks them anew only where one is another."""
 
     def __init__(self) -> None:
-        self._kinds: frozenset[type] = frozenset()
+        self._kinds: frozenset[Any] = frozenset()
         self._holders: list[tuple[Holder, Any]] = []
         self._parts: dict[Place, list[Any]] = {}
 
-    def signature(self, kinds: frozenset[type], without: Collection[Place]) -> tuple[Any, ...]:
+    def signature(self, kinds: frozenset[Any], without: Collection[Place]) -> tuple[Any, ...]:
         """Return what tells the values from others, but for those at the places ``without``."""
         if kinds != self._kinds or any(difference(content, holder.read()) for holder, content in self._holders):
             self._walk(kinds)
@@ -290,7 +294,7 @@ class OutsideValues:
         """Return the places where values are others than when the signature was read."""
         return frozenset(h.place for h, content in self._holders if difference(content, h.read()))
 
-    def _walk(self, kinds: frozenset[type]) -> None:
+    def _walk(self, kinds: frozenset[Any]) -> None:
         found = Holders((), sorted(kinds, key=lambda kind: kind.__qualname__)).found
         pairs = [(holder, holder.read()) for holder in found if not holder.of_hook]
         self._kinds = kinds
