@@ -363,3 +363,12 @@ def test_an_index_that_depends_on_state(name: str, argument: bool) -> None:
     assert pipe.plan is not None
     by_rows = pipe.plan.class_flops["micro"] == 1.0
     assert by_rows == (name in ("own column", "most likely"))
+
+
+def test_a_table_as_long_as_the_batch_whose_rows_are_equal_still_has_places() -> None:
+    model = Model(lambda own, x: own.c(own.a(x) + own.table[: len(x)]))
+    model.table = nn.Parameter(torch.zeros(8, model.a.out_features, dtype=torch.float64))
+    autosplit(model, ["cpu", "cpu"], 4)(
+        torch.randn(8, model.a.in_features, dtype=torch.float64)
+    ).square().sum().backward()
+    assert model.table.grad.abs().sum(1).gt(0).all()

@@ -91,7 +91,7 @@ class OperatorProbe:
         if any(tensor.batch_dim is None for tensor in info.tensors):
             return False  # certain by its shape
         if not operands:
-            by_number = any(n in self.numbered for n in node.all_input_nodes)
+            by_number = node in self.layouts.stated or any(n in self.numbered for n in node.all_input_nodes)
             answers = [places.differs(node) for places in self.places]  # all of them note its value
             if not info.random and (any(answers) or (by_number and None in answers)):
                 self.numbered.add(node)

@@ -156,7 +156,7 @@ class Layouts:
         """
         operands, picking = moved_and_index(node, self.root)
         index = [n for n in picking if n in self.valued]
-        stated = [n for n in picking if n not in self.valued and has_rows(n) and n in self._stated]
+        stated = [n for n in picking if n not in self.valued and has_rows(n) and n in self.stated]
         if not any(n in self.valued for n in operands) or any(INFO not in n.meta for n in index):
             return None
         if any(None in self.noted.get(n, ()) for n in operands):
@@ -196,7 +196,7 @@ class Layouts:
         return all(layout is not None and layout.is_stack for layout in self._after(node, values))
 
     @cached_property
-    def _stated(self) -> set[fx.Node]:
+    def stated(self) -> set[fx.Node]:
         """The nodes whose numbers depend on parameters, buffers, or arguments without rows: others in the next call."""
         found: set[fx.Node] = set()
         own = {name for name, _ in (*self.root.named_parameters(), *self.root.named_buffers())}
