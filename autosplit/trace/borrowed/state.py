@@ -139,7 +139,7 @@ def contents(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
                 # sparse tensors cannot be compared
                 changed = not torch.equal(tensor, content) if version is None else tensor._version != version
                 if changed:
-                    with torch.inference_mode(tensor.is_inference()):
+                    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                         tensor.copy_(content)
 
 
