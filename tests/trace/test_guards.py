@@ -219,7 +219,7 @@ EXPENSIVE: dict[str, tuple[Body, str]] = {
     "a layer": (lambda m, x: m.c(m.a(x)) if m.b(x).mean() > 0 else m.a(x), "depends on a layer"),
     "a large parameter": (lambda m, x: m.c(m.a(x)) if m.large.sum() > 0 else m.a(x), "depends on large parameters"),
     "much computation": (
-        lambda m, x: m.c(m.a(x)) if x.new_ones(1 << 11, 1 << 10).sum() > 0 else m.a(x),
+        lambda m, x: m.c(m.a(x)) if x.new_ones(1 << 13, 1 << 12).sum() > 0 else m.a(x),
         "depends on much computation",
     ),
     "random numbers": (lambda m, x: m.c(m.a(x)) if torch.rand(()) > 0.5 else m.a(x), "depends on random numbers"),

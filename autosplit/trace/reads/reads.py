@@ -33,7 +33,7 @@ from autosplit.trace.recording.record import Recorder
 from autosplit.trace.recording.recording import Attribute, Call, Ref, Refusal, leaves_in, refs_in, where
 from autosplit.trace.scope import Answer
 
-_ELEMENTS = 1 << 20
+_ELEMENTS = 1 << 24  # a mask of 64 rows of 4096 tokens takes a few million
 _PARAMETER_ELEMENTS = 1 << 12
 _OF_FINITE = {
     (*test, read): test == ("isfinite", "all")
