@@ -18,8 +18,7 @@ from gradients that are None. Contenders take turns, and the order turns by one 
     bound       the schedule simulated from its cells, each measured alone on one thread in the same round (forward,
                 loss, backward or its two parts); nothing else takes time, and nothing is shared
     share       the bound over the contender's seconds
-
-``split`` is the input and the weight part of a backward over the backward in one piece.
+    split       the input and the weight part of a backward over the backward in one piece
 """
 
 from __future__ import annotations
@@ -166,10 +165,7 @@ def _bound(cells: Sequence[Cells], name: str) -> pairs.Spread | None:
 
 
 def checks_of(model: str, rounds: Rounds, cells: Sequence[Cells]) -> list[pairs.Check]:
-    """Return what is asked on one model of the contenders that were read.
-
-    Where a peer has several ways to run, ours is held against its fastest.
-    """
+    """Return what is asked on one model of the contenders; ours is held against the fastest way of a peer."""
     checks = []
     ours = [name for name in OURS if name in rounds]
     single = [name for name in GPIPE if name in rounds]
