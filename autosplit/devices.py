@@ -81,7 +81,10 @@ class Clock:
         return Timed(result, self._now_s() - start_s)
 
     def stamp(self, stream: Any = None) -> Any:
-        """Return the time when what a stream was given so far is done, or an event that takes it then."""
+        """Return the time when what a stream was given so far is done, or an event that takes it then.
+
+        On the CPU it is the wall's: lanes are compared by it.
+        """
         return time.perf_counter()
 
     def seconds(self, first: Any, then: Any) -> float:

@@ -29,7 +29,7 @@ from autosplit.trace.borrowed.holders import Place
 from autosplit.trace.borrowed.touched import aliased, touched
 from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.inputs.inputs import has_uneven_list
-from autosplit.trace.inputs.objects import leaves_of, mapped, take_apart
+from autosplit.trace.inputs.objects import leaves_of, mapped, take_apart, tensors_in
 from autosplit.trace.inputs.signature import Key, Kind, OutsideValues, key_of, without_rows
 from autosplit.trace.ladder import Trace
 from autosplit.trace.recording.run import PythonRun
@@ -86,7 +86,7 @@ class Recorded:
     def holds(self, key: Key, sample: Sample) -> bool:
         """Tell whether its value reads give on a batch what they gave on its own."""
         guard = self.trace.guard
-        return guard is None or guard.holds(tensors_of(sample), self.kind.rows_in(key))
+        return guard is None or guard.holds(tensors_in((sample.args, sample.kwargs)), self.kind.rows_in(key))
 
     def is_same_but_for_rows(self, key: Key) -> bool:
         """Tell whether a call's inputs have the shapes for which it was made, but for the batch."""
@@ -170,11 +170,6 @@ def free_names(model: nn.Module, stages: int) -> dict[str, str]:
             name = f"pipe_{name}"
         names[part] = name
     return names
-
-
-def tensors_of(sample: Sample) -> list[torch.Tensor]:
-    """Return the input tensors of a call."""
-    return [leaf for leaf in leaves_of((sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
 def lane_of_caller(leaves: Sequence[Any]) -> Lane:

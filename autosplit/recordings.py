@@ -33,7 +33,6 @@ from autosplit.recorded import (
     Recorded,
     as_called,
     refusal,
-    tensors_of,
     tree_of,
 )
 from autosplit.runtime.lanes.ambient import is_transformed, without_callers_modes
@@ -42,7 +41,7 @@ from autosplit.runtime.tree import TreeRun
 from autosplit.schedule.action import Schedule
 from autosplit.trace.borrowed.state import attributes
 from autosplit.trace.inputs.inputs import batch_rows
-from autosplit.trace.inputs.objects import take_apart
+from autosplit.trace.inputs.objects import take_apart, tensors_in
 from autosplit.trace.inputs.signature import Key, Kind, Shapes, without_rows
 from autosplit.trace.ladder import Trace, trace, widen, widen_to_one_row
 from autosplit.trace.recording.recording import FirstCall
@@ -130,7 +129,7 @@ class Recordings:
                     self._collapses.note(why := self._refused[key.rest], OWN_PYTHON.format(why))
                     return self._tree(sample, why)
                 self._collapses.check(key.rest, found.traced, found.kind.rows_in(key))
-        if why := refusal(found.traced, tensors_of(sample), self.model):
+        if why := refusal(found.traced, tensors_in((sample.args, sample.kwargs)), self.model):
             self._collapses.note(why, OWN_PYTHON.format(why))
             with RECORDING:
                 return self._tree(sample, why)

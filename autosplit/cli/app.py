@@ -20,7 +20,6 @@ from autosplit.cli.common import (
     ANSWER_IS_NO,
     DONE,
     AsJson,
-    Debug,
     PlanOptions,
     Target,
     beside_stdout,
@@ -101,7 +100,6 @@ def devices_command(
         ),
     ] = None,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> int:
     """Show the devices and machines that plans can be made for, with the source of every figure."""
     from autosplit.cli.device_tables import describe
@@ -119,7 +117,6 @@ def diff_command(
     before: Annotated[Path, typer.Argument(metavar="A", help="A saved plan.")],
     after: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> int:
     """Compare two saved plans: the model, what was chosen, modules that moved, times and memory."""
     with beside_stdout():
@@ -139,7 +136,6 @@ def verify_command(
     inputs: InputOptions,
     options: PlanOptions,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> int:
     """Compare the pipeline with the plain model: outputs, gradients, buffers, in train and in eval mode."""
     spec = inputs.spec(model)

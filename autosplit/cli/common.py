@@ -210,14 +210,14 @@ def plain_warnings() -> Iterator[None]:
 def command(answer: Callable[..., int]) -> Callable[..., None]:
     """Return a command that ends with the exit code that ``answer`` returns; an error is one message on stderr.
 
-    A parameter of ``answer`` that is a dataclass stands for the options that are its fields.
+    A parameter of ``answer`` that is a dataclass stands for the options that are its fields. Every command has --debug.
     """
     parameters = inspect.signature(answer, eval_str=True).parameters
     groups: dict[str, Any] = {name: own.annotation for name, own in parameters.items() if is_dataclass(own.annotation)}
 
     @functools.wraps(answer)
     def run(**options: Any) -> None:
-        debug = options["debug"]
+        debug = options.pop("debug")
         try:
             given = {name: kind(**{f.name: options.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
             code = answer(**given, **options)
@@ -234,6 +234,7 @@ def command(answer: Callable[..., int]) -> Callable[..., None]:
     for name, own in parameters.items():
         inside = inspect.signature(groups[name], eval_str=True).parameters.values() if name in groups else [own]
         flat += (each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in inside)
+    flat.append(inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug))
     run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]  # what typer reads
     return run
 

@@ -73,7 +73,6 @@ def plan_command(
     smallest: Smallest = False,
     largest_batch: LargestBatch = False,
     train: common.Mode = None,
-    debug: common.Debug = False,
 ) -> int:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
     outputs.check()

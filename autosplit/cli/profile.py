@@ -61,7 +61,6 @@ def profile_command(
     calibration: Annotated[bool, typer.Option("--calibrate", help="Measure what this machine's kernels take.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="With --calibrate: fewer and smaller kernels.")] = False,
     save: Annotated[Path | None, typer.Option(help="With --calibrate: the file to write.")] = None,
-    debug: common.Debug = False,
 ) -> int:
     """Say what every module of a model costs: times, FLOPs, and the bytes that training it holds."""
     if calibration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -63,7 +64,6 @@ def report_command(
     labels: common.Labels = None,
     train: common.Mode = None,
     measure: Measure = False,
-    debug: common.Debug = False,
 ) -> int:
     """Plan a model and print its partition: stages, times, memory, boundaries; or print a saved plan."""
     outputs.check()
@@ -86,7 +86,7 @@ def report_command(
 
 def _check_alone(context: typer.Context, path: str) -> None:
     """Raise InputError where more is said of a saved plan than how to show it."""
-    shows = ("model", "save", "html", "trace", "export", "as_json", "as_markdown", "debug")
+    shows = {"model", "debug", *(field.name for field in fields(OutputOptions))}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if parameter.name not in shows and source is not None and source.name == "COMMANDLINE":

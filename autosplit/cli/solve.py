@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from autosplit.cli.common import DONE, Debug, beside_stdout, command, on_terminal
+from autosplit.cli.common import DONE, beside_stdout, command, on_terminal
 from autosplit.errors import InfeasibleError, InputError
 from autosplit.units import format_bytes, parse_bytes
 
@@ -61,7 +61,6 @@ def solve_command(
     as_json: Annotated[
         bool | None, typer.Option("--json/--table", help="Print JSON or a table (default: a table on a terminal).")
     ] = None,
-    debug: Debug = False,
 ) -> int:
     """Cut a workload file into stages: the best partition, and the proof or how far from the best it may be."""
     from autosplit.partition.infeasible import require_separable

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -243,16 +244,8 @@ def _known(node: fx.Node, path: str) -> Hashable:
 
 def called(node: fx.Node, root: nn.Module, places: Mapping[fx.Node, Hashable]) -> Hashable:
     """Return what a node calls, and on what, as a key; ``places`` are what stands for the nodes that it takes."""
-    target = _described(looked_up(node, root), {}) if node.op in ("call_module", "get_attr") else node.target
-    return node.op, target, _described(node.args, places), _described(node.kwargs, places)
-
-
-def looked_up(node: fx.Node, root: nn.Module) -> Any:
-    """Return the module, parameter, buffer or other value that a node's target is the path of."""
-    value: Any = root
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    return value
+    target = attrgetter(str(node.target))(root) if node.op in ("call_module", "get_attr") else node.target
+    return node.op, _described(target, {}), _described(node.args, places), _described(node.kwargs, places)
 
 
 def value_kind(value: Any) -> Hashable:

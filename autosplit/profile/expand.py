@@ -257,8 +257,6 @@ class Costs:
 
     def expanded(self) -> dict[str, NodeProfile]:
         """Return the costs of all nodes, those of each run one after the other; raises Uneven."""
-        if not self.runs:
-            return dict(self.short)
         found: dict[str, NodeProfile] = {}
         for name, cost in self.short.items():
             where = self.names.labels.get(name)

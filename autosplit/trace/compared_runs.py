@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autosplit.options import Sample
 from autosplit.trace.borrowed.state import gradients_aside
 from autosplit.trace.check import cotangent, seed_all
-from autosplit.trace.inputs.objects import leaves_of, take_apart
+from autosplit.trace.inputs.objects import fresh, leaves_of, take_apart
 from autosplit.trace.recording.random_watch import named_arguments
 
 
@@ -62,7 +62,7 @@ def run_once(
     own leaves.
     """
     inputs, build = take_apart((sample.args, sample.kwargs))
-    given = [_fresh(leaf) for leaf in inputs]
+    given = [fresh(leaf) for leaf in inputs]
     args, kwargs = build(given)
     own = {**leaves, **(of_loss or {})}
     own |= {f"input {i}": leaf for i, leaf in enumerate(given) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
@@ -83,10 +83,6 @@ def run_once(
     tensors |= {("input", str(i)): _host(leaf) for i, leaf in enumerate(given) if isinstance(leaf, torch.Tensor)}
     tensors |= {("buffer", name): _host(buffer) for name, buffer in model.named_buffers()}
     return Left(tensors, watch.calls, frozenset(watch.cut), before != drawn, drawn)
-
-
-def _fresh(leaf: Any) -> Any:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _host(value: Any) -> Any:

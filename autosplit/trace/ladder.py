@@ -235,7 +235,7 @@ def _accept(model: nn.Module, flat: FlatInputs, merged: Gathered, raw: RawGraph,
     inputs = tuple(InputInfo(flat.names[index], index, flat.batch_dims[index]) for index in flat.tensors())
     batched = batched_nodes(raw.graph, found, [f"input/{i.name}" for i in inputs if i.batch_dim is not None])
     classes = classify(raw.graph, raw.root, found, batched, findings, whole_norms=merged.scope.whole_norms)
-    with_classes(raw.graph, classes)
+    with_classes(classes)
     _colocate(raw, merged.recording)
     note_rewritten(raw.graph, raw.root)
     dims = tuple(

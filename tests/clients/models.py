@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from autosplit import autosplit
 
-STEPS = 8
+STEPS = 20
 TOLERANCE = 1e-6
 VOCABULARY = 64
 WORDS: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -239,7 +239,7 @@ BAD_DIMS: dict[str, tuple[Any, str]] = {
     "a name that is no input": ({"nothing": 0}, r"batch_dims names nothing; the inputs are value, states"),
     "too many entries": ((0, 1, 1), "batch_dims has 3 entries for 2 positional inputs"),
     "no such dimension": ((0, (1, 3)), r"batch_dims says 3 for input 'states_1' of shape \[2, 7, 5\]"),
-    "other sizes": ((1, 1), "batch_dims"),
+    "other sizes": ((1, 1), "batch_dims= names dimensions of different sizes"),
     "another type": ("0", "give an int, a tuple"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -179,7 +180,7 @@ OWN_PYTHON = {
     "at most 8": "at 3, 4, 12 rows it has the numbers",
     "more than 8": "at 3, 4, 12 rows it has the numbers",
     "a square": "not affine in the batch",
-    "odd numbers": "4 rows than at 3",
+    "odd numbers": "4 rows than at 3.*gelu.*tanh",
     "one row": "1 rows than at 3 and 4",
     "forces": "calls grad",
     "a tensor hook": "calls register_hook",
@@ -197,7 +198,7 @@ def test_call_equals_the_plain_model(name: str) -> None:
         assert_equal_runs(forward_backward(pipe, batch.fresh()), forward_backward(plain, batch.fresh()))
     assert ("module_tree" in pipe.code) == (name in OWN_PYTHON)
     if pipe.plan.rung == "module tree":
-        assert any(OWN_PYTHON[name] in note for note in pipe.plan.notes)
+        assert any(re.search(OWN_PYTHON[name], note) for note in pipe.plan.notes), pipe.plan.notes
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 5])

@@ -29,6 +29,24 @@ def plan_or_call(model: nn.Module, sample: Sample, *, early: bool) -> None:
         pipe(*sample.args, **sample.kwargs)
 
 
+class TwoInputs(nn.Module):
+    """Scores every row of the first input against every row of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(3, 5)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(self.first(first)) @ self.second(second).T)
+
+
+def test_batch_dims_that_do_not_match_the_inputs(unchanged: Unchanged) -> None:
+    model, inputs = TwoInputs(), (numbers(8, 3), numbers(4, 3))
+    for batch_dims in ((0, 0), (5, None), (0, 1, 2)):
+        with unchanged(model, *inputs), pytest.raises(InputError, match="batch_dims"):
+            autosplit(model, devices=["cpu"] * 2, chunks=4, batch_dims=batch_dims, sample=inputs)
+
+
 @pytest.mark.parametrize("planned", [True, False])
 def test_an_empty_batch(planned: bool, unchanged: Unchanged) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))

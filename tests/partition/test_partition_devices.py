@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from autosplit.partition.checker import check
+from autosplit.partition.graph import base_graph
 from autosplit.partition.ideals import enumerate as ideals
 from autosplit.partition.ideals import search
+from autosplit.partition.ideals.enumerate import in_runs
 from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Work
 from autosplit.partition.solve import solve
 from tests.partition.oracle_problems import Mix, random_problem
@@ -33,19 +35,12 @@ def test_a_slow_device_and_its_link_by_hand() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_large_graphs_start_from_runs_of_their_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(random_problem(seed, Mix(24)), devices=(Device(), Device(2.0), Device()))
-    exact = solve(problem, stages=3)
+    exact, graph = solve(problem, stages=3), base_graph(problem)
+    assert in_runs(graph).size == graph.size
     monkeypatch.setattr(ideals, "_MOST_GROUPS", 8)
     monkeypatch.setattr(search, "_ENTRIES", 200)
+    assert in_runs(graph).size <= 8 < graph.size
     rough = solve(problem, stages=3)
     assert rough.lower_bound_s <= exact.bottleneck_s * (1 + 1e-9)
     assert exact.bottleneck_s * (1 - 1e-9) <= rough.bottleneck_s < 1.5 * exact.bottleneck_s
     assert (exact.status, len(set(rough.assignment))) == ("optimal", 3)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_limit_on_ideals_gives_bounds_around_the_optimum(seed: int) -> None:
-    problem = random_problem(seed, Mix(30))
-    exact, rough = solve(problem, stages=4), solve(problem, stages=4, ideal_limit=60)
-    assert exact.status == "optimal"
-    assert rough.lower_bound_s <= exact.bottleneck_s * (1 + 1e-9)
-    assert exact.bottleneck_s <= rough.bottleneck_s * (1 + 1e-9)

@@ -128,7 +128,7 @@ def test_a_reduction_that_there_is_not_is_refused_on_every_route(route: str) -> 
     pipe = autosplit(model, devices=2, chunks=2)
     if route == "hooks":
         pipe.register_forward_hook(lambda *_: None)
-    with pytest.raises(InputError, match="loss_reduction='average' is not available"):
+    with pytest.raises(InputError, match=r"loss_reduction='average' is not available.*auto.*mean.*sum"):
         pipe.train_step(value(), target=value(), loss_fn=F.mse_loss, loss_reduction="average")
     with pytest.raises(InputError, match="loss_reduction= without loss_fn="):
         pipe.train_step(value(), loss_reduction="mean")

@@ -1,6 +1,6 @@
 """The cut whose simulated step is shortest: the best cut of a few lines of the graph, then moves of its groups.
 
-A topological order lays the graph out as a line, whose best cut `line_search` finds.
+A topological order lays the graph out as a line, whose best cut `LineSearch` finds.
 
 1. The lines are the model's order, each branch to its end, every group as late as possible, and the stages of the cut
    with the least bottleneck one after the other.

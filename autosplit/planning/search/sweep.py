@@ -148,7 +148,7 @@ class Sweep:
             places = self._module_places(case, graph)
             if places is not None:
                 self._parts = len(places) + 1
-            self._units = runs(problem, graph, most=self._most(graph), places=places)
+            self._units = runs(problem, graph, most=self._most(), places=places)
         coarse = coarsened(problem, self._units)
         once_s = shared_s(self.found.graph, case.costs)
         return Sized(case, coarse, Line(coarse.problem), once_s)
@@ -161,7 +161,7 @@ class Sweep:
         places = self.pieces.places
         return places if len(places) + 1 >= _FEW * len(self.options.devices) else None
 
-    def _most(self, graph: Graph) -> int:
+    def _most(self) -> int:
         stages = max(virtual_stages for _, virtual_stages in self.space.schedules) * len(self.options.devices)
         return max(_UNITS, 4 * stages)
 

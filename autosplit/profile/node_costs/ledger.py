@@ -55,7 +55,7 @@ class Ledger(TorchDispatchMode):
     ) -> None:
         """Count; on fake tensors add what the ``kernels`` of a device would hold beside their results.
 
-        Without ``listing`` no operations are listed. ``observed``: see `opaque.workspace`.
+        Without ``listing`` no operations are listed. ``observed``: see `workspaces.workspace`.
         """
         super().__init__()
         self.kernels = kernels

@@ -20,7 +20,7 @@ from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.node_costs.work import cost_model_of, work_of
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.state import gradients_aside, written_back
-from autosplit.trace.inputs.objects import take_apart, tensors_in
+from autosplit.trace.inputs.objects import fresh, mapped, tensors_in
 from autosplit.trace.module_tree import ModuleCost, intercept
 
 BACKWARD = 2.0
@@ -83,8 +83,7 @@ class _Run:
         for tensor in tensors_in((sample.args, sample.kwargs)):
             self._is_new(tensor)
         with state.borrowed(self.model), gradients_aside(self.model.parameters()), written_back(self.model):
-            leaves, rebuild = take_apart((sample.args, sample.kwargs))
-            args, kwargs = rebuild([_copy(leaf) for leaf in leaves])
+            args, kwargs = mapped(fresh, (sample.args, sample.kwargs))
             hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor) if saved else contextlib.nullcontext()
             intercept(self.model, [path for path, _ in self.model.named_modules()], self.visit)
             with self.ledger, hooks:
@@ -119,7 +118,3 @@ class _Run:
         new = key not in self.storages
         self.storages.add(key)
         return new
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf

@@ -13,12 +13,13 @@ which they come, parameters and buffers likewise, so that the key says which of 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from operator import attrgetter
 
 import torch
 from torch import fx, nn
 
 from autosplit.memory.pieces import Recompute, StageTraces
-from autosplit.profile.blocks import block_trace, called, looked_up
+from autosplit.profile.blocks import block_trace, called
 from autosplit.profile.stage_trace.stage_graph import StageNodes, Stages, block_paths, unit_path
 from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
@@ -106,7 +107,7 @@ class _Kinds:
     def _state(self, node: fx.Node) -> tuple[torch.Tensor, ...]:
         if node.op not in ("call_module", "get_attr"):
             return ()
-        value = looked_up(node, self._root)
+        value = attrgetter(str(node.target))(self._root)
         if isinstance(value, nn.Module):
             return (*value.parameters(), *value.buffers())
         return (value,) if isinstance(value, torch.Tensor) else ()

@@ -220,6 +220,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def fresh(leaf: Any) -> Any:
+    """Return a tensor's copy without a graph, any other value itself."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a number that tensors with one storage share; a sparse or nested tensor is its own storage."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)

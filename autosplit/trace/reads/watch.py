@@ -173,7 +173,7 @@ class Watcher(TorchFunctionMode):
         with torch.no_grad():
             for position in seen.changed:
                 inputs[position].add_(0)
-        return seen.rebuild([_made(leaf, inputs, call, needs_grad) for leaf in seen.leaves])
+        return seen.rebuild([_made(leaf, inputs, needs_grad) for leaf in seen.leaves])
 
 
 class Taint:
@@ -277,7 +277,7 @@ def _like(tensor: torch.Tensor, inputs: list[torch.Tensor]) -> _Like:
     return _Like(shape, tensor.dtype)
 
 
-def _made(leaf: Any, inputs: list[torch.Tensor], call: Call, needs_grad: bool) -> Any:
+def _made(leaf: Any, inputs: list[torch.Tensor], needs_grad: bool) -> Any:
     if not isinstance(leaf, _Like):
         return leaf
     if leaf.source is not None:

@@ -193,7 +193,7 @@ def _parted(effects: Effects, batched: set[fx.Node], full: set[fx.Node]) -> set[
     return {node for group in groups if group & full and len(group - full) > 1 for node in group}
 
 
-def with_classes(graph: fx.Graph, classes: Mapping[fx.Node, NodeClass]) -> None:
+def with_classes(classes: Mapping[fx.Node, NodeClass]) -> None:
     """Write the classes into the nodes."""
     for node, node_class in classes.items():
         node.meta[INFO] = replace(node.meta[INFO], node_class=node_class)
