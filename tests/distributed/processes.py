@@ -1,0 +1,104 @@
+"""Processes of one gloo group that run functions of the tests together; they are started once and used by many."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_MAKE = multiprocessing.get_context("spawn")
+
+
+class Ranks:
+    """``size`` processes; ``run`` calls a function in all of them at once."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        self._started: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        """Call ``function(*args)`` in every process and return what each returned, by rank.
+
+        The function is one of a module; ranks are told apart by ``torch.distributed.get_rank()``. Raises the first
+        rank's error as RuntimeError with its traceback; after an error, or when time is out, all processes end.
+        """
+        self._start()
+        for _, pipe in self._started:
+            pipe.send((function, args))
+        found: list[tuple[bool, Any]] = []
+        for rank, (_, pipe) in enumerate(self._started):
+            try:
+                found.append(pipe.recv() if pipe.poll(timeout_s) else (False, f"rank {rank} gave no answer in time"))
+            except (EOFError, ConnectionError):
+                found.append((False, f"rank {rank} ended"))
+        if not all(right for right, _ in found):
+            self.close()
+            raise RuntimeError("\n".join(f"rank {n}: {text}" for n, (right, text) in enumerate(found) if not right))
+        return [value for _, value in found]
+
+    def _start(self) -> None:
+        if self._started:
+            return
+        store = Path(self._folder.name) / f"store{len(os.listdir(self._folder.name))}"
+        for rank in range(self.size):
+            own, other = _MAKE.Pipe()
+            process = _MAKE.Process(target=_serve, args=(rank, self.size, str(store), other), daemon=True)
+            process.start()
+            self._started.append((process, own))
+            other.close()
+
+    def close(self) -> None:
+        """End the processes; the next run starts new ones."""
+        for process, pipe in self._started:
+            pipe.close()
+            process.join(1.0)
+            process.kill()
+            process.join()
+        self._started.clear()
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        try:
+            answer: tuple[bool, Any] = True, function(*args)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)
+
+
+class Pool:
+    """Groups of processes by their number."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Ranks] = {}
+
+    def __call__(self, size: int) -> Ranks:
+        """Return the group of ``size`` processes."""
+        return self._groups.setdefault(size, Ranks(size))
+
+    def close(self) -> None:
+        """End all processes."""
+        for group in self._groups.values():
+            group.close()
+
+
+def first(found: Sequence[Any]) -> Any:
+    """Return the one value among the ranks' answers that is not None."""
+    (value,) = [one for one in found if one is not None]
+    return value
