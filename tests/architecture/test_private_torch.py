@@ -52,7 +52,7 @@ def uses() -> dict[str, set[str]]:
     """Return the files that use each listed name, or a name below it; what is not listed stands by itself."""
     listed = sorted((row["name"] for row in ROW.finditer(LIST.read_text(encoding="utf-8"))), key=len, reverse=True)
     found: dict[str, set[str]] = defaultdict(set)
-    for path in sorted((ROOT / "autosplit").rglob("*.py")):
+    for path in sorted(file for folder in ("autosplit", "examples") for file in (ROOT / folder).rglob("*.py")):
         for name in private_names(path):
             if any(own.startswith(f"{name}.") for own in listed):
                 continue  # the module of a listed name

@@ -19,7 +19,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._started: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -45,7 +45,8 @@ class Ranks:
     def _start(self) -> None:
         if self._started:
             return
-        store = Path(self._folder.name) / f"store{len(os.listdir(self._folder.name))}"
+        self._folder = tempfile.TemporaryDirectory()
+        store = Path(self._folder.name) / "store"
         for rank in range(self.size):
             own, other = _MAKE.Pipe()
             process = _MAKE.Process(target=_serve, args=(rank, self.size, str(store), other), daemon=True)
@@ -61,6 +62,9 @@ class Ranks:
             process.kill()
             process.join()
         self._started.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
@@ -90,7 +94,9 @@ class Pool:
 
     def __call__(self, size: int) -> Ranks:
         """Return the group of ``size`` processes."""
-        return self._groups.setdefault(size, Ranks(size))
+        if size not in self._groups:
+            self._groups[size] = Ranks(size)
+        return self._groups[size]
 
     def close(self) -> None:
         """End all processes."""

@@ -195,6 +195,13 @@ def test_a_block_that_is_cut_goes_where_most_of_it_runs() -> None:
         assert plan.model_copy(update={"units": units}).export("megatron") == "Ett|ttttL\n"
 
 
+def test_an_edited_cut_is_exported_and_not_that_of_its_units(plan: Plan) -> None:
+    costs = dict.fromkeys(("weight_s", "static_bytes", "kept_bytes", "transient_bytes", "sent_bytes"), 0)
+    unit = Unit(name="layers.2.up", stage=0, forward_s=1e-3, backward_s=0, **costs)
+    moved = plan.model_copy(update={"units": (unit,)}).move({"layers.2": 1})
+    assert json.loads(moved.export("torchtitan"))[1][0] == "layers.2"
+
+
 # -- Megatron --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("counts", "text"),

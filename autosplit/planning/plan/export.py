@@ -113,9 +113,9 @@ def _whole(path: str, owners: dict[str, Counter[int]], holders: set[str], around
 
 
 def _unit_seconds(plan: PlanRecord) -> dict[str, Counter[int]]:
-    """Map modules to the seconds that each stage spends in them, where the plan has its units."""
+    """Map modules to the seconds that each stage spends in them; empty where the units are of a cut before an edit."""
     found: dict[str, Counter[int]] = {}
-    for unit in plan.units:
+    for unit in () if plan.edited else plan.units:
         nanoseconds = round((unit.forward_s + unit.backward_s) * 1e9)
         for prefix in prefixes(unit.name):
             found.setdefault(prefix, Counter())[unit.stage] += nanoseconds

@@ -42,14 +42,6 @@ class Plan(PlanRecord):
         """
         return export(self, form)
 
-    @property
-    def edited(self) -> bool:
-        """Whether stages, schedule or chunks were changed by hand, so that times and memory are those of before.
-
-        `autosplit` and `plan`, given such a plan, check it on the model and cost it anew.
-        """
-        return self.fingerprint.choices not in (None, self.choices)
-
     def move(self, moves: Mapping[str, int]) -> Plan:
         """Return the plan with modules in other stages: ``plan.move({"decoder.3": 1})``.
 

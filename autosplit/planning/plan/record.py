@@ -340,6 +340,14 @@ class PlanRecord(Record):
         }
         return hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:16]
 
+    @property
+    def edited(self) -> bool:
+        """Whether stages, schedule or chunks were changed by hand, so that times and memory are those of before.
+
+        `autosplit` and `plan`, given such a plan, check it on the model and cost it anew.
+        """
+        return self.fingerprint.choices not in (None, self.choices)
+
     def sealed(self) -> Self:
         """Return the plan that knows what it chose: a later edit of that shows."""
         return self.model_copy(update={"fingerprint": self.fingerprint.model_copy(update={"choices": self.choices})})
