@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from autosplit.checks import BATCH_NORM, FIND, MACHINE, RESERVE, choose, resolve_machine
+from autosplit.checks import BATCH_NORM, FIND, MACHINE, OUTPUTS, RESERVE, TORCHRUN, choose, resolve_machine
 from autosplit.errors import InputError
 from autosplit.options import (
     Options,
@@ -30,6 +30,7 @@ from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.units import format_bytes
 
 if TYPE_CHECKING:
+    from autosplit.distributed.world import World
     from autosplit.pipelined import PipelinedModule
 
 
@@ -54,13 +55,15 @@ def autosplit(
     compile: bool | str | Mapping[str, Any] = False,
     cut: str = "modules",
     mesh: Any = None,
+    feed: str = "all",
+    outputs: str = "last",
 ) -> PipelinedModule:
     """Split a model over devices and return it as a pipelined ``torch.fx.GraphModule`` with the same state.
 
     Args:
         model: any module; its code, names and Parameter objects stay as they are.
         devices: a number (CUDA devices where there are any, else CPU lanes), or a list of torch devices, one per stage;
-            a device may repeat.
+            a device may repeat. "torchrun": one device per process, in each of which this line runs, with ``sample=``.
         chunks: how many microbatches to cut a batch into; a smaller batch uses fewer.
         sample: a batch to plan on at once: a tensor, a tuple of positional inputs, a dict of keyword inputs, or a
             `Sample`. None: the pipe plans itself on its first call, on the batch of that call.
@@ -97,6 +100,9 @@ def autosplit(
             loss, only where the step gets at least 2% shorter or nothing else fits; "operations": anywhere.
         precision: reserved; anything but None is refused.
         mesh: reserved; anything but None is refused.
+        feed: which processes are called with the batch under "torchrun": "all", the same batch.
+        outputs: which processes get the model's output under "torchrun": "last", that of the last stage, others None;
+            or "all".
 
     Returns:
         The pipelined module. Calling it gives the model's outputs, transparent to autograd.
@@ -112,8 +118,10 @@ def autosplit(
     _check_model(model)
     choose("precision", precision, (None,))
     choose("mesh", mesh, (None,))
+    choose("outputs", outputs, OUTPUTS)
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    resolved = resolve_devices(devices)
+    world = _world() if isinstance(devices, str) and devices == TORCHRUN else None
+    resolved = resolve_devices(devices) if world is None else (world.device,) * world.size
     asked = chosen(
         devices=len(resolved),
         chunks=chunks,
@@ -131,13 +139,34 @@ def autosplit(
         **asked,
         batch_dims=batch_dims,
         compile=resolve_compile(compile),
-        lanes=resolve_lanes(lanes, resolved),
+        lanes=resolve_lanes(lanes, resolved) if world is None else "inline",
         rng=resolve_rng(rng, resolved),
         batch_norm=choose("batch_norm", batch_norm, BATCH_NORM),
     )
-    from autosplit.pipelined import PipelinedModule  # a plan on paper does without the runtime
+    return _piped(model, options, pinned, world, sample, outputs)
 
-    pipe = PipelinedModule(model, options, pinned)
+
+def _world() -> World:
+    """Return the processes that torchrun has started."""
+    from autosplit.distributed.world import join  # a plan on paper does without the runtime
+
+    return join()
+
+
+def _piped(
+    model: nn.Module, options: Options, pinned: Plan | None, world: World | None, sample: Any, outputs: str
+) -> PipelinedModule:
+    """Return the pipe, or the part of this process; that is planned, so that its parameters are known."""
+    if world is None:
+        from autosplit.pipelined import PipelinedModule
+
+        pipe = PipelinedModule(model, options, pinned)
+    elif sample is None:
+        raise InputError("devices='torchrun' needs sample=: a process's parameters must be known before its optimizer")
+    else:
+        from autosplit.ranks import RankPipe
+
+        pipe = RankPipe(model, options, pinned, world, outputs=outputs)
     if sample is not None:
         pipe.prepare(Sample.of(sample))
     return pipe

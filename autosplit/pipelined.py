@@ -24,7 +24,7 @@ from autosplit.recorded import SHARED, PreparedStep, PreparedTree, Recorded, fre
 from autosplit.recordings import RECORDING, Recordings
 from autosplit.runtime.lanes.ambient import needs_one_thread
 from autosplit.runtime.lanes.lanes import Lane
-from autosplit.runtime.lanes.threads import LaneThreads
+from autosplit.runtime.lanes.threads import LaneThreads, forwards
 from autosplit.runtime.loss.proof import Proofs
 from autosplit.runtime.step import engine, middle
 from autosplit.runtime.step_log import StepLog
@@ -281,7 +281,8 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
     def _program(self, step: PreparedStep) -> fx.Graph:
         programs, count = step.recorded.programs, len(step.sizes)
         if count not in programs:
-            programs[count] = emit(step.recorded.lowered, order=step.forwards(), attributes=self._core.names)
+            order = forwards(step.schedule).issue_order
+            programs[count] = emit(step.recorded.lowered, order=order, attributes=self._core.names)
         return programs[count]
 
     def _show(self, recorded: Recorded, graph: fx.Graph) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from autosplit.collapse import OWN_PYTHON, Collapses
 from autosplit.errors import InputError, ScheduleError, TraceError
-from autosplit.lower.split import lower, place
+from autosplit.lower.split import Lowered, lower, place
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.write import check_plan
@@ -356,11 +356,15 @@ class Recordings:
         if not self.lanes:
             own = tuple(lane(device) for device in self.options.devices[: len(plan.devices)])
             self.lanes = tuple(own[stage.lane] for stage in plan.stages)
-        place(self.model, lowered, devices)
+        self._place(lowered, devices)
         dims = found.inputs.batch_dims
         found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
         kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
         return Recorded(found.graph, lowered, found, kind, self.lanes)
+
+    def _place(self, lowered: Lowered, devices: Sequence[torch.device]) -> None:
+        """Move the model's state to the devices of the stages."""
+        place(self.model, lowered, devices)
 
 
 def _first(recordings: Iterable[Recorded], key: Key, sample: Sample) -> Recorded | None:

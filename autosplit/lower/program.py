@@ -46,7 +46,7 @@ def emit_setup(lowered: Lowered, parts: Mapping[str, nn.Module]) -> fx.GraphModu
     that :func:`emit_ending` takes from here. ``parts`` are the modules of the program, on their lanes.
     """
     program = _Program(lowered, {name: name for name in parts})
-    kept = tuple(program.values[slot] for slot in program.ending_slots())
+    kept = tuple(program.values[slot] for slot in ending_slots(lowered))
     program.graph.output((program.splits, program.shared, kept))  # type: ignore[arg-type]
     return _module(lowered, parts, program.graph)
 
@@ -58,6 +58,22 @@ def emit_ending(lowered: Lowered, parts: Mapping[str, nn.Module]) -> fx.GraphMod
     caller something, what it gave for each microbatch.
     """
     return _module(lowered, parts, _Ending(lowered, {name: name for name in parts}).graph)
+
+
+def ending_slots(lowered: Lowered) -> list[Slot]:
+    """Return the values from before the first cell that the epilogue and the caller take."""
+    layout = lowered.layout
+    wanted = [s.value for s in lowered.epilogue_inputs if s.value not in layout.merged]
+    slots = [layout.alias(value, EPILOGUE) for value in wanted]
+    for value in lowered.outputs:
+        if isinstance(value, fx.Node) and _from_beginning(value):
+            slots.append(layout.alias(value.name, OUT))
+    return list(dict.fromkeys(slots))
+
+
+def _from_beginning(value: fx.Node) -> bool:
+    info = value.meta.get(INFO)
+    return info is not None and value.op != "placeholder" and info.node_class is NodeClass.SHARED
 
 
 def _module(lowered: Lowered, parts: Mapping[str, nn.Module], graph: fx.Graph) -> fx.GraphModule:
@@ -252,19 +268,6 @@ class _Program:
             return self._item(moved, 0)
         return self._placed(self.layout.alias(slot.value, EPILOGUE), last)
 
-    def ending_slots(self) -> list[Slot]:
-        """Return the values from before the first cell that the epilogue and the caller take."""
-        wanted = [s.value for s in self.lowered.epilogue_inputs if s.value not in self.layout.merged]
-        slots = [self.layout.alias(value, EPILOGUE) for value in wanted]
-        for value in self.lowered.outputs:
-            if isinstance(value, fx.Node) and self._from_beginning(value):
-                slots.append(self.layout.alias(value.name, OUT))
-        return list(dict.fromkeys(slots))
-
-    def _from_beginning(self, value: fx.Node) -> bool:
-        info = value.meta.get(INFO)
-        return info is not None and value.op != "placeholder" and info.node_class is NodeClass.SHARED
-
     def _output(self, value: Any) -> Any:
         if not isinstance(value, fx.Node):
             return value
@@ -274,7 +277,7 @@ class _Program:
             return self._size(value)
         if value.op == "placeholder":
             return self.inputs[value]
-        if self._from_beginning(value):
+        if _from_beginning(value):
             return self.values[self.layout.alias(value.name, OUT)]
         full = value.meta[INFO].node_class is NodeClass.FULL
         return self.epilogue[value.name] if full else self.values[Slot(value.name)]
@@ -292,7 +295,7 @@ class _Ending(_Program):
 
     def _begin(self) -> None:
         kept, bundles = (named(self.graph, self.graph.placeholder(n), n) for n in ("kept", "bundles"))
-        self.values.update({slot: self._item(kept, i) for i, slot in enumerate(self.ending_slots())})
+        self.values.update({slot: self._item(kept, i) for i, slot in enumerate(ending_slots(self.lowered))})
         for stage in self._giving():
             self._merge(stage, self._item(bundles, stage))
         self._finish()

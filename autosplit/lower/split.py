@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -222,14 +222,38 @@ def place(model: nn.Module, lowered: Lowered, devices: Sequence[torch.device]) -
 
     State that no stage uses moves to the first device. Does nothing where everything lies on the right device already.
     """
-    target: dict[int, torch.device] = {}
-    with_state = dict(model.named_parameters(remove_duplicate=False))
+    stages = owners(model, lowered)
+    move((tensor, devices[stages[name]]) for name, tensor in _state(model))
+
+
+def owners(model: nn.Module, lowered: Lowered) -> dict[str, int]:
+    """Return the stage that holds each parameter and buffer, by name: the first that uses it, or else stage 0."""
+    stage_of: dict[int, int] = {}
+    named = dict(_state(model))
     for name, stage in lowered.layout.home.items():
-        if name in with_state:
-            target[id(with_state[name])] = devices[stage]
-    parts = (*lowered.stages, *lowered.prologues, lowered.epilogue)
-    for part, device in zip(parts, (*devices, *devices, devices[-1]), strict=True):
-        if part is not None:
-            for tensor in (*part.parameters(), *part.buffers()):
-                target.setdefault(id(tensor), device)
-    move((tensor, target.get(id(tensor), devices[0])) for tensor in (*model.parameters(), *model.buffers()))
+        if name in named:
+            stage_of[id(named[name])] = stage
+    for stage, part in _parts(lowered):
+        for tensor in (*part.parameters(), *part.buffers()):
+            stage_of.setdefault(id(tensor), stage)
+    return {name: stage_of.get(id(tensor), 0) for name, tensor in named.items()}
+
+
+def move_own(model: nn.Module, lowered: Lowered, stages: Collection[int], device: torch.device) -> None:
+    """Move to a device what these stages use, buffers that others use too among it, and what they hold."""
+    own = [t for stage, part in _parts(lowered) if stage in stages for t in (*part.parameters(), *part.buffers())]
+    named = dict(_state(model))
+    own += [named[name] for name, stage in owners(model, lowered).items() if stage in stages]
+    move((tensor, device) for tensor in own)
+
+
+def _parts(lowered: Lowered) -> Iterator[tuple[int, RegionModule]]:
+    """Yield the parts of the program by stage: stages, shared nodes, and what comes behind the last cell."""
+    parts = [*enumerate(lowered.stages), *enumerate(lowered.prologues), (len(lowered.stages) - 1, lowered.epilogue)]
+    yield from ((stage, part) for stage, part in parts if part is not None)
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and buffers by all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)

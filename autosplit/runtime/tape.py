@@ -81,9 +81,17 @@ class Tape:
     """
 
     def __init__(
-        self, nodes: Sequence[TapeNode], sizes: Sequence[int], lengths: Sizes, start: torch.Tensor | None = None
+        self,
+        nodes: Sequence[TapeNode],
+        sizes: Sequence[int],
+        lengths: Sizes,
+        start: torch.Tensor | None = None,
+        *,
+        here: Collection[str] | None = None,
     ) -> None:
+        """``here`` are the nodes that run in this process; None: all."""
         self.nodes = nodes
+        self.here = here
         self.sizes = tuple(sizes)
         self.lengths = lengths
         self._start = start
@@ -97,11 +105,19 @@ class Tape:
 
     def fresh(self) -> Tape:
         """Return a tape for another run of the same call; it draws from the generator as it is then."""
-        return Tape(self.nodes, self.sizes, self.lengths)
+        return Tape(self.nodes, self.sizes, self.lengths, here=self.here)
 
     def again(self) -> Tape:
         """Return a tape that draws once more what this one drew; the generator stays as it is."""
-        return Tape(self.nodes, self.sizes, self.lengths, self._start) if self._start is not None else self.fresh()
+        if self._start is None:
+            return self.fresh()
+        return Tape(self.nodes, self.sizes, self.lengths, self._start, here=self.here)
+
+    def finish(self) -> None:
+        """Draw what nobody has asked for, as other processes do: the generator is then where the plain model's is."""
+        with DRAWING:
+            while self._next < len(self.nodes):
+                self._draw_next()
 
     def holds(self, name: str) -> bool:
         """Tell whether a node's numbers are on the tape."""
@@ -159,6 +175,8 @@ class Tape:
                 self._now = generator.get_state()
             finally:
                 generator.set_state(outside)
+        if self.here is not None and node.name not in self.here:
+            del self._drawn[node.name]
         self._next += 1
 
     @torch.no_grad()

@@ -18,11 +18,18 @@ from typing import Any
 
 import torch
 
-from autosplit.backward import DeferredWeightGrads, Product, begin_at_sums, defer_weight_gradients, gradients
+from autosplit.backward import (
+    DeferredWeightGrads,
+    Product,
+    begin_at_sums,
+    defer_weight_gradients,
+    donate_gradients,
+    gradients,
+)
 from autosplit.runtime.lanes.ambient import any_autocast
 from autosplit.runtime.ops import OUT, Bundle, CellContext
-from autosplit.runtime.step.step import Start, Step
-from autosplit.runtime.transport import Message, SharedMemory, Transport, Way
+from autosplit.runtime.step.step import Pairs, Start, Step
+from autosplit.runtime.transport import Message, Way
 from autosplit.schedule.action import Action
 from autosplit.trace.scope import has_module_hooks
 
@@ -52,9 +59,11 @@ class Cells:
 
     def __init__(self, step: Step, start: Start, *, detached: bool) -> None:
         self.step = step
-        self.transport: Transport = SharedMemory(step.lanes, step.log, detached=detached)
+        self.transport = step.transport(detached=detached)
         self.start = start
         self.detached = detached
+        self.free: list[torch.Tensor] = []
+        """Leaves under the loss that are no stage's."""
         self.keep = False
         """Whether backwards leave the cells' graphs for another backward."""
         self.lowered = step.lowered
@@ -278,10 +287,73 @@ class Cells:
             return state.out_gradients or (None,) * len(state.sent[OUT])
         return self.transport.recv(Way(stage, int(target), microbatch).back)
 
+    def hand_over(self) -> None:
+        """Give every leaf its whole gradient: parameters, shared values and inputs, in one backward."""
+        own: list[Pairs] = []
+        for stage, totals in enumerate(self.totals):
+            leaves = [(p, p) for p in (*self.parameters[stage], *(self.free if stage == self.last else ()))]
+            leaves += zip(self.start.shared.get(stage, ()), self.given.get(stage, ()), strict=True)
+            own.append([(whole, totals[id(leaf)]) for whole, leaf in leaves if id(leaf) in totals])
+            totals.clear()
+        inputs = sorted(self.input_gradients.items(), key=lambda item: item[0])
+        own.append([(self.start.inputs[s][m][place], gradient) for (s, m, place), gradient in inputs])
+        inputs.clear()
+        self.input_gradients.clear()
+        with _all_or_nothing([*self.lowered.traced.root.parameters(), *self.free, *self.step.tensors]):
+            self.start.hand_over(own, self._hand)
+
+    def _hand(self, pairs: Pairs) -> None:
+        """Give tensors their gradients; the list is empty afterwards."""
+        tensors, gradients = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+        pairs.clear()
+        torch.autograd.backward(self._roots_by_device(tensors, gradients))
+
+    def _roots_by_device(self, tensors: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return a root per device that hands over its leaves' gradients; ``gradients`` is empty afterwards.
+
+        The engine takes all roots to be made on one stream; a node per device puts each device's gradients on the
+        caller's stream there.
+        """
+        first = self.step.lanes[0]
+        one = len({lane.device for lane in self.step.lanes}) == 1
+        places = [first.device if one else first.origin(tensor).device for tensor in tensors]
+        given = list(zip(places, tensors, gradients, strict=True))
+        gradients.clear()
+        roots = []
+        for place in dict.fromkeys(places):
+            own = [tensor for device, tensor, _ in given if device == place]
+            roots.append(donate_gradients(own, [gradient for device, _, gradient in given if device == place]))
+            given = [entry for entry in given if entry[0] != place]
+        return roots
+
+
+@contextlib.contextmanager
+def _all_or_nothing(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put the gradients of leaves back when a hook raises: by then some have been added to.
+
+    Copies are made only where there are hooks; without them nothing of the caller's runs in here.
+    """
+    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+    if not any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves):
+        yield
+        return
+    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.detach().clone()) for leaf in leaves]
+    try:
+        yield
+    except BaseException:
+        for leaf, gradient, content in before:
+            leaf.grad = gradient
+            if gradient is not None and content is not None:
+                gradient.copy_(content)
+        raise
+
 
 def parameters(step: Step) -> list[list[torch.Tensor]]:
-    """Return by stage the parameters that require a gradient."""
-    return [[p for p in stage.parameters() if p.requires_grad] for stage in step.lowered.stages]
+    """Return by stage the parameters that require a gradient, of stages that run in this process."""
+    found: list[list[torch.Tensor]] = [[] for _ in step.lowered.stages]
+    for stage in step.stages:
+        found[stage] = [p for p in step.lowered.stages[stage].parameters() if p.requires_grad]
+    return found
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from autosplit.trace.reductions.own_loss import own_loss as loss_of
 
 REDUCTIONS = ("auto", "mean", "sum")
 _KIND = "kind"
-_Found = tuple[losses.Parts, WholeCheck | None]
+Found = tuple[train_cells.Loss, WholeCheck | None]
 """What each microbatch adds to the loss, and what holds that against the whole batch."""
 
 
@@ -48,20 +48,30 @@ def train_step(
     ``whole`` runs the ordinary program on the step; it is used where the loss needs the whole batch at once.
     ``threads`` run the lanes at the same time; without them the caller's thread issues everything.
     """
+    found = find_loss(step, target=target, loss_fn=loss_fn, reduction=reduction, proofs=proofs, whole=whole)
+    if found is not None:
+        return train_cells.run(step, *found, threads)
+    why = "the batch gives one microbatch" if len(step.sizes) == 1 else "the loss wants the whole batch at once"
+    return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes, why=why, log=step.log)
+
+
+def find_loss(
+    step: Step, *, target: Any, loss_fn: Any, reduction: str, proofs: Proofs, whole: Callable[[], Any]
+) -> Found | None:
+    """Return what each microbatch adds to the loss of a step; None where only the whole batch gives it.
+
+    ``whole`` runs the ordinary program, where a loss is proved on the batch.
+    """
     if loss_fn is None:
         own = own_loss.in_schedule(step) if len(step.sizes) > 1 else None
-        if own is not None:
-            return train_cells.run(step, own, None, threads)
-        return _in_one_piece(step, whole, target=None, loss_fn=None)
+        return None if own is None else (own, None)
     outputs = Outputs(step)
     target = _with_outputs(target, step.lanes)
     targets = split_target(target, step.sizes, outputs=outputs.shapes())
     wants = _wants(outputs, loss_fn, target, proofs)
     if outputs.by_rows(wants) and len(step.sizes) > 1 and not _has_graph(target):
-        found = _Loss(step, outputs, loss_fn, target, targets, wants).find(reduction, proofs, whole)
-        if found is not None:
-            return train_cells.run(step, *found, threads)
-    return _in_one_piece(step, whole, target=target, loss_fn=loss_fn)
+        return _Loss(step, outputs, loss_fn, target, targets, wants).find(reduction, proofs, whole)
+    return None
 
 
 @dataclass(frozen=True)
@@ -75,13 +85,13 @@ class _Loss:
     targets: Sequence[Any]
     wants: frozenset[str] | None
 
-    def find(self, reduction: str, proofs: Proofs, whole: Callable[[], Any]) -> _Found | None:
+    def find(self, reduction: str, proofs: Proofs, whole: Callable[[], Any]) -> Found | None:
         """Return how the losses of microbatches add up: by the caller's word, or as known or proved."""
         if reduction != "auto":
             return self._parts(reduction), None
         return self.known(proofs) if losses.is_known(self.loss_fn) else self.proved(proofs, whole)
 
-    def known(self, proofs: Proofs) -> _Found | None:
+    def known(self, proofs: Proofs) -> Found | None:
         """Return torch's own loss where every value of it belongs to one row; asked once for the same shapes."""
         counted = self._count()
         if counted is None:
@@ -92,7 +102,7 @@ class _Loss:
             adds_up = proofs.keep(self.loss_fn, question, self._adds_up(counted))
         return (self._parts("counted", counted), None) if adds_up else None
 
-    def proved(self, proofs: Proofs, whole: Callable[[], Any]) -> _Found | None:
+    def proved(self, proofs: Proofs, whole: Callable[[], Any]) -> Found | None:
         """Return a loss that is proved on this batch or was on an earlier one."""
         kind = proofs.find(self.loss_fn, _KIND)
         if kind is None:
@@ -166,20 +176,17 @@ def whole_step(
     if log is not None:
         log.start(lanes(), whole=why)
     with torch.inference_mode(False), torch.enable_grad():
-        output = _gathered(whole(), lanes())
-        if loss_fn is None:
-            value = loss_of(output)
-        else:
-            value = losses.call_loss(loss_fn, output, _with_outputs(target, lanes()))
+        value = loss_of_whole(whole(), target, loss_fn, lanes())
         value.backward()
     if log is not None:
         log.finish(value.detach())
     return value.detach()
 
 
-def _in_one_piece(step: Step, whole: Callable[[], Any], *, target: Any, loss_fn: Any) -> torch.Tensor:
-    why = "the batch gives one microbatch" if len(step.sizes) == 1 else "the loss wants the whole batch at once"
-    return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes, why=why, log=step.log)
+def loss_of_whole(output: Any, target: Any, loss_fn: Any, lanes: Sequence[Lane]) -> torch.Tensor:
+    """Return the loss of the model's output for the whole batch; ``loss_fn`` None: the model's own loss."""
+    output = _gathered(output, lanes)
+    return loss_of(output) if loss_fn is None else losses.call_loss(loss_fn, output, _with_outputs(target, lanes))
 
 
 def check_loss(target: Any, loss_fn: Any, reduction: str) -> None:

@@ -13,7 +13,11 @@ from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.threads import forwards
 from autosplit.runtime.ops import Bundle, CallState, enter, leave
 from autosplit.runtime.step_log import StepLog
+from autosplit.runtime.transport import SharedMemory, Transport
 from autosplit.schedule.action import Action, Schedule
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, and the gradients that they get."""
 
 
 @dataclass
@@ -49,9 +53,26 @@ class Step:
         count = len(self.sizes)
         return self.once(("schedule", count), lambda: self.planned(count))
 
+    @property
+    def stages(self) -> Sequence[int]:
+        """The stages that run in this process: all of them."""
+        return range(len(self.lowered.stages))
+
+    def order(self, schedule: Schedule) -> Sequence[Action]:
+        """Return the actions of a schedule that run in this process, in the order in which one thread issues them."""
+        return schedule.issue_order
+
+    def transport(self, *, detached: bool) -> Transport:
+        """Return what brings values from stage to stage."""
+        return SharedMemory(self.lanes, self.log, detached=detached)
+
+    def outcome(self, make: Callable[[], Any]) -> Any:
+        """Return what is made where the last stage runs."""
+        return make()
+
     def forwards(self) -> Sequence[Action]:
         """Return the forwards of the schedule in the order in which one thread issues them."""
-        return forwards(self.schedule).issue_order
+        return self.order(forwards(self.schedule))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what ``make`` made at the first call with this key."""
@@ -111,3 +132,10 @@ class Start:
     inputs: dict[int, Sequence[Bundle]]
     shared: dict[int, Bundle]
     kept: Bundle
+
+    def hand_over(self, own: Sequence[Pairs], backward: Callable[[Pairs], None]) -> None:
+        """Give tensors their gradients, listed by the stage that made these; ``backward`` does so for a list."""
+        pairs = [pair for stage in own for pair in stage]
+        for stage in own:
+            stage.clear()
+        backward(pairs)

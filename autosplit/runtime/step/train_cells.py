@@ -6,14 +6,12 @@ fire once. One thread issues the actions in clock order, or every lane's thread 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from autosplit.backward import donate_gradients
 from autosplit.errors import InputError
 from autosplit.runtime.lanes.ambient import ThreadState
 from autosplit.runtime.lanes.threads import LaneThreads, Turns, turns
@@ -53,12 +51,7 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
                 threads.run(cells.turns(), cells.act, ThreadState.current(), hooks)
             used += cells.results()
         used.clear()
-        losses = [cells.losses[microbatch] for microbatch in range(len(step.sizes))]
-        total = losses[0]
-        for value in losses[1:]:
-            total = total + value
-        if check is not None:
-            check.compare(losses, cells.lowered.traced)
+        total: torch.Tensor = step.outcome(cells.total)
         with step.located():
             cells.hand_over()
         with step.entered():
@@ -78,14 +71,15 @@ class _TrainCells(Cells):
         self.losses: dict[int, torch.Tensor] = {}
         self.roots: dict[int, torch.Tensor] = {}
         """The loss of each microbatch, until its backward."""
-        self.free: list[torch.Tensor] = []
+        self.depends = False
+        """Whether anything with a gradient stands behind the loss."""
         self.wants = loss.wants
         self.passed = [value for value in self.lowered.outputs if _is_input(value) and self._wanted(value.name)]
         """Inputs that are outputs too."""
 
     def order(self) -> Sequence[Action]:
         """Return the schedule's actions in the order in which one thread issues them."""
-        return self.step.once(("order", len(self.step.sizes)), lambda: self.step.schedule.issue_order)
+        return self.step.once(("order", len(self.step.sizes)), lambda: self.step.order(self.step.schedule))
 
     def turns(self) -> Turns:
         """Return the schedule as turns of the lanes; the last stage takes what the loss wants of any."""
@@ -133,6 +127,7 @@ class _TrainCells(Cells):
                     self.check.keep(flat, microbatch)
                 value = self.roots[microbatch] = self.loss(given, microbatch)
             self.losses[microbatch] = value.detach()
+            self.depends |= value.requires_grad
             given_names = {node.name for node in self.passed}
             free = self._free_leaves(state, [t for name, t in values.items() if name not in given_names], value)
             self.free += free
@@ -199,69 +194,23 @@ class _TrainCells(Cells):
         *_, last, caller = self.step.lanes
         return transfer((piece,), caller, last)[0]
 
+    def total(self) -> torch.Tensor:
+        """Return the loss of the batch; raise InputError where it is not that of the whole batch."""
+        if not self.depends:
+            raise RuntimeError("the loss does not depend on any parameter that requires a gradient")
+        losses = [self.losses[microbatch] for microbatch in range(len(self.step.sizes))]
+        total = losses[0]
+        for value in losses[1:]:
+            total = total + value
+        if self.check is not None:
+            self.check.compare(losses, self.lowered.traced)
+        return total
+
     def results(self) -> list[torch.Tensor | None]:
         """Return what the caller's thread works on when the lanes are done."""
         totals = [total for own in self.totals for total in own.values()]
         kept = self.check.tensors() if self.check is not None else []
         return [*self.losses.values(), *totals, *self.input_gradients.values(), *kept]
-
-    def hand_over(self) -> None:
-        """Give every leaf its whole gradient: parameters, shared values and inputs, in one backward."""
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for stage, totals in enumerate(self.totals):
-            leaves = [(p, p) for p in (*self.parameters[stage], *(self.free if stage == self.last else ()))]
-            leaves += zip(self.start.shared.get(stage, ()), self.given.get(stage, ()), strict=True)
-            pairs += [(whole, totals[id(leaf)]) for whole, leaf in leaves if id(leaf) in totals]
-        for (stage, microbatch, position), gradient in sorted(self.input_gradients.items(), key=lambda item: item[0]):
-            pairs.append((self.start.inputs[stage][microbatch][position], gradient))
-        if not pairs:
-            raise RuntimeError("the loss does not depend on any parameter that requires a gradient")
-        tensors, gradients = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
-        for totals in self.totals:
-            totals.clear()
-        self.input_gradients.clear()
-        pairs.clear()
-        with _all_or_nothing([*self.lowered.traced.root.parameters(), *self.free, *self.step.tensors]):
-            torch.autograd.backward(self._roots_by_device(tensors, gradients))
-
-    def _roots_by_device(self, tensors: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return a root per device that hands over its leaves' gradients; ``gradients`` is empty afterwards.
-
-        The engine takes all roots to be made on one stream; a node per device puts each device's gradients on the
-        caller's stream there.
-        """
-        first = self.step.lanes[0]
-        one = len({lane.device for lane in self.step.lanes}) == 1
-        places = [first.device if one else first.origin(tensor).device for tensor in tensors]
-        given = list(zip(places, tensors, gradients, strict=True))
-        gradients.clear()
-        roots = []
-        for place in dict.fromkeys(places):
-            own = [tensor for device, tensor, _ in given if device == place]
-            roots.append(donate_gradients(own, [gradient for device, _, gradient in given if device == place]))
-            given = [entry for entry in given if entry[0] != place]
-        return roots
-
-
-@contextlib.contextmanager
-def _all_or_nothing(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Put the gradients of leaves back when a hook raises: by then some have been added to.
-
-    Copies are made only where there are hooks; without them nothing of the caller's runs in here.
-    """
-    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
-    if not any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves):
-        yield
-        return
-    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.detach().clone()) for leaf in leaves]
-    try:
-        yield
-    except BaseException:
-        for leaf, gradient, content in before:
-            leaf.grad = gradient
-            if gradient is not None and content is not None:
-                gradient.copy_(content)
-        raise
 
 
 def _is_input(value: Any) -> bool:

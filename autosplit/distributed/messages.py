@@ -1,0 +1,232 @@
+"""The transport between processes: what the stages of one rank send to those of another.
+
+    rank of s    forward ─► send(way, values) ── isend, tag of the way ──► recv(way) ─► forward    rank of t
+
+What travels a way is known on both sides: at the first step of a kind each message is preceded by its description
+(shapes, strides, dtypes, which tensors want a gradient and which are None); later ones are held against it. So a later
+step sends tensors only, and a receive can be posted before its message is made. The sender never waits: a thread frees
+what was sent when it has arrived.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from autosplit.distributed.world import World
+from autosplit.errors import ScheduleError
+from autosplit.runtime.lanes.lanes import Lane
+from autosplit.runtime.step_log import StepLog
+from autosplit.runtime.transport import Message, SharedMemory, Way
+
+SHARED = -1
+"""The microbatch of what goes once per step: shared values and tied parameters."""
+ENDING = -2
+"""The microbatch of such values for what comes behind the last cell."""
+
+
+class Described(NamedTuple):
+    """One tensor of a message; strides are those of memory without gaps."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+Description = tuple[Described | None, ...]
+
+
+@dataclass
+class Descriptions:
+    """What travels each way in steps of one kind; ``complete`` when a whole step has gone by them."""
+
+    of: dict[Way, Description] = field(default_factory=dict)
+    complete: bool = False
+
+
+class Sending:
+    """Holds what is being sent, and lets go of it when it has arrived."""
+
+    def __init__(self) -> None:
+        self._under_way: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
+        self._left = 0
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._free, name="autosplit sends", daemon=True).start()
+
+    def add(self, works: Iterable[Any], tensors: Any) -> None:
+        """Hold tensors until all of ``works`` are done."""
+        with self._changed:
+            self._left += 1
+        self._under_way.put((list(works), tensors))
+
+    def wait(self) -> None:
+        """Wait until everything has arrived; raise what went wrong on the way."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left)
+            if self._error is not None:
+                raise self._error
+
+    def _free(self) -> None:
+        while True:
+            works, tensors = self._under_way.get()
+            try:
+                for work in works:
+                    work.wait()
+            except BaseException as error:
+                self._error = self._error or error
+            del works, tensors
+            with self._changed:
+                self._left -= 1
+                self._changed.notify_all()
+
+
+class Messages:
+    """Brings messages between stages of one step, to and from other ranks."""
+
+    def __init__(
+        self,
+        world: World,
+        ranks: Sequence[int],
+        lanes: Sequence[Lane],
+        log: StepLog | None,
+        *,
+        known: Descriptions,
+        sending: Sending,
+        detached: bool,
+    ) -> None:
+        """``ranks`` are those of the stages."""
+        self._world, self._ranks, self._lanes, self._detached = world, ranks, lanes, detached
+        self._known, self._sending = known, sending
+        self._inside = SharedMemory(lanes, log, detached=detached)
+        self._posted: dict[Way, tuple[list[torch.Tensor], list[Any]]] = {}
+
+    def send(self, way: Way, message: Message) -> None:
+        """Give away what a stage made; it is kept until it has arrived."""
+        to = self._ranks[way.target]
+        if to == self._world.rank:
+            self._inside.send(way, message)
+            return
+        description = tuple([None if tensor is None else described(tensor) for tensor in message])
+        tag, works = _tag(way, len(self._ranks)), []
+        if not self._known.complete:
+            self._known.of[way] = description
+            works += self._describe(description, to, tag)
+        elif self._known.of.get(way) != description:
+            raise ScheduleError(
+                f"what stage {way.source} sends to stage {way.target} for microbatch {way.microbatch} "
+                f"({'gradients' if way.backward else 'values'}) is {_text(description)}, and was "
+                f"{_text(self._known.of.get(way, ()))} when this kind of step ran first; ranks agree on that once"
+            )
+        with self._lanes[way.source].active():
+            flat = [flattened(tensor.detach()) for tensor in message if tensor is not None and tensor.numel()]
+            works += [dist.isend(f, group=self._world.payload, group_dst=to, tag=tag) for f in flat]
+        self._sending.add(works, flat)
+
+    def _describe(self, description: Description, to: int, tag: int) -> list[Any]:
+        data = torch.frombuffer(bytearray(pickle.dumps(description)), dtype=torch.uint8)
+        parts = (torch.tensor([data.numel()]), data)
+        return [dist.isend(part, group=self._world.control, group_dst=to, tag=tag) for part in parts]
+
+    def _described(self, way: Way, source: int, tag: int) -> Description:
+        """Return what comes; at the first step of a kind the sender says it."""
+        if not self._known.complete:
+            length = torch.zeros(1, dtype=torch.int64)
+            dist.recv(length, group=self._world.control, group_src=source, tag=tag)
+            data = torch.zeros(int(length), dtype=torch.uint8)
+            dist.recv(data, group=self._world.control, group_src=source, tag=tag)
+            self._known.of[way] = pickle.loads(data.numpy().tobytes())
+        return self._known.of[way]
+
+    def expect(self, ways: Iterable[Way]) -> None:
+        """Post receives for messages that are yet to be made, where it is known what comes."""
+        if self._known.complete:
+            for way in ways:
+                if self._ranks[way.source] != self._world.rank:
+                    self._posted[way] = self._post(way)
+
+    def _post(self, way: Way) -> tuple[list[torch.Tensor], list[Any]]:
+        source, tag = self._ranks[way.source], _tag(way, len(self._ranks))
+        description, device = self._described(way, source, tag), self._lanes[way.target].device
+        with self._lanes[way.target].active():
+            made = [
+                torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=device)
+                for one in description
+                if one is not None
+            ]
+            works = [
+                dist.irecv(flattened(tensor), group=self._world.payload, group_src=source, tag=tag)
+                for tensor in made
+                if tensor.numel()
+            ]
+        return made, works
+
+    def recv(self, way: Way) -> Message:
+        """Return what was sent, on this rank's device."""
+        if self._ranks[way.source] == self._world.rank:
+            return self._inside.recv(way)
+        made, works = self._posted.pop(way) if way in self._posted else self._post(way)
+        with self._lanes[way.target].active():
+            for work in works:
+                work.wait()
+        arrived = iter(made)
+        wants = self._detached and not way.backward
+        return [
+            None if one is None else next(arrived).requires_grad_(wants and one.requires_grad)
+            for one in self._known.of[way]
+        ]
+
+    def wants_gradient(self, way: Way) -> bool:
+        """Tell whether anything that went a way wants a gradient."""
+        return any(one is not None and one.requires_grad for one in self._known.of.get(way, ()))
+
+    def clear(self) -> None:
+        """Forget what nobody received."""
+        self._inside.clear()
+
+    def end(self) -> None:
+        """Wait until all that was sent has arrived; from now on it is known what travels in steps of this kind."""
+        self._sending.wait()
+        self._known.complete = True
+
+
+def described(tensor: torch.Tensor) -> Described:
+    """Describe a tensor; one with gaps in its memory arrives without."""
+    dense = tensor if _is_dense(tensor) else torch.empty_like(tensor, device="meta")
+    return Described(tuple(tensor.shape), dense.stride(), tensor.dtype, tensor.requires_grad)
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor as bytes; of one with gaps a copy."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    if not _is_dense(tensor):
+        tensor = tensor.clone(memory_format=torch.preserve_format)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether every element of a tensor's memory is one of its own, once."""
+    dense = 1
+    for stride, size in sorted((t, s) for s, t in zip(tensor.shape, tensor.stride(), strict=True) if s > 1):
+        if stride != dense:
+            return False
+        dense *= size
+    return True
+
+
+def _tag(way: Way, stages: int) -> int:
+    number = ((way.microbatch - ENDING) * stages + way.source) * stages + way.target
+    return (number * 2 + way.loss) * 2 + way.backward
+
+
+def _text(description: Description) -> str:
+    parts = ["nothing" if one is None else f"{one.dtype}{list(one.shape)}" for one in description]
+    return ", ".join(parts) or "nothing"

@@ -1,0 +1,210 @@
+"""What one rank does once per step: shared values and tied parameters before its cells, their gradients behind them.
+
+    home stage    makes a shared value, or has a tied parameter ── lends ──► stages of other ranks, once per step
+    hand-over     stages in descending order: gradients of what was lent come back; then the stage's own backward
+
+A value is lent to later stages only, so a rank that hands over from its last stage to its first never waits in a
+circle. Every stage's shared nodes have a graph of their own, which begins at detached values: a value's gradient goes
+further only when all its uses have given theirs, in the order of one process.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from autosplit.distributed.messages import ENDING, SHARED
+from autosplit.lower.layout import Layout, Slot
+from autosplit.lower.program import ending_slots
+from autosplit.runtime.ops import CellContext, fork, split, transfer
+from autosplit.runtime.step.step import Pairs, Start, Step
+from autosplit.runtime.transport import Transport, Way
+from autosplit.trace.graph import INFO
+
+
+class Taken(NamedTuple):
+    """Values that a stage took: detached, and as they are at their home; there is no such on another rank's."""
+
+    leaf: torch.Tensor
+    whole: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RankStart(Start):
+    """What the cells of one rank begin with, and the way back of the gradients.
+
+    Attributes:
+        stages: the rank's stages, ascending.
+        lent: by stage, what went to stages of other ranks, and which way.
+        borrowed: by stage, what came from another rank.
+        taken: by stage, what its shared nodes took of this rank's own values.
+        ended: what comes behind the last cell took of them.
+        home: by the identity of a value that cells take, the stage that made it.
+        transport: brings values and gradients.
+    """
+
+    stages: Sequence[int]
+    transport: Transport
+    lent: dict[int, list[tuple[Way, list[torch.Tensor]]]] = field(default_factory=lambda: defaultdict(list))
+    borrowed: dict[int, list[tuple[Way, list[torch.Tensor]]]] = field(default_factory=lambda: defaultdict(list))
+    taken: dict[int, list[Taken]] = field(default_factory=lambda: defaultdict(list))
+    ended: list[Taken] = field(default_factory=list)
+    home: dict[int, int] = field(default_factory=dict)
+
+    def hand_over(self, own: Sequence[Pairs], backward: Callable[[Pairs], None]) -> None:
+        """Give this rank's tensors their gradients, and other ranks those of what they lent."""
+        waiting: dict[int, Pairs] = defaultdict(list)
+        back: dict[int, torch.Tensor] = {}
+        for stage in reversed(self.stages):
+            for tensor, gradient in own[stage]:
+                home = self.home.get(id(tensor), stage)
+                if home in self.stages:
+                    waiting[home].append((tensor, gradient))
+                else:
+                    back[id(tensor)] = gradient
+            own[stage].clear()
+        self._pass_on(self.ended, waiting)
+        for stage in reversed(self.stages):
+            pairs = waiting.pop(stage, [])
+            for way, values in self.lent[stage]:
+                if any(value.requires_grad for value in values):
+                    came = self.transport.recv(way.back)
+                    pairs += [(v, g) for v, g in zip(values, came, strict=True) if g is not None]
+            if pairs:
+                backward(pairs)
+            self._pass_on(self.taken[stage], waiting)
+            for way, values in self.borrowed[stage]:
+                if any(value.requires_grad for value in values):
+                    self.transport.send(way.back, [back.get(id(value), value.grad) for value in values])
+
+    def _pass_on(self, taken: Sequence[Taken], waiting: dict[int, Pairs]) -> None:
+        for leaf, whole in taken:
+            if leaf.grad is not None:
+                waiting[self.home[id(whole)]].append((whole, leaf.grad))
+
+
+def begin(step: Step, transport: Transport, ranks: Sequence[int], *, ending: bool) -> RankStart:
+    """Run what comes before the first cell of this rank.
+
+    ``ranks`` are those of the stages. ``ending``: what comes behind the last cell runs too, on the last stage's rank.
+    """
+    return _Beginning(step, transport, ranks, ending).run()
+
+
+class _Beginning:
+    def __init__(self, step: Step, transport: Transport, ranks: Sequence[int], ending: bool) -> None:
+        self.step, self.transport, self.ranks, self.ending = step, transport, ranks, ending
+        self.lowered, self.layout = step.lowered, step.lowered.layout
+        self.stages = sorted(step.stages)
+        self.last = len(self.lowered.stages) - 1
+        self.inputs = {
+            node.name: (node.meta[INFO], tensor)
+            for node, tensor in zip(_placeholders(self.lowered.traced.graph), step.tensors, strict=True)
+        }
+        self.values: dict[Slot, torch.Tensor] = {}
+        self.start = RankStart({}, {}, (), stages=self.stages, transport=transport)
+
+    def run(self) -> RankStart:
+        start = self.start
+        for stage in self.stages:
+            self._tied(stage)
+            self._borrow(stage, SHARED, _slots(self.layout, stage))
+            self._prologue(stage)
+            self._lend(stage)
+            layout, lane = self.layout.stages[stage], self.step.lanes[stage]
+            if layout.inputs:
+                infos, tensors = zip(*(self.inputs[slot.value] for slot in layout.inputs), strict=True)
+                dims, changed = [info.tensors[0].batch_dim for info in infos], [info.mutated for info in infos]
+                start.inputs[stage] = split(tensors, self.step.sizes, dims, lane, changed)
+            if layout.shared:
+                start.shared[stage] = tuple(self._value(slot, stage) for slot in layout.shared)
+        if not (self.ending and self.last in self.stages):
+            return start
+        slots = ending_slots(self.lowered)
+        self._borrow(self.last, ENDING, slots)
+        return replace(start, kept=tuple(self._take(slot, self.last, start.ended) for slot in slots))
+
+    def _tied(self, stage: int) -> None:
+        """Make a use of its own for every user of the tied parameters whose home a stage is."""
+        for key, uses in self.layout.given.items():
+            if self.layout.home.get(key) == stage and uses:
+                value = attrgetter(key)(self.lowered.traced.root)
+                for use, one in enumerate(fork(value, uses) if uses > 1 else (value,)):
+                    self._keep(Slot(key, use), one, stage)
+
+    def _keep(self, slot: Slot, value: torch.Tensor, home: int) -> None:
+        self.values[slot] = value
+        self.start.home[id(value)] = home
+
+    def _borrow(self, stage: int, when: int, slots: Sequence[Slot]) -> None:
+        """Receive values whose homes are stages of other ranks."""
+        for home, own in self._by_home(slots).items():
+            if home not in self.stages:
+                way = Way(home, stage, when)
+                values = [value for value in self.transport.recv(way) if value is not None]
+                self.start.borrowed[stage].append((way, values))
+                for slot, value in zip(own, values, strict=True):
+                    self._keep(slot, value, home)
+
+    def _by_home(self, slots: Sequence[Slot]) -> dict[int, list[Slot]]:
+        found: dict[int, list[Slot]] = {}
+        for slot in slots:
+            if slot.value in self.layout.home:
+                found.setdefault(self.layout.home[slot.value], []).append(slot)
+        return found
+
+    def _lend(self, home: int) -> None:
+        """Send a stage's values to stages of other ranks."""
+        asked = [(stage, SHARED, _slots(self.layout, stage)) for stage in range(home + 1, self.last + 1)]
+        if self.ending:
+            asked.append((self.last, ENDING, ending_slots(self.lowered)))
+        for stage, when, slots in asked:
+            own = self._by_home(slots).get(home)
+            if own and stage not in self.stages:
+                values = [self.values[slot] for slot in own]
+                way = Way(home, stage, when)
+                self.transport.send(way, values)
+                self.start.lent[home].append((way, values))
+
+    def _prologue(self, stage: int) -> None:
+        module, prologue = self.lowered.prologues[stage], self.layout.prologues[stage]
+        if module is None:
+            return
+        bundle = tuple(self._take(slot, stage, self.start.taken[stage]) for slot in prologue.takes)
+        given = {**self.step.lengths, "rows": self.step.rows, "shared": bundle}
+        given["key"] = CellContext(self.step.state, SHARED)
+        with self.step.lanes[stage].active():
+            made = module(*[given[name] for name in module.takes])
+        for slot, value in zip(prologue.gives, made, strict=True):
+            self._keep(slot, value, stage)
+
+    def _value(self, slot: Slot, stage: int) -> torch.Tensor:
+        """Return a value on a stage's device; inputs are the same for every use."""
+        if slot in self.values:
+            return self.values[slot]
+        tensor, lane = self.inputs[slot.value][1], self.step.lanes[stage]
+        return transfer((tensor,), lane.origin(tensor), lane)[0]
+
+    def _take(self, slot: Slot, stage: int, taken: list[Taken]) -> torch.Tensor:
+        """Return a value for a graph of its own; one that another rank lends has none here."""
+        value = self._value(slot, stage)
+        if slot not in self.values or self.start.home[id(value)] not in self.stages or not value.requires_grad:
+            return value
+        leaf = value.detach().requires_grad_()
+        taken.append(Taken(leaf, value))
+        return leaf
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder" and INFO in node.meta]
+
+
+def _slots(layout: Layout, stage: int) -> list[Slot]:
+    """Return what a stage takes once per step: its shared nodes, and its cells."""
+    return [*layout.prologues[stage].takes, *layout.stages[stage].shared]

@@ -1,0 +1,215 @@
+"""The processes that run one pipe: who they are, and what they have to agree on.
+
+Small Python values travel over a gloo group of our own, one collective each: a block of fixed size, and a second one
+only where a value does not fit. What one rank raises is raised on every rank, so that none waits for another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autosplit.errors import AutosplitError, DeviceError, InputError
+
+_BLOCK = 512
+"""Bytes of one rank's value in the first collective, its length among them."""
+_HEAD = 8
+_SHOWN = 300
+"""How many characters of a value that differs are shown."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of one pipe.
+
+    Attributes:
+        rank: the number of this process.
+        size: how many there are.
+        device: this rank's device.
+        control: the gloo group for what ranks tell each other.
+        payload: the group that carries tensors between devices.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    control: Any
+    payload: Any
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank."""
+        own = _packed(value)
+        found = self._gathered(own[:_BLOCK], _BLOCK)
+        ends = [_end(text) for text in found]
+        if max(ends) > _BLOCK:
+            rest = self._gathered(own[_BLOCK:], max(ends) - _BLOCK)
+            found = [text + more for text, more in zip(found, rest, strict=True)]
+        return [pickle.loads(text[_HEAD:end]) for text, end in zip(found, ends, strict=True)]
+
+    def _gathered(self, text: bytes, size: int) -> list[bytes]:
+        blocks = [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(blocks, _block(text, size), group=self.control)
+        return [block.numpy().tobytes() for block in blocks]
+
+    def share(self, source: int, make: Callable[[], Any]) -> Any:
+        """Return on every rank what ``make`` returns on one; what it raises there is raised on every rank."""
+        return self.send(source, *attempt(make)) if self.rank == source else self.receive(source)
+
+    def send(self, source: int, value: Any, error: BaseException | None = None) -> Any:
+        """Tell every other rank a value, or an error, which is raised here too."""
+        self._broadcast(source, (value, _portable(error)))
+        if error is not None:
+            raise error
+        return value
+
+    def receive(self, source: int) -> Any:
+        """Return what a rank sends; raise its error."""
+        value, error = self._broadcast(source, None)
+        if error is not None:
+            error.add_note(f"raised on rank {source}")
+            raise error
+        return value
+
+    def _broadcast(self, source: int, value: Any) -> Any:
+        own = _packed(value) if self.rank == source else b""
+        found = self._sent(source, own[:_BLOCK], _BLOCK)
+        if (end := _end(found)) > _BLOCK:
+            found += self._sent(source, own[_BLOCK:], end - _BLOCK)
+        return pickle.loads(found[_HEAD:end])
+
+    def _sent(self, source: int, text: bytes, size: int) -> bytes:
+        block = _block(text, size)
+        dist.broadcast(block, group_src=source, group=self.control)
+        return block.numpy().tobytes()
+
+    def agree(self, doing: str, facts: Mapping[str, Any], error: BaseException | None = None) -> None:
+        """Raise on every rank where one has an error, or where ranks differ in a fact: which, and what each has.
+
+        ``doing`` says what a rank is about to do, where another may be about to do something else.
+        """
+        own = {name: digest(fact) for name, fact in facts.items()}
+        rows = self.gather((doing, own, _portable(error)))
+        for rank, (*_, raised) in enumerate(rows):
+            if raised is not None:
+                if rank != self.rank:
+                    raised.add_note(f"raised on rank {rank}")
+                raise (raised if error is None or rank != self.rank else error)
+        first = rows[0]
+        for rank, row in enumerate(rows):
+            if row[0] != first[0]:
+                raise InputError(f"the ranks make different calls: rank 0 {first[0]}, rank {rank} {row[0]}")
+        for name in first[1]:
+            other = next((rank for rank, row in enumerate(rows) if row[1][name] != first[1][name]), None)
+            if other is not None:
+                texts = self.gather(_text(facts[name]))
+                raise InputError(_difference(name, texts[0], texts[other], other))
+
+
+def _packed(value: Any) -> bytes:
+    """Return a value as bytes, their number first."""
+    data = pickle.dumps(value)
+    return len(data).to_bytes(_HEAD, "little") + data
+
+
+def _end(text: bytes) -> int:
+    return _HEAD + int.from_bytes(text[:_HEAD], "little")
+
+
+def _block(text: bytes, size: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.ljust(size, b"\0")), dtype=torch.uint8)
+
+
+def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """Return what a function returns, or what it raises."""
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
+def digest(fact: Any) -> int:
+    """Return a number for a fact, the same in every process; an int stands for itself."""
+    if isinstance(fact, int):
+        return fact
+    return int.from_bytes(hashlib.sha256(_text(fact).encode()).digest()[:8], "little")
+
+
+def _text(fact: Any) -> str:
+    return fact if isinstance(fact, str) else repr(fact)
+
+
+def _difference(name: str, first: str, other: str, rank: int) -> str:
+    one, two = first.splitlines(), other.splitlines()
+    place = next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+    left, right = (lines[place][:_SHOWN] if place < len(lines) else "nothing" for lines in (one, two))
+    return f"the ranks differ in {name}: rank 0 has {left}, rank {rank} has {right}"
+
+
+def _portable(error: BaseException | None) -> BaseException | None:
+    """Return an error that another process can read."""
+    if error is None:
+        return None
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        kind = type(error) if isinstance(error, AutosplitError) else RuntimeError
+        return kind(f"{type(error).__name__}: {error}")
+    return error
+
+
+_JOINED: dict[int, World] = {}
+"""The world of each default process group, by its identity: groups are made once."""
+
+
+def join() -> World:
+    """Return this process's world; initialise torch.distributed by torchrun's environment where nobody has.
+
+    Raises DeviceError where the process was not started as one of several, and where two ranks have one device.
+    """
+    if not dist.is_available():
+        raise DeviceError("devices='torchrun' needs torch.distributed, which this torch is built without")
+    if not dist.is_initialized():
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise DeviceError(
+                f"devices='torchrun' is for a process that torchrun has started, and {', '.join(missing)} is not set; "
+                "run torchrun --nproc-per-node N script.py, or call torch.distributed.init_process_group first"
+            )
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    default = dist.group.WORLD
+    if id(default) not in _JOINED:
+        _JOINED.clear()
+        _JOINED[id(default)] = _joined()
+    return _JOINED[id(default)]
+
+
+def _joined() -> World:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    control = dist.new_group(backend="gloo")
+    device = _device(rank)
+    payload = control if device.type == "cpu" else dist.group.WORLD
+    world = World(rank, size, device, control, payload)
+    places = world.gather((os.uname().nodename, str(device), device.type != "cpu"))
+    for other, place in enumerate(places):
+        if place[2] and places.index(place) != other:
+            raise DeviceError(
+                f"ranks {places.index(place)} and {other} have one device, {place[1]} of {place[0]}; start as many "
+                "processes per host as it has devices"
+            )
+    if len({place[2] for place in places}) > 1:
+        raise DeviceError("some ranks have a CUDA device and others have none; give every rank a device of one kind")
+    return world
+
+
+def _device(rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % count)) % count)

@@ -1,0 +1,338 @@
+"""The pipe of one rank: ``autosplit(model, devices="torchrun", sample=x)`` in every process of torchrun.
+
+    every rank   the call's facts ─► do they agree? ─► rank 0 records a new kind of call, the others follow it
+                 ─► the last stage's rank says how the loss adds up ─► own actions, with messages ─► one loss for all
+
+What one rank refuses, all refuse, with the same error, before the first message.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.distributed.messages import Sending
+from autosplit.distributed.step import RankStep, WholeCall
+from autosplit.distributed.world import World, attempt
+from autosplit.errors import InputError, TraceError
+from autosplit.lower.split import Lowered, move_own, owners
+from autosplit.options import Options, Sample
+from autosplit.pipelined import PipelinedModule
+from autosplit.planning.plan.plan import Plan
+from autosplit.recorded import PreparedStep, PreparedTree
+from autosplit.recordings import Recordings
+from autosplit.runtime.loss.parts import Parts
+from autosplit.runtime.step import engine, train_cells
+from autosplit.runtime.tape import Tape
+from autosplit.trace.borrowed.state import borrowed, random_state
+from autosplit.trace.graph import INFO
+from autosplit.trace.inputs.objects import leaves_of, take_apart, tensors_in
+from autosplit.trace.inputs.signature import GradAutocastState, Key
+from autosplit.trace.ladder import Trace
+
+_RECORD, _RUN = "records a new kind of call", "runs a kind of call that it knows"
+
+
+class RankRecordings(Recordings):
+    """The recordings of one rank: rank 0 plans and says what its probe found; the others record the same.
+
+    Attributes:
+        owner: the rank that holds each parameter and buffer, by name; empty before the first recording.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, plan: Plan | None, world: World, *, own: bool) -> None:
+        super().__init__(model, options, plan, own=own)
+        self.world = world
+        self.owner: dict[str, int] = {}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        assert self.plan is not None
+        return tuple(stage.lane for stage in self.plan.stages)
+
+    def _planned(self, key: Key, sample: Sample) -> Trace:
+        self.world.agree(_RECORD, {"the call": _call_text(self.model, sample.args, sample.kwargs)})
+        found = None
+        if self.world.rank == 0:
+            found, error = attempt(lambda: super(RankRecordings, self)._planned(key, sample))
+            plan = None if self.plan is None else self.plan.to_json()
+            self.world.send(0, (plan, found and found.findings), error)
+        else:
+            plan, _ = self.world.receive(0)
+            self.plan = Plan.model_validate_json(plan)
+            found = super()._planned(key, sample)
+        self._check_size()
+        assert found is not None
+        return found
+
+    def _check_size(self) -> None:
+        assert self.plan is not None
+        if len(self.plan.devices) != self.world.size:
+            raise InputError(
+                f"the plan is for {len(self.plan.devices)} devices, and torchrun has started {self.world.size} "
+                f"processes; start {len(self.plan.devices)}, or plan for {self.world.size}"
+            )
+
+    def _place(self, lowered: Lowered, devices: Sequence[torch.device]) -> None:
+        ranks = self.ranks
+        own = {name: ranks[stage] for name, stage in owners(self.model, lowered).items()}
+        self.owner = self.owner or own
+        moved = next((name for name in own if own[name] != self.owner[name]), None)
+        if moved is not None:
+            raise TraceError(
+                f"{moved!r} belongs to rank {self.owner[moved]}, and in this kind of call rank {own[moved]} uses it "
+                "first; plan on a sample of a call that uses all parameters"
+            )
+        stages = [stage for stage, rank in enumerate(ranks) if rank == self.world.rank]
+        move_own(self.model, lowered, stages, self.world.device)
+
+
+@dataclass(kw_only=True)
+class PreparedRankStep(RankStep, PreparedStep):
+    """One call on one rank, and the recording that it follows."""
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """Stands for a loss that another rank computes; ``wants`` are the outputs that it uses."""
+
+    wants: frozenset[str] | None
+    takes_values = True
+
+
+class RankPipe(PipelinedModule):
+    """A pipe of which this process runs some stages; see :class:`autosplit.pipelined.PipelinedModule`.
+
+    Every rank makes the same calls. :meth:`train_step` returns the same loss on every rank. ``state_dict()``,
+    ``parameters()`` and the other iterators have what belongs to this rank, under the model's own names.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        plan: Plan | None,
+        world: World,
+        *,
+        outputs: str = "last",
+        own_plan: bool = False,
+    ) -> None:
+        super().__init__(model, options, plan, own_plan)
+        self._core.recordings = RankRecordings(model, options, plan, world, own=own_plan)
+        self.__dict__.update(_world=world, _outputs=outputs, _sending=Sending(), _losses={})
+
+    @property
+    def _recordings(self) -> RankRecordings:
+        recordings = self._core.recordings
+        assert isinstance(recordings, RankRecordings)
+        return recordings
+
+    # -- what belongs to this rank -------------------------------------------------------------------------------
+    def _is_own(self, name: str) -> bool:
+        owner = self._recordings.owner
+        return not owner or owner.get(name, 0) == self._world.rank
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of this rank, by their names in the model."""
+        yield from ((n, p) for n, p in self._core.model.named_parameters(*args, **kwargs) if self._is_own(n))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers of this rank, by their names in the model."""
+        yield from ((n, b) for n, b in self._core.model.named_buffers(*args, **kwargs) if self._is_own(n))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return this rank's part of the model's state, under the model's own names."""
+        prefix = kwargs.get("prefix", "")
+        whole = self._core.model.state_dict(*args, **kwargs)
+        return {name: value for name, value in whole.items() if self._is_own(name.removeprefix(prefix))}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load this rank's part of a state, which may be the whole model's."""
+        model = self._core.model
+        own = {name: value for name, value in state_dict.items() if self._is_own(name)}
+        missing = [name for name in self.state_dict() if name not in own]
+        unexpected = [name for name in own if name not in model.state_dict()]
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"missing keys of rank {self._world.rank}: {missing}; unexpected keys: {unexpected}")
+        return model.load_state_dict(own, strict=False, assign=assign)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of all ranks by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does; return it.
+
+        Norms of single gradients are reduced in the model's order, so the total has the bits of one process.
+        """
+        own = {n: p for n, p in self.named_parameters() if p.grad is not None}
+        norms = {n: torch.linalg.vector_norm(p.grad, norm_type).cpu() for n, p in own.items() if p.grad is not None}
+        every: dict[str, torch.Tensor] = {}
+        for found in self._world.gather(norms):
+            every |= found
+        ordered = [every[n] for n, _ in self._core.model.named_parameters() if n in every]
+        total = torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.tensor(0.0)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}, no number")
+        torch.nn.utils.clip_grads_with_norm_(own.values(), max_norm, total)
+        return total
+
+    # -- running -------------------------------------------------------------------------------------------------
+    def prepare(self, sample: Sample) -> None:
+        """Record and plan; this rank's parameters are known from then on."""
+        with random_state():
+            step, error = attempt(lambda: self._on_rank(self._prepare(sample.args, sample.kwargs)))
+            self._world.agree(_RUN, {}, error)
+            assert step is not None
+            self._show(step.recorded, self._program(step))
+
+    def _agreed(
+        self, args: Any, kwargs: Any, facts: Mapping[str, Any], checks: Callable[[], None] = lambda: None
+    ) -> PreparedRankStep:
+        """Prepare a call that all ranks make; raise on every rank where one cannot, or where they differ."""
+
+        def prepared() -> PreparedRankStep:
+            checks()
+            return self._on_rank(self._prepare(args, kwargs))
+
+        step, error = attempt(prepared)
+        self._world.agree(_RUN, {} if step is None else {**self._facts(step, args, kwargs), **facts}, error)
+        assert step is not None
+        return step
+
+    def _facts(self, step: PreparedRankStep, args: Any, kwargs: Any) -> dict[str, Any]:
+        """Return in what calls of all ranks have to agree."""
+        facts: dict[str, Any] = {
+            "the call": _call_text(self._core.model, args, kwargs),
+            "microbatches": str(step.sizes),
+        }
+        facts["the batch's values"] = _contents((args, kwargs))
+        if step.lowered.random:
+            facts["torch's random state"] = zlib.crc32(torch.get_rng_state().numpy().data)
+        return facts
+
+    def _on_rank(self, step: PreparedStep | PreparedTree) -> PreparedRankStep:
+        if isinstance(step, PreparedTree):
+            why = "; ".join(self._core.recordings.notes().split("\n")[1:]) or "no graph can follow it"
+            raise TraceError(f"{type(self._core.model).__name__} runs by its own Python, in one process only: {why}")
+        if step.recorded.traced.kept:
+            raise TraceError("the model keeps tensors of the whole batch for Python to read; this needs one process")
+        wanting = next((t for t in step.tensors if t.requires_grad), None)
+        if wanting is not None and torch.is_grad_enabled():
+            raise InputError(
+                f"an input of shape {list(wanting.shape)} requires a gradient; ranks give gradients to parameters only"
+            )
+        given = {own.name: getattr(step, own.name) for own in fields(PreparedStep)}
+        ranks = self._recordings.ranks
+        made = PreparedRankStep(**given, world=self._world, ranks=ranks, sending=self._sending)
+        if (tape := step.state.tape) is not None:
+            layout, own = step.lowered.layout, made.stages
+            here = {n.meta[INFO].name for s in own for p in (layout.stages, layout.prologues) for n in p[s].nodes}
+            here |= {n.meta[INFO].name for n in layout.epilogue} if self._world.rank == made.last else set()
+            made.state = replace(step.state, tape=Tape(tape.nodes, step.sizes, step.lengths, here=here))
+        return made
+
+    def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        step = self._agreed(args, kwargs, {})
+        every = self._outputs == "all"
+        with torch.set_grad_enabled(torch.is_grad_enabled() and every):
+            call = WholeCall(step)
+            flat = call.forward(attached=True)
+            if every:
+                flat = call.everywhere(flat)
+        self._core.recordings.leave(step, ())
+        return None if flat is None else step.recorded.traced.unflatten(flat)
+
+    def _train_step(
+        self, args: Any, kwargs: Any, target: Any, loss_fn: Any, reduction: str, log: Any = None
+    ) -> torch.Tensor:
+        def checks() -> None:
+            self._core.recordings.check_backward()
+            engine.check_loss(target, loss_fn, reduction)
+
+        step = self._agreed(args, kwargs, {"the target": _contents(target)}, checks)
+        step.log = log
+        given = {"target": target, "loss_fn": loss_fn}
+        found, in_cells = self._loss(step, reduction, **given)
+        if in_cells:
+            loss = train_cells.run(step, found[0], found[1], None)
+            step.finish()
+        else:
+            loss = self._whole(step, **given)
+        self._core.recordings.leave(step, ())
+        return loss
+
+    def _loss(self, step: PreparedRankStep, reduction: str, *, target: Any, loss_fn: Any) -> tuple[Any, bool]:
+        """Return how the loss adds up, and whether it does so by microbatches; the last stage's rank finds out."""
+        world, core = self._world, self._core
+        if world.rank != step.last:
+            while (word := world.receive(step.last)) is None:
+                with borrowed(core.model), torch.no_grad():
+                    WholeCall(replace(step, state=step.state.fresh())).forward()
+            in_cells, wants, step.loss = word
+            return (_Elsewhere(wants), None), in_cells
+
+        def whole() -> Any:
+            world.send(step.last, None)
+            flat = WholeCall(replace(step, state=step.state.fresh())).forward()
+            return step.recorded.traced.unflatten(flat or [])
+
+        found, error = attempt(
+            lambda: engine.find_loss(
+                step, target=target, loss_fn=loss_fn, reduction=reduction, proofs=core.proofs, whole=whole
+            )
+        )
+        wants = found[0].wants if found is not None else None
+        kind = found[0].kind if found is not None and isinstance(found[0], Parts) else None
+        step.loss = self._losses.setdefault((id(loss_fn), kind, wants), len(self._losses))
+        world.send(step.last, (found is not None, wants, step.loss), error)
+        return found, found is not None
+
+    def _whole(self, step: PreparedRankStep, *, target: Any, loss_fn: Any) -> torch.Tensor:
+        """Run a step whose loss wants the whole batch at once."""
+        with torch.inference_mode(False), torch.enable_grad():
+            call = WholeCall(step)
+            flat = call.forward()
+
+            def loss() -> torch.Tensor:
+                value = engine.loss_of_whole(step.recorded.traced.unflatten(flat or []), target, loss_fn, step.lanes)
+                if not value.requires_grad:
+                    raise RuntimeError("the loss does not depend on any parameter that requires a gradient")
+                return value
+
+            value, error = attempt(loss) if flat is not None else (None, None)
+            found: torch.Tensor
+            if value is not None or error is not None:
+                found = self._world.send(step.last, None if value is None else value.detach(), error)
+            else:
+                found = self._world.receive(step.last)
+            if value is not None:
+                value.backward()
+            call.backward()
+        return found
+
+
+def _call_text(model: nn.Module, args: Any, kwargs: Any) -> str:
+    """Return what a call is, as text that is the same in every process."""
+    leaves, spec = take_apart((args, kwargs))
+    lines = [f"inputs {spec}"]
+    for leaf in leaves:
+        tensor = isinstance(leaf, torch.Tensor)
+        lines.append(f"{leaf.dtype}{list(leaf.shape)} {leaf.requires_grad}" if tensor else repr(leaf))
+    modes = "".join("t" if module.training else "e" for module in model.modules())
+    wanting = "".join("g" if p.requires_grad else "-" for p in model.parameters())
+    return "\n".join((*lines, f"{GradAutocastState.current()}", f"modes {modes}", f"gradients {wanting}"))
+
+
+def _contents(tree: Any) -> int:
+    """Return a number for the values of a tree's tensors on the CPU; those of accelerators are not read."""
+    found = 0
+    for tensor in tensors_in(leaves_of(tree)):
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel():
+            flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            found = zlib.crc32(flat.numpy().data, found)
+    return found
