@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,23 +165,18 @@ def test_a_models_figure(ranks: Pool) -> None:
     assert distributed.row(found)["computes at 64 (simulated)"].endswith("%")
 
 
-def test_ours_is_compared_with_the_peer(ranks: Pool) -> None:
-    found = {own["contender"]: own for own in ranks(2).run(_compared)[0]}
-    assert found["ours"]["predicted_s"] == 1.0
-    assert found["ours"]["stages"] == ["parts.0", "parts.2"]
-    assert found["ours"]["error"] == pytest.approx(1.0 / found["ours"]["wall_s"].median - 1)
-
-
 def _compared() -> list[dict[str, Any]]:
-    class Stand(Torch):
-        def __init__(self, made: Any, schedule: str) -> None:
-            super().__init__(made, (0, 1) if len(made.parts) == 2 else (0, 2), schedule)
-            stages = [SimpleNamespace(modules=(name,)) for name in ("parts.0", "parts.2")]
-            self.pipe = SimpleNamespace(plan=SimpleNamespace(step_s=1.0, schedule=schedule, stages=stages))
+    return distributed.measure("tiny", distributed.NAMES, schedule="1f1b", rounds=2)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "Ours", Stand)
-        return distributed.measure("tiny", ["torch", "ours"], schedule="1f1b", rounds=2)
+
+def test_ours_trains_beside_the_peer_and_is_compared_with_it(ranks: Pool) -> None:
+    found = {own["contender"]: own for own in ranks(2).run(_compared)[0]}
+    assert list(found) == ["torch", "ours", "ours, auto"]
+    ours = found["ours"]
+    assert len(ours["stages"]) == 2
+    assert ours["schedule"] == "1f1b"
+    assert ours["error"] == pytest.approx(ours["predicted_s"] / ours["wall_s"].median - 1)
+    assert ours["speed"].low <= ours["speed"].median <= ours["speed"].high != 1.0
 
 
 def test_it_starts_its_own_ranks_and_writes_its_figures(tmp_path: Path) -> None:
