@@ -1,0 +1,187 @@
+"""Starts ranks that may die: for tests of failures.
+
+``launch(function, 3, kill=Kill(1))`` runs a function of a module in three new processes of one gloo group, kills rank 1
+at a random moment after every rank has called ``started()``, and returns how they ended. ``torchrun=True`` starts them
+by torchrun; else rank 0 hosts the store, as it does under ``torch.multiprocessing``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_ROOT = Path(__file__).resolve().parents[2]
+_FOLDER = "AUTOSPLIT_TEST_LAUNCH"
+_MAKE = multiprocessing.get_context("forkserver")
+_MAKE.set_forkserver_preload(["torch.distributed", "autosplit.distributed.watch"])
+
+
+class Kill(NamedTuple):
+    """A signal to a rank, between 0 and ``within_s`` seconds after all have started."""
+
+    rank: int
+    number: int = signal.SIGKILL
+    within_s: float = 0.5
+
+
+class Ended(NamedTuple):
+    """How processes ended.
+
+    Attributes:
+        codes: exit codes by rank, negative for a signal; under torchrun only its own.
+        seconds: from the kill, or from the moment when all had started, until the last one ended.
+        stderr: what all wrote, torchrun too.
+        left: ranks that still ran when time was out, or after torchrun; they are killed then.
+    """
+
+    codes: list[int | None]
+    seconds: float
+    stderr: str
+    left: list[int]
+
+
+def started() -> None:
+    """Say that this rank is at work."""
+    Path(os.environ[_FOLDER], f"started{os.environ['RANK']}").touch()
+
+
+def launch(
+    function: Callable[..., None],
+    size: int,
+    *args: Any,
+    kill: Kill | None = None,
+    torchrun: bool = False,
+    restarts: int = 0,
+    limit_s: float = 60.0,
+) -> Ended:
+    """Run ``function(*args)`` in ``size`` processes until all have ended, at most ``limit_s`` seconds.
+
+    ``restarts``: how often torchrun starts all ranks again after a failure.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run: _Torchrun | _Processes
+        if torchrun:
+            run = _Torchrun(folder, size, function, args, restarts)
+        else:
+            run = _Processes(folder, size, function, args)
+        end = time.monotonic() + limit_s
+        try:
+            while len(list(folder.glob("started*"))) < size and run.running and time.monotonic() < end:
+                time.sleep(0.01)
+            begin = time.monotonic()
+            if kill is not None:
+                time.sleep(random.uniform(0.0, kill.within_s))
+                os.kill(int((folder / f"pid{kill.rank}").read_text()), kill.number)
+                begin = time.monotonic()
+            while run.running and time.monotonic() < end:
+                time.sleep(0.01)
+        finally:
+            left = run.end()
+        texts = [path.read_text(errors="replace") for path in sorted(folder.glob("stderr*"))]
+        return Ended(run.codes, time.monotonic() - begin, "".join(texts), left)
+
+
+class _Processes:
+    """One process per rank, forked from one that has torch; rank 0 hosts the store."""
+
+    def __init__(self, folder: Path, size: int, function: Callable[..., None], args: Sequence[Any]) -> None:
+        self._ranks = [_MAKE.Process(target=_forked, args=(folder, n, size, function, args)) for n in range(size)]
+        for process in self._ranks:
+            process.start()
+
+    @property
+    def running(self) -> bool:
+        return any(process.exitcode is None for process in self._ranks)
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [process.exitcode for process in self._ranks]
+
+    def end(self) -> list[int]:
+        left = [rank for rank, process in enumerate(self._ranks) if process.exitcode is None]
+        for process in self._ranks:
+            process.kill()
+            process.join()
+        return left
+
+
+class _Torchrun:
+    """A torchrun of this machine and its ranks."""
+
+    def __init__(
+        self, folder: Path, size: int, function: Callable[..., None], args: Sequence[Any], restarts: int
+    ) -> None:
+        self._folder = folder
+        (folder / "call").write_bytes(pickle.dumps((function, args)))
+        options = f"-m torch.distributed.run --standalone --nproc-per-node {size} --max-restarts {restarts}".split()
+        environment = {**os.environ, _FOLDER: str(folder), "OMP_NUM_THREADS": "1"}
+        with open(folder / "stderr", "w") as file:
+            self._agent = subprocess.Popen(
+                [sys.executable, *options, "-m", __name__], cwd=_ROOT, env=environment, stderr=file
+            )
+
+    @property
+    def running(self) -> bool:
+        return self._agent.poll() is None
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [self._agent.returncode]
+
+    def end(self) -> list[int]:
+        self._agent.kill()
+        self._agent.wait()
+        left = []
+        for path in self._folder.glob("pid*"):
+            try:
+                os.kill(int(path.read_text()), signal.SIGKILL)
+                left.append(int(path.name.removeprefix("pid")))
+            except ProcessLookupError:
+                pass
+        return left
+
+
+def _forked(folder: Path, rank: int, size: int, function: Callable[..., None], args: Sequence[Any]) -> None:
+    import torch.distributed as dist
+
+    with open(folder / f"stderr{rank}", "w") as file:
+        os.dup2(file.fileno(), 2)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    os.environ[_FOLDER] = str(folder)
+    place, new = folder / "port", folder / "port.new"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        new.write_text(str(store.port))
+        new.rename(place)
+    else:
+        while not place.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int(place.read_text()), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    _call(folder, function, args)
+
+
+def _call(folder: Path, function: Callable[..., None], args: Sequence[Any]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    (folder / f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
+    function(*args)
+
+
+if __name__ == "__main__":
+    import torch.distributed
+
+    torch.distributed.init_process_group("gloo")
+    _call(Path(os.environ[_FOLDER]), *pickle.loads(Path(os.environ[_FOLDER], "call").read_bytes()))

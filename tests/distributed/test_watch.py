@@ -1,0 +1,249 @@
+"""A rank that fails ends all ranks within a bounded time, with the first cause, its rank and its action."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tests.distributed import failing
+from tests.distributed.launching import Ended, Kill, launch
+
+LIMIT_S = 2.0
+"""Of an action, in tests in which one hangs."""
+KILLED_S, HUNG_S = 12.0, 15.0
+"""Bounds of seconds on a busy machine; an idle one takes 2 and 5."""
+FAULT = "in stage {0}, forward, microbatch 2"
+
+LAUNCHES: dict[str, Callable[[], Ended]] = {
+    "raise": lambda: launch(failing.pipeline, 3, "raise", 1),
+    "go on": lambda: launch(failing.pipeline, 3, "raise and go on", 1),
+    "hang": lambda: launch(failing.pipeline, 3, "hang", 1, LIMIT_S),
+    "stop": lambda: launch(failing.pipeline, 3, "stop", 2, LIMIT_S),
+    "stop the store": lambda: launch(failing.pipeline, 3, "stop", 0, LIMIT_S),
+    "freeze": lambda: launch(failing.pipeline, 3, "freeze", 1, LIMIT_S),
+    "deadlock": lambda: launch(failing.pipeline, 3, "deadlock", 1, LIMIT_S),
+    "leave": lambda: launch(failing.pipeline, 3, "leave", 2, LIMIT_S),
+    "lost": lambda: launch(failing.lost_connection, 2),
+    "slow outside": lambda: launch(failing.pipeline, 3, "slow outside", 1, LIMIT_S, 4),
+    "finish 0": lambda: launch(failing.pipeline, 3, "finish", 0, LIMIT_S, 4),
+    "finish 2": lambda: launch(failing.pipeline, 3, "finish", 2, LIMIT_S, 4),
+    "apart kill": lambda: launch(failing.apart, 3, "kill", kill=Kill(1)),
+    "apart raise": lambda: launch(failing.apart, 3, "raise"),
+    "terminate": lambda: launch(failing.pipeline, 3, kill=Kill(1, signal.SIGTERM)),
+    "not all": lambda: launch(failing.not_all, 2),
+    "twice": lambda: launch(failing.twice, 2),
+    "alone": lambda: launch(failing.alone, 1),
+    "cost": lambda: launch(failing.cost, 1),
+    **{f"kill {rank}": lambda rank=rank: launch(failing.pipeline, 3, kill=Kill(rank)) for rank in range(3)},
+    "torchrun kill": lambda: launch(failing.pipeline, 2, kill=Kill(0), torchrun=True),
+    "torchrun raise outside": lambda: launch(failing.pipeline, 2, "raise outside", 1, torchrun=True),
+}
+
+
+@pytest.fixture(scope="module")
+def ended() -> Iterator[Callable[[str], Ended]]:
+    """How the ranks of a launch ended: most of the time they wait, so that some run at once."""
+    with ThreadPoolExecutor(4) as pool:
+        futures: dict[str, Future[Ended]] = {}
+
+        def of(name: str) -> Ended:
+            if not futures:
+                futures.update({name: pool.submit(run) for name, run in LAUNCHES.items()})
+            return futures[name].result()
+
+        yield of
+        for future in futures.values():
+            future.cancel()
+
+
+def causes(run: Ended) -> dict[int, str]:
+    """What each rank said that was ended by its watch."""
+    return {int(rank): text for rank, text in re.findall(r"autosplit: rank (\d) ends: (.*)", run.stderr)}
+
+
+def assert_all_end(run: Ended, culprit: int, cause: str, *, within_s: float, size: int = 3) -> None:
+    """Every other rank says the same cause, and ends with an error; nobody is left."""
+    others = set(range(size)) - {culprit}
+    said = causes(run)
+    assert others <= set(said), run.stderr
+    assert len(set(said.values())) == 1, said
+    assert re.fullmatch(cause, said[min(others)]), said
+    assert not run.left
+    assert all(code == 1 for rank, code in enumerate(run.codes) if rank != culprit), run
+    assert run.codes[culprit] != 0
+    assert run.seconds < within_s
+
+
+def test_a_rank_that_raises(ended):
+    run = ended("raise")
+    assert_all_end(run, 1, f"rank 1 raised ValueError: a bad row, {FAULT.format(1)}", within_s=KILLED_S)
+    assert set(causes(run)) == {0, 2}
+    assert "\nValueError: a bad row" in run.stderr  # its own exception goes on
+    message = "autosplit.errors.DeviceError: " + causes(run)[0]
+    assert run.stderr.count(message) == 2  # not gloo's "Connection closed"
+
+
+def test_a_rank_that_catches_its_error_and_goes_on(ended):
+    run = ended("go on")
+    assert_all_end(run, 1, f"rank 1 raised ValueError: a bad row, {FAULT.format(1)}", within_s=KILLED_S + 8)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_that_is_killed(ended, rank):
+    run = ended(f"kill {rank}")
+    hosts = ", which hosts the store," if rank == 0 else ""
+    action = rf"in stage {rank}, (forward|backward), microbatch \d|between actions|outside a step"
+    assert_all_end(run, rank, f"rank {rank}{hosts} was killed, last seen ({action})", within_s=KILLED_S)
+    assert run.codes[rank] == -signal.SIGKILL
+
+
+def test_a_rank_that_gets_sigterm(ended):
+    run = ended("terminate")
+    assert run.codes == [1, -signal.SIGTERM, 1]
+    assert all(text.startswith("rank 1 was killed, last seen") for text in causes(run).values())
+
+
+def test_ranks_of_other_machines_are_known_by_their_heartbeat_alone(ended):
+    cause = rf"rank 1 raised ValueError: a bad row, {FAULT.format(1)}"
+    assert_all_end(ended("apart raise"), 1, cause, within_s=KILLED_S)
+    cause = r"rank 1 was killed or stopped \(no heartbeat for 3 s\), last seen in stage 1, .*"
+    assert_all_end(ended("apart kill"), 1, cause, within_s=HUNG_S)
+
+
+def test_a_rank_that_hangs(ended):
+    run = ended("hang")
+    assert_all_end(run, 1, f"rank 1 hangs {FAULT.format(1)} for 2 s", within_s=HUNG_S)
+    assert causes(run)[1] == causes(run)[0]
+
+
+@pytest.mark.parametrize(("name", "rank"), [("stop", 2), ("freeze", 1)])
+def test_a_rank_without_a_heartbeat_is_killed(ended, name, rank):
+    run = ended(name)
+    cause = rf"rank {rank} was killed or stopped \(no heartbeat for 2 s\), last seen {FAULT.format(rank)}"
+    assert_all_end(run, rank, cause, within_s=HUNG_S)
+    assert run.codes[rank] == -signal.SIGKILL
+
+
+def test_a_stopped_rank_that_hosts_the_store(ended):
+    run = ended("stop the store")
+    for text in causes(run).values():
+        assert re.match("rank 0, which hosts the store, was killed", text)
+    assert set(causes(run)) == {1, 2}
+    assert run.codes == [-signal.SIGKILL, 1, 1]
+    assert run.seconds < HUNG_S
+
+
+def test_ranks_that_wait_for_each_other(ended):
+    run = ended("deadlock")
+    places = "rank 0 in stage 0, backward, microbatch 0; rank 1 in stage 1, forward, microbatch 3(; rank 2 in .*)?"
+    assert_all_end(run, 0, f"ranks wait for each other for 2 s: {places}", within_s=HUNG_S)
+    assert set(causes(run)) == {0, 1, 2}
+
+
+def test_waiting_for_a_rank_that_has_finished(ended):
+    run = ended("leave")
+    assert set(causes(run)) == {0, 1}
+    assert re.fullmatch("rank 1 in stage 1, .* waits for rank 2, which has finished", causes(run)[0])
+    assert run.codes == [1, 1, 0]
+    assert not run.left
+
+
+def test_a_lost_connection_without_a_cause_is_one(ended):
+    run = ended("lost")
+    cause = "rank 0 raised RuntimeError: Connection closed by peer, between actions"
+    assert_all_end(run, 0, cause, within_s=HUNG_S, size=2)
+
+
+@pytest.mark.parametrize("name", ["slow outside", "finish 0", "finish 2"])
+def test_no_failure(ended, name):
+    run = ended(name)
+    assert run.codes == [0, 0, 0], run.stderr
+    assert run.stderr == ""
+
+
+def test_a_second_watch_starts_anew(ended):
+    run = ended("twice")
+    assert_all_end(run, 1, f"rank 1 raised ValueError: a bad row, {FAULT.format(1)}", within_s=KILLED_S, size=2)
+
+
+@pytest.mark.parametrize("name", ["alone", "cost"])
+def test_one_rank(ended, name):
+    assert ended(name).codes == [0], ended(name).stderr
+
+
+def test_a_rank_without_a_watch(ended):
+    run = ended("not all")
+    assert run.codes == [1, 0]
+    assert "DeviceError: rank 1 has not made the pipe within 0.5 s; every rank must" in run.stderr
+
+
+def test_a_watch_over_a_store_in_a_file(ranks):
+    ranks(2).run(failing.pipeline, "", -1, LIMIT_S, 1)
+
+
+def root_cause(run: Ended) -> tuple[int, str]:
+    """The rank and the text of torchrun's report."""
+    [(rank, text)] = re.findall(r"Root Cause .*?rank +: (\d).*?traceback : (.*?)\n=====", run.stderr, re.DOTALL)
+    return int(rank), text
+
+
+def test_torchrun_reports_a_rank_that_is_killed(ended):
+    run = ended("torchrun kill")
+    assert not run.left
+    assert re.match("rank 0 was killed, last seen ", causes(run)[1])
+    assert root_cause(run)[0] == 0
+    assert run.seconds < HUNG_S
+
+
+def test_torchrun_reports_an_exception_outside_a_step(ended):
+    run = ended("torchrun raise outside")
+    rank, text = root_cause(run)
+    assert rank == 1
+    assert text.splitlines()[0].startswith("Traceback")
+    assert text.splitlines()[-1].strip() == "rank 1 raised ValueError: no more data, outside a step"
+    assert causes(run) == {0: "rank 1 raised ValueError: no more data, outside a step"}
+    assert not run.left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["raise", "hang", "stop"])
+def test_torchrun_reports_faults(fault):
+    run = launch(failing.pipeline, 3, fault, 2, LIMIT_S, torchrun=True)
+    rank, text = root_cause(run)
+    assert rank == 2
+    assert FAULT.format(2) in text
+    assert not run.left
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_without_closing_is_no_failure():
+    run = launch(failing.pipeline, 2, "", -1, LIMIT_S, 3, False, torchrun=True)
+    assert run.codes == [0], run.stderr
+    assert "autosplit" not in run.stderr
+
+
+@pytest.mark.slow
+def test_a_restart_knows_nothing_of_the_failure():
+    run = launch(failing.first_time, 2, torchrun=True, restarts=1)
+    assert run.codes == [0], run.stderr
+    assert causes(run) == {0: f"rank 1 raised ValueError: a bad row, {FAULT.format(1)}"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_random_kills(torchrun):
+    with ThreadPoolExecutor(2 if torchrun else 4) as pool:
+        ranks = [n % 3 for n in range(6 if torchrun else 20)]
+        runs = list(pool.map(lambda rank: launch(failing.pipeline, 3, kill=Kill(rank), torchrun=torchrun), ranks))
+    for rank, run in zip(ranks, runs, strict=True):
+        assert not run.left
+        assert run.seconds < 30.0
+        said = causes(run)
+        assert set(said) == {0, 1, 2} - {rank}, run.stderr
+        assert all(re.match(rf"rank {rank}(, which hosts the store,)? was killed", text) for text in said.values())
+        if torchrun:
+            assert root_cause(run)[0] == rank
