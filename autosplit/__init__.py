@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from autosplit.api import autosplit, plan
     from autosplit.errors import (
         AutosplitError,
+        CheckpointError,
         DeviceError,
         InfeasibleError,
         InputError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutosplitError",
+    "CheckpointError",
     "DeviceError",
     "InfeasibleError",
     "InputError",

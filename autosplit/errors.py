@@ -47,6 +47,10 @@ class ScheduleError(AutosplitError):
         self.cells = cells
 
 
+class CheckpointError(AutosplitError):
+    """The files of a checkpoint cannot be written or read."""
+
+
 class DeviceError(AutosplitError):
     """A device does not exist or cannot be used."""
 
