@@ -7,7 +7,7 @@
         step-200.5f0c91a2.tmp/   being written, or left by a save that was interrupted; never read
 
     {"model": {"fc.weight": ...},                        part.state_dict(): names of the plain model
-     "optimizer": {"state.fc.weight.exp_avg": ...},      see optimizer_state.py
+     "optimizer": {"state.fc.weight.exp_avg": ...},      by parameter, see optimizer_state.py
      "others": {"scheduler": ...}}                       the bytes that torch.save writes
 
 Every value has one name and one owner, so that a checkpoint depends neither on the number of ranks nor on the cut, and
@@ -42,17 +42,17 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autosplit.distributed.optimizer_state import digest, flattened, listed, optimized_parameters, owner, state_dicts
+from autosplit.distributed import optimizer_state
+from autosplit.distributed.optimizer_state import Optimizers, digest, listed, optimizer_list
 from autosplit.errors import AutosplitError, CheckpointError, InputError
 
-Optimizers = Optimizer | Sequence[Optimizer] | None
 T = TypeVar("T")
 
 
 class Saving:
     """A checkpoint that is being written; ``path`` is its folder when it is complete."""
 
-    def __init__(self, path: Path, written: Future[None], close: Callable[[], None]) -> None:
+    def __init__(self, path: Path, written: Future[None] | None, close: Callable[[], None]) -> None:
         self.path, self._written, self._close = path, written, close
 
     def wait(self) -> None:
@@ -61,7 +61,8 @@ class Saving:
         Call it before the next save into the same group, and before ``destroy_process_group``.
         """
         try:
-            self._written.result()
+            if self._written is not None:
+                self._written.result()
         finally:
             self._close()
 
@@ -102,9 +103,8 @@ def save(
         ranks.check_same("step", step)
         made = ranks.gather(ranks.run(lambda: _make_folder(path, step) if ranks.rank == 0 else ""))
         # Without copies ahead, for which a thread would use the CUDA streams of device 0.
-        writer = FileSystemWriter(path.with_name(made[0]), per_thread_copy_ahead=0)
-        planner = _Planner()
-        plans = ranks.gather(ranks.run(lambda: _plan(planner, writer, part, _optimizers(optimizer), others)))
+        planner, writer = _Planner(), FileSystemWriter(path.with_name(made[0]), per_thread_copy_ahead=0)
+        plans = ranks.gather(ranks.run(lambda: _plan(planner, writer, part, optimizer_list(optimizer), others)))
         _check_owners(ranks, plans, planner.state_dict | {f"others.{key}": value for key, value in others.items()})
         plans, metadata = planner.create_global_plan(plans)
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank])
@@ -117,10 +117,9 @@ def save(
                 shutil.rmtree(writer.path, ignore_errors=True)
                 raise
 
-        written: Future[None] = Future()
+        written = None
         if wait:
             write()
-            written.set_result(None)
         else:
             ranks.run(lambda: planner.stage(plan))
             pool = ThreadPoolExecutor(1, thread_name_prefix="autosplit checkpoint")
@@ -164,8 +163,8 @@ def restore(
         closing.callback(ranks.close)
         ranks.check_same("step", step)
         found = ranks.gather(ranks.run(lambda: _existing(Path(folder), step)))
-        path = Path(folder) / f"step-{found[0]}"
-        load, others = ranks.run(lambda: _prepared(path, part, _optimizers(optimizer)))
+        path, optimizers = Path(folder) / f"step-{found[0]}", optimizer_list(optimizer)
+        load, others = ranks.run(lambda: _prepared(path, part, optimizers))
         ranks.run(load)
     return others
 
@@ -206,14 +205,17 @@ class _Ranks:
             error.__cause__ = raised
         for rank, other in enumerate(self.gather(error)):
             if other is not None:
-                raise error if error is not None and rank == self.rank else other
+                if error is None or rank != self.rank:
+                    error = other
+                    error.add_note(f"raised on rank {rank}")
+                raise error
         return value
 
     def check_same(self, what: str, value: Any) -> None:
-        values = self.gather(value)
-        for rank, other in enumerate(values):
-            if other != values[0]:
-                raise InputError(f"{what} is {values[0]} on rank 0 and {other} on rank {rank}; it has to be the same")
+        first, *rest = self.gather(value)
+        for rank, other in enumerate(rest, 1):
+            if other != first:
+                raise InputError(f"{what} is {first} on rank 0 and {other} on rank {rank}; it has to be the same")
 
     def close(self) -> None:
         if self.owned:
@@ -302,7 +304,7 @@ def _plan(
     for key, value in others.items():
         torch.save(value, buffer := io.BytesIO())
         pickled[key] = buffer.getvalue()
-    state = {"model": part.state_dict(), "optimizer": flattened(part, optimizers), "others": pickled}
+    state = {"model": part.state_dict(), "optimizer": optimizer_state.flattened(part, optimizers), "others": pickled}
     planner.set_up_planner(state, writer.storage_meta(), is_coordinator=False)
     writer.set_up_storage_writer(False)
     return writer.prepare_local_plan(planner.create_local_plan())
@@ -323,10 +325,6 @@ def _check_owners(ranks: _Ranks, plans: Sequence[SavePlan], values: Mapping[str,
         )
 
 
-def _optimizers(optimizer: Optimizers) -> list[Optimizer]:
-    return [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-
-
 # -- restoring -------------------------------------------------------------------------------------------------------
 def _prepared(
     path: Path, part: nn.Module, optimizers: Sequence[Optimizer]
@@ -335,7 +333,7 @@ def _prepared(
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     saved = metadata.state_dict_metadata
-    model, rows = part.state_dict(), optimized_parameters(part, optimizers)
+    model, rows = part.state_dict(), optimizer_state.optimized_parameters(part, optimizers)
     if meta := [key for key, value in model.items() if isinstance(value, torch.Tensor) and value.is_meta]:
         raise InputError(f"on the meta device there is no memory to restore into: {listed(meta)}; materialise it")
 
@@ -353,16 +351,14 @@ def _prepared(
     model_planner = planned({"model": model})
     rest = _placeholders(saved, {row.name: row.parameter for row in rows})
     wrong = [text for key, value in model_planner.state_dict.items() if (text := _misfit(key, value, saved.get(key)))]
-    wrong += [
-        f"no optimizer had {row.name}" for row in rows if f"param_groups.{row.name}.class" not in rest["optimizer"]
-    ]
+    wrong += [f"no optimizer had {row.name}" for row in rows if not row.is_in(rest["optimizer"])]
     if wrong:
         raise InputError(
             f"{path} does not fit: {listed(wrong)}; restore into the model and optimizer that were saved, or without "
             "optimizer"
         )
     read(planned(rest))
-    states = state_dicts(rows, rest["optimizer"])
+    states = optimizer_state.state_dicts(rows, rest["optimizer"])
 
     def load() -> None:
         read(model_planner)
@@ -381,7 +377,7 @@ def _placeholders(saved: Mapping[str, Any], parameters: Mapping[str, torch.Tenso
     rest: dict[str, dict[str, Any]] = {"optimizer": {}, "others": {}}
     for key, kind in saved.items():
         top, _, name = key.partition(".")
-        parameter = parameters.get(owner(name)[1])
+        parameter = parameters.get(optimizer_state.owner(name)[1])
         if top not in rest or (top == "optimizer" and parameter is None):
             continue
         if not isinstance(kind, TensorStorageMetadata):
@@ -394,10 +390,9 @@ def _placeholders(saved: Mapping[str, Any], parameters: Mapping[str, torch.Tenso
 
 
 def _misfit(key: str, value: Any, kind: Any) -> str | None:
-    if kind is None:
-        return f"{key} is missing"
-    if isinstance(value, torch.Tensor) != isinstance(kind, TensorStorageMetadata):
-        return f"{key} is a tensor on one side only"
-    if isinstance(value, torch.Tensor) and kind.size != value.shape:
-        return f"{key} was saved with shape {list(kind.size)} and has {list(value.shape)}"
-    return None
+    """Say how a value does not fit what was saved."""
+    here = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "no tensor"
+    saved = "nothing" if kind is None else "no tensor"
+    if isinstance(kind, TensorStorageMetadata):
+        saved = f"shape {list(kind.size)}"
+    return None if here == saved else f"{key} ({saved} saved, {here} here)"

@@ -27,6 +27,8 @@ _NO_OPTIONS = ("params", "param_names")
 _SHOWN = 3
 """How many entries of a list an error names."""
 
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
 
 class OptimizedParameter(NamedTuple):
     """A parameter of an optimizer: its first name, its group, its number in the optimizer's state dict."""
@@ -36,6 +38,15 @@ class OptimizedParameter(NamedTuple):
     optimizer: Optimizer
     group: int
     number: int
+
+    def is_in(self, flat: Mapping[str, Any]) -> bool:
+        """Tell whether the parameter was an optimizer's when it was saved."""
+        return f"param_groups.{self.name}.class" in flat
+
+
+def optimizer_list(optimizer: Optimizers) -> list[Optimizer]:
+    """Return one or several optimizers, or none, as a list."""
+    return [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
 def optimized_parameters(part: nn.Module, optimizers: Sequence[Optimizer]) -> list[OptimizedParameter]:
@@ -87,7 +98,7 @@ def state_dicts(rows: Sequence[OptimizedParameter], flat: Mapping[str, Any]) -> 
     values: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
     for key, value in flat.items():
         values[owner(key)][key.rpartition(".")[2]] = value
-    found = {row.optimizer: {**row.optimizer.state_dict(), "state": {}} for row in rows}
+    found = {one: {**one.state_dict(), "state": {}} for one in dict.fromkeys(row.optimizer for row in rows)}
     leaders: dict[tuple[Optimizer, int], str] = {}
     for name, _, optimizer, group, number in rows:
         options, leader = values["param_groups", name], leaders.setdefault((optimizer, group), name)

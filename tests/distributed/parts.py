@@ -1,15 +1,25 @@
-"""A model and its parts on several ranks, without a pipeline; training that is the same on any number of ranks."""
+"""A model, its parts on several ranks without a pipeline, and training that is the same on any number of ranks."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from autosplit.distributed.checkpoint import latest, restore, save
+from tests.distributed.processes import Pool
+
+Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 
+# -- models and parts ------------------------------------------------------------------------------------------------
 class Counting(nn.Linear):
     """Has state that is no tensor."""
 
@@ -74,14 +84,88 @@ def train(part: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range
         for name, parameter in part.named_parameters():
             if parameter.requires_grad:
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
-                parameter.grad = torch.rand(parameter.shape, generator=generator) - 0.5
+                gradient = torch.rand(parameter.shape, generator=generator) - 0.5
+                if isinstance(parameter, DTensor):
+                    gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+                parameter.grad = gradient
         for optimizer in optimizers:
             optimizer.step()
 
 
 def state_of(part: nn.Module) -> dict[str, Any]:
     """Return a copy of a part's state, which goes through a pipe to another process."""
-    return {
-        name: value.detach().clone().numpy() if isinstance(value, torch.Tensor) else value
-        for name, value in part.state_dict().items()
-    }
+    state = {}
+    for name, value in part.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        state[name] = whole.detach().clone().numpy() if isinstance(value, torch.Tensor) else value
+    return state
+
+
+# -- training on ranks -----------------------------------------------------------------------------------------------
+def grouped(part: nn.Module) -> list[dict[str, Any]]:
+    """Two groups of parameters; on some ranks one of them is empty."""
+    named = list(part.named_parameters())
+    return [
+        {"params": [value for name, value in named if name.endswith("weight")], "weight_decay": 0.1, "lr": 0.05},
+        {"params": [value for name, value in named if not name.endswith("weight")], "weight_decay": 0.0},
+    ]
+
+
+def two_optimizers(part: nn.Module) -> list[torch.optim.Optimizer]:
+    weights, biases = (group["params"] for group in grouped(part))
+    made = ((torch.optim.SGD, weights, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, biases, {"lr": 0.01}))
+    return [make(parameters, **options) for make, parameters, options in made if parameters]
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW, groups": lambda part: [torch.optim.AdamW(grouped(part), lr=0.01)],
+    "AdamW, named": lambda part: [torch.optim.AdamW(part.named_parameters(), lr=0.01, amsgrad=True)],
+    "Adam, lr in a tensor": lambda part: [torch.optim.Adam(part.parameters(), lr=torch.tensor(0.01))],
+    "SGD with momentum": lambda part: [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9, nesterov=True)],
+    "SGD": lambda part: [torch.optim.SGD(part.parameters(), lr=0.1)],
+    "Adafactor": lambda part: [torch.optim.Adafactor(part.parameters())],
+    "two": two_optimizers,
+}
+
+
+def my_part(seed: int) -> nn.Module:
+    whole = Plain(seed)
+    return Part(whole, dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else whole
+
+
+def trained_and_saved(folder: Path, kind: str, steps: int) -> None:
+    part = my_part(seed=1)
+    optimizers = OPTIMIZERS[kind](part)
+    train(part, optimizers, range(steps))
+    save(folder, steps, part, optimizers)
+
+
+def restored_and_trained(folder: Path, kind: str, steps: int, others: int = 0) -> tuple[dict[str, Any], set[float]]:
+    """Restore into a training that has gone another way for some steps, and go on; the optimizers' steps in between."""
+    part = my_part(seed=2)
+    optimizers = OPTIMIZERS[kind](part)
+    train(part, optimizers, range(90, 90 + others))
+    restore(folder, part, optimizers)
+    assert not any("class" in group for one in optimizers for group in one.param_groups)
+    begun = {float(state["step"]) for one in optimizers for state in one.state.values() if "step" in state}
+    train(part, optimizers, range(latest(folder), steps))
+    return state_of(part), begun
+
+
+def uninterrupted(kind: str, steps: int) -> dict[str, Any]:
+    plain = Plain(1)
+    train(plain, OPTIMIZERS[kind](plain), range(steps))
+    return state_of(plain)
+
+
+def run(ranks: Pool, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run a function on ranks, or here where there is one."""
+    return ranks(size).run(function, *args) if size > 1 else [function(*args)]
+
+
+def check_same(found: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Check that some parts are a whole: each key once, with the same bits."""
+    assert sorted(key for one in found for key in one) == sorted(expected)
+    for one in found:
+        for key, value in one.items():
+            numpy.testing.assert_array_equal(value, expected[key], err_msg=key)

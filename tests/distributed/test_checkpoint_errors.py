@@ -1,0 +1,230 @@
+"""What cannot be saved or restored is an error on every rank, and changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from autosplit.distributed.checkpoint import latest, restore, save
+from autosplit.errors import CheckpointError, InputError
+from tests.distributed.parts import Part, Plain, check_same, grouped, my_part, state_of, trained_and_saved
+
+
+def error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+    try:
+        function(*args, **options)
+    except (InputError, CheckpointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_step_is_not_overwritten(tmp_path):
+    plain = Plain(1)
+    save(tmp_path, 3, plain)
+    with pytest.raises(InputError, match=r"step-3 exists and is not overwritten; save another step, or delete it"):
+        save(tmp_path, 3, Plain(2))
+    restored = Plain(3)
+    restore(tmp_path, restored)
+    check_same([state_of(restored)], state_of(plain))
+
+
+def test_a_save_clears_what_an_interrupted_one_of_its_step_left(tmp_path):
+    for name in ("step-3.0123abcd.tmp", "step-30.0123abcd.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_text("old")
+    save(tmp_path, 3, Plain(1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-30.0123abcd.tmp"]
+
+
+@pytest.mark.parametrize("step", [-1, "last", 1.0])
+def test_a_step_is_a_number(tmp_path, step):
+    with pytest.raises(InputError, match="has to be an integer of at least 0"):
+        save(tmp_path, step, Plain(1))
+
+
+def errors_of_different_calls(folder: Path) -> list[str]:
+    rank, part = dist.get_rank(), my_part(seed=1)
+    save(folder, 1, part)
+    save(folder, 2, part)
+    lost = Path(f"{folder} of rank {rank}")
+    on_meta = my_part(seed=1)
+    on_meta.whole.to("meta")
+    return [
+        error_of(save, folder, 3 + rank, part),
+        error_of(restore, folder, part, step=1 + rank),
+        error_of(save, lost, 1, part),
+        error_of(save, folder, 5, part, others={"loader": lambda: 0} if rank else {"loader": 0}),
+        error_of(save, folder, 5, part, torch.optim.SGD(Plain(1).parameters()) if rank else None),
+        error_of(restore, folder, on_meta if rank else part, step=1),
+    ]
+
+
+def test_different_calls_are_an_error_on_every_rank(ranks, tmp_path):
+    first, second = ranks(2).run(errors_of_different_calls, tmp_path)
+    assert first == second
+    assert first[0].startswith("InputError: step is 3 on rank 0 and 4 on rank 1")
+    assert first[1].startswith("InputError: step is 1 on rank 0 and 2 on rank 1")
+    assert "which is not on every rank; save to a disk that all ranks share" in first[2]
+    assert first[3].startswith("CheckpointError: rank 1: ")
+    assert "lambda" in first[3]
+    assert (
+        "8 of 8 parameters of the optimizer are not the part's, of shapes [10, 6], [6, 6], [6] and 5 more; make"
+        in first[4]
+    )
+    assert "there is no memory to restore into: second.weight" in first[5]
+    assert latest(tmp_path) == 2
+
+
+class Constant(nn.Module):
+    """A buffer with the number of the rank, or the same everywhere."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.tensor([value]))
+
+
+def errors_of_two_owners(folder: Path) -> list[str]:
+    rank, part = dist.get_rank(), my_part(seed=1)
+    return [
+        error_of(save, folder, 1, Constant(rank)),
+        error_of(save, folder, 1, Constant(rank // 2)),
+        error_of(save, folder, 1, nn.Linear(1 + rank // 3, 1)),
+        error_of(save, folder, 1, part, others={"random": torch.full((2,), rank)}),
+        error_of(save, folder, 1, part, others={"deep": {"a": [1, {"b": (rank,)}]}}),
+        error_of(save, folder, 1, Constant(math.nan), others={"same": {"a": [1, {"b": (1.0, "x" * 2)}]}}),
+        error_of(save, folder, 2, part if rank < 3 else nn.Module(), others={"same": rank} if rank == 3 else None),
+    ]
+
+
+def test_one_key_with_different_values_is_an_error_on_every_rank(ranks, tmp_path):
+    found = ranks(4).run(errors_of_two_owners, tmp_path)
+    assert all(one == found[0] for one in found)
+    texts = found[0]
+    assert texts[0].startswith(
+        "InputError: ranks [0, 1, 2, 3] save different values under one key: model.value; a para"
+    )
+    assert "needs a key per rank, such as 'random of rank 2'" in texts[0]
+    assert texts[1].startswith("InputError: ranks [0, 1, 2, 3] save different values under one key: model.value")
+    assert "under one key: model.bias, model.weight" in texts[2]
+    assert "under one key: others.random" in texts[3]
+    assert "under one key: others.deep" in texts[4]
+    assert texts[5:] == ["no error"] * 2
+    constant = Constant(0.0)
+    assert restore(tmp_path, constant, step=1) == {"same": {"a": [1, {"b": (1.0, "xx")}]}}
+    assert constant.value.isnan()
+    assert sorted(path.name for path in tmp_path.iterdir() if latest(path) is None) == ["step-1", "step-2"]
+
+
+def errors_of_other_models(folder: Path) -> list[str]:
+    part = my_part(seed=1)
+    adam = torch.optim.Adam(part.parameters(), lr=0.1)
+    save(folder, 1, part, adam)
+    save(folder, 2, part)
+    wide = Plain(1, width=7)
+    longer = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    before = state_of(part)
+    last = dist.get_rank() == 1
+    grouped_adam = torch.optim.Adam(grouped(part), lr=0.1)
+    texts = [
+        error_of(restore, folder, Part(wide, 1, 2) if last else part, step=1),
+        error_of(restore, folder, longer if last else part, step=1),
+        error_of(restore, folder, part, torch.optim.SGD(part.parameters(), momentum=0.9) if last else adam, step=1),
+        error_of(restore, folder, part, adam, step=2),
+    ]
+    save(folder, 3, part, grouped_adam)
+    texts.append(error_of(restore, folder, part, adam, step=3))
+    check_same([state_of(part)], before)
+    return texts
+
+
+def test_another_model_or_optimizer_is_an_error_on_every_rank_and_nothing_is_loaded(ranks, tmp_path):
+    first, second = ranks(2).run(errors_of_other_models, tmp_path)
+    assert first == second
+    assert "step-1 does not fit: model.second.weight (shape [6, 6] saved, shape [7, 7] here), " in first[0]
+    assert "; restore into the model and optimizer that were saved, or without optimizer" in first[0]
+    assert "model.0.weight (nothing saved, shape [1, 1] here)" in first[1]
+    assert "was saved with the optimizer Adam and is in one of class SGD; restore with the former" in first[2]
+    assert "step-2 does not fit: no optimizer had embed.weight" in first[3]
+    assert "'embed.weight' and 'first.bias' are in one parameter group, and were saved with different opt" in first[4]
+
+
+def test_state_that_belongs_to_no_parameter_is_refused(tmp_path):
+    plain = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(plain.parameters())
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = plain(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss.item()
+
+    optimizer.step(closure)
+    with pytest.raises(
+        InputError, match=r"nested .*state\.weight\.old_dirs.* save optimizer.state_dict\(\) in `others`"
+    ):
+        save(tmp_path, 1, plain, optimizer)
+    save(tmp_path, 1, plain, others={"optimizer": optimizer.state_dict()})
+    assert len(restore(tmp_path, plain)["optimizer"]["state"][0]["old_dirs"]) > 0
+
+
+def test_there_is_no_such_checkpoint(tmp_path):
+    plain = Plain(1)
+    with pytest.raises(InputError, match="has no complete checkpoint of a step; it has none"):
+        restore(tmp_path, plain)
+    for step in range(5):
+        save(tmp_path, step, plain)
+    with pytest.raises(InputError, match="has no complete checkpoint of step 9; it has 4, 3, 2 and 2 more"):
+        restore(tmp_path, plain, step=9)
+
+
+def errors_of_the_disk(folder: Path) -> list[str]:
+    """Fail while data is written, or while the checkpoint is completed, on one rank."""
+    part = my_part(seed=1)
+    save(folder, 1, part)
+    texts = []
+    for rank, name in ((1, "write_data"), (0, "finish")):
+        for wait in (True, False):
+            method = getattr(FileSystemWriter, name)
+
+            def full(*args: Any, method: Any = method, rank: int = rank, **options: Any) -> Any:
+                if dist.get_rank() == rank:
+                    raise OSError(28, "No space left on device")
+                return method(*args, **options)
+
+            setattr(FileSystemWriter, name, full)
+            try:
+                texts.append(error_of(lambda wait=wait: save(folder, 2, part, wait=wait).wait()))
+            finally:
+                setattr(FileSystemWriter, name, method)
+    return texts
+
+
+def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(ranks, tmp_path):
+    first, second = ranks(2).run(errors_of_the_disk, tmp_path)
+    expected = [f"CheckpointError: rank {rank}: OSError: [Errno 28] No space left on device" for rank in (1, 1, 0, 0)]
+    assert first == second == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def errors_of_files(folder: Path) -> list[str]:
+    part = my_part(seed=1)
+    return [error_of(restore, folder, part, step=step) for step in (1, 2)]
+
+
+def test_files_that_cannot_be_read_are_an_error_on_every_rank(ranks, tmp_path):
+    for step in (1, 2):
+        ranks(2).run(trained_and_saved, tmp_path, "SGD", step)
+    (tmp_path / "step-1" / "__1_0.distcp").write_bytes(b"")
+    (tmp_path / "step-2" / ".metadata").write_bytes(b"")
+    first, second = ranks(2).run(errors_of_files, tmp_path)
+    assert first == second
+    assert first[0].startswith("CheckpointError: rank 1: ")
+    assert first[1].startswith("CheckpointError: rank 0: EOFError")
