@@ -32,7 +32,9 @@ from examples.models import ResNet
 CRITERION = nn.CrossEntropyLoss()
 
 
-def train_on_microbatches(model: nn.Module, batches: Sequence[Batch], *, chunks: int, lr: float) -> tuple[float, ...]:
+def train_on_microbatches(
+    model: nn.Module, batches: Sequence[Batch], *, chunks: int, lr: float, loss_fn: nn.Module = CRITERION
+) -> tuple[float, ...]:
     """Train the plain model with every batch cut into ``chunks`` microbatches; return the loss of each batch."""
     device = next(model.parameters()).device
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -43,7 +45,7 @@ def train_on_microbatches(model: nn.Module, batches: Sequence[Batch], *, chunks:
         parts = zip(batch.inputs.tensor_split(chunks), batch.targets.tensor_split(chunks), strict=True)
         for inputs, targets in parts:
             share = len(inputs) / len(batch.inputs)
-            loss = CRITERION(model(inputs.to(device)), targets.to(device)) * share
+            loss = loss_fn(model(inputs.to(device)), targets.to(device)) * share
             loss.backward()
             total += loss.item()
         optimizer.step()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
 import autosplit
@@ -22,6 +23,8 @@ PAGES = {
     for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
 }
 README = PAGES["README.md"]
+MANY_PROCESSES = "docs/guides/many-processes.md"
+"""Its code is run by ``tests/distributed/test_guide.py``."""
 TEXT = "\n".join(text for name, text in PAGES.items() if not name.startswith("docs/decisions"))
 
 
@@ -75,7 +78,9 @@ def _fresh_accelerate() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_gpu", "_fresh_accelerate")
-@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if blocks(text, "python")])
+@pytest.mark.parametrize(
+    "name", [name for name, text in PAGES.items() if blocks(text, "python") and name != MANY_PROCESSES]
+)
 def test_the_python_blocks_of_a_page_run_in_order_and_print_what_is_shown(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,7 +119,8 @@ def test_command_line_options_exist() -> None:
     commands = ("plan", "report", "verify", "profile", "diff", "solve", "devices")
     helps = [CliRunner().invoke(app, [*name, "--help"]) for name in ((), *((name,) for name in commands))]
     assert [result.exit_code for result in helps] == [0] * len(helps)
-    known = "".join(result.stdout for result in helps) + run.parser().format_help() + races.parser().format_help()
+    others = (run.parser(), races.parser(), get_args_parser())
+    known = "".join((*(result.stdout for result in helps), *(parser.format_help() for parser in others)))
     named = set(re.findall(r"--[a-z][a-z-]+", TEXT))
     assert {"--devices", "--chunks", "--input", "--json", "--save"} <= named
     assert [option for option in named if option not in known] == []

@@ -1,0 +1,68 @@
+"""The examples of several processes run as a user starts them, and train as one process does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.models import GPT, GPTConfig
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def output(*command: object, limit_s: float = 240.0) -> str:
+    """Run Python with some arguments and return what it printed; it and its processes end within ``limit_s``."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    started = subprocess.Popen(
+        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        printed, errors = started.communicate(timeout=limit_s)
+    finally:
+        started.terminate()  # what torchrun or spawn has started ends with it
+        started.wait(60.0)
+    assert started.returncode == 0, errors
+    return printed
+
+
+@pytest.mark.parametrize(("start", "splits"), [((*TORCHRUN, 2), (1, 2, 4, 8)), ((), (2,))], ids=["torchrun", "spawn"])
+def test_dist_resnet50_prints_a_time_per_number_of_splits_and_has_the_plain_losses(
+    start: tuple[object, ...], splits: tuple[int, ...]
+) -> None:
+    size = ("--blocks", 1, 1, 1, 1, "--steps", 3)
+    printed = output(*start, EXAMPLES / "dist_resnet50.py", *size, "--splits", *splits)
+    times = re.findall(r"^number of splits = (\d+), execution time = (\d+\.\d+)$", printed, flags=re.MULTILINE)
+    assert [int(count) for count, _ in times] == list(splits)
+    assert all(float(seconds) > 0 for _, seconds in times)
+    verdicts = re.findall(r"^  losses over 3 steps, number of splits = (\d+) .*  equal$", printed, flags=re.MULTILINE)
+    assert [int(count) for count in verdicts] == list(splits)
+
+
+def test_a_driver_trains_two_workers_by_remote_calls() -> None:
+    printed = output(EXAMPLES / "rpc_driver.py", "--blocks", 1, 1, 1, 1, "--steps", 3)
+    assert re.search(r"^  +3  +\d\.\d+  +\d\.\d+  ", printed, flags=re.MULTILINE)
+    assert re.search(r"^  loss +\S+  equal$", printed, flags=re.MULTILINE)
+
+
+def test_training_under_torchrun_has_the_numbers_of_one_process(tmp_path: Path) -> None:
+    printed = [
+        output(*TORCHRUN, size, EXAMPLES / "train_torchrun.py", "--steps", 4, "--folder", tmp_path / str(size))
+        for size in (1, 2)
+    ]
+    one, two = (re.findall(r"^step .*$", text, flags=re.MULTILINE) for text in printed)
+    assert [line.partition(":")[0] for line in one] == ["step 1", "step 2", "step 3", "step 4"]
+    assert two == one
+    whole = torch.load(tmp_path / "1" / "rank-0.pt")
+    parts = [torch.load(tmp_path / "2" / f"rank-{rank}.pt") for rank in (0, 1)]
+    assert all(parts)
+    assert whole.keys() == GPT(GPTConfig()).state_dict().keys()
+    assert sorted(name for part in parts for name in part) == sorted(whole)
+    assert all(torch.equal(whole[name], value) for part in parts for name, value in part.items())
