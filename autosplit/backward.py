@@ -168,13 +168,13 @@ class Way(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A product in a graph: the place of its weight, the ways to its weight and its bias, and its other inputs."""
+    """A product in a graph: the place of its weight, the ways to its weight and bias, and its other inputs' nodes."""
 
     node: Any
     place: int
     weight: Way
     bias: Way | None
-    others: int
+    others: tuple[Any, ...]
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -182,13 +182,25 @@ class Use(NamedTuple):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
-def defer_weight_gradients(roots: Sequence[torch.Tensor], leaves: Collection[int]) -> DeferredWeightGrads:
-    """Put off the weight gradients of the products in a graph; ``leaves``, by identity, may be put off."""
-    result = DeferredWeightGrads()
-    for use in sorted(deferrable(roots, leaves), key=lambda use: -use.node._sequence_nr()):
+def defer_weight_gradients(
+    roots: Sequence[torch.Tensor], leaves: Collection[int], asked: Collection[int]
+) -> DeferredWeightGrads:
+    """Put off the weight gradients of the products in a graph; ``leaves``, by identity, may be put off.
+
+    ``asked`` are all leaves whose gradients the engine is asked for, but for those that are put off. It comes to a
+    product only where one of them lies behind it, or another product that it is asked for.
+    """
+    result, leads = DeferredWeightGrads(), {}
+    uses = sorted(deferrable(roots, leaves), key=lambda use: use.node._sequence_nr())
+    left = set(asked) - {id(way.leaf) for use in uses for way in use.ways}
+    entered = []
+    for use in uses:
+        entered.append(any(_leads(node, left, leads) for node in use.others))
+        leads[use.node] = True
+    for use, enters in zip(reversed(uses), reversed(entered), strict=True):
         product = Product(_KINDS[type(use.node).__name__].made(use.node, use.place), use.ways)
         result.products.append(product)
-        if use.others:
+        if enters:
             use.node.register_prehook(product.take)
         else:
             result.edges.append(GradientEdge(use.node, 0))
@@ -210,7 +222,7 @@ def deferrable(roots: Sequence[torch.Tensor], leaves: Collection[int], *, dense:
     return [
         use
         if use.bias is None or biases[use.bias.end] == arrivals[use.bias.end]
-        else use._replace(bias=None, others=use.others + 1)
+        else use._replace(bias=None, others=(*use.others, use.bias.end))
         for use in uses
     ]
 
@@ -257,9 +269,27 @@ def _use(node: Any, arrivals: Counter[Any], leaves: Collection[int], dense: bool
             bias = None if end is None else _way(end, arrivals, leaves)
             if bias is not None and (bias.transposed or bias.leaf.dim() != 1):
                 bias = None
-            known = 1 + (bias is not None)
-            return Use(node, place, way, bias, sum(end is not None for end in following) - known)
+            known = (place, None if bias is None else kind.bias)
+            others = (end for number, end in enumerate(following) if number not in known and end is not None)
+            return Use(node, place, way, bias, tuple(others))
     return None
+
+
+def _leads(start: Any, asked: Collection[int], known: dict[Any, bool]) -> bool:
+    """Tell whether a leaf that is asked for lies behind a node; ``known`` are the answers so far."""
+    path = [(start, iter(start.next_functions))]
+    while path:
+        node, following = path[-1]
+        if known.get(node) or id(getattr(node, "variable", None)) in asked:
+            known.update(dict.fromkeys((passed for passed, _ in path), True))
+            return True
+        further = next((end for end, _ in following if end is not None and known.get(end, True)), None)
+        if further is None:
+            known[node] = False
+            path.pop()
+        else:
+            path.append((further, iter(further.next_functions)))
+    return False
 
 
 def _saved_other(node: Any, place: int) -> torch.Tensor:

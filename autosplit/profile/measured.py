@@ -224,7 +224,7 @@ class _Timing(BorderInterpreter):
         ones = [torch.ones_like(target) for target in targets]
 
         def input_gradient() -> DeferredWeightGrads:
-            deferred = defer_weight_gradients(targets, _weights(call))
+            deferred = defer_weight_gradients(targets, _weights(call), {id(leaf) for leaf in call.leaves})
             wanted = [leaf for leaf in call.leaves if id(leaf) not in deferred.leaves]
             if wanted or deferred.edges:
                 found = gradients(targets, ones, [*wanted, *deferred.edges], keep=False)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import ScheduleError
+from autosplit import ScheduleError, autosplit
 from autosplit.backward import Product, defer_weight_gradients, gradients
 from autosplit.runtime.lanes.lanes import StreamLane
 from autosplit.runtime.lanes.threads import Turn, backwards, forwards, turns
@@ -176,7 +176,8 @@ def parts(model: nn.Module, value: Tensor) -> tuple[dict[str, Tensor], set[str]]
     """Return all gradients made in two parts, and the names of those that were put off."""
     named = dict(model.named_parameters())
     output = model(value)
-    later = defer_weight_gradients([output], {id(parameter) for parameter in named.values()})
+    leaves = {id(parameter) for parameter in named.values()}
+    later = defer_weight_gradients([output], leaves, leaves | {id(value)})
     now = {n: p for n, p in named.items() if id(p) not in later.leaves} | {"value": value}
     found = iter(torch.autograd.grad(output, [*now.values(), *later.edges], torch.ones_like(output), allow_unused=True))
     sums = {name: gradient for name, gradient in zip(now, found, strict=False) if gradient is not None}
@@ -189,6 +190,27 @@ def parts(model: nn.Module, value: Tensor) -> tuple[dict[str, Tensor], set[str]]
     return sums, {names[leaf] for leaf in later.leaves}
 
 
+@pytest.mark.parametrize("lanes", ["inline", "threads"])
+def test_products_behind_which_nothing_is_asked_for_make_their_weight_gradients(lanes: str) -> None:
+    class Cut(nn.Module):
+        """Takes a gradient for an input of its own that nobody wants, as PEFT has a frozen embedding do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm, self.b = nn.Linear(8, 8), nn.LayerNorm(8).requires_grad_(False), nn.Linear(8, 8)
+
+        def forward(self, value: Tensor) -> Tensor:
+            return self.b(self.norm(self.a(value.detach().requires_grad_())).tanh())
+
+    model = Cut().double()
+    plain, value = copy.deepcopy(model), torch.randn(8, 8, dtype=torch.float64)
+    pipe = autosplit(model, ["cpu", "cpu"], 4, schedule="zb_h1", lanes=lanes)
+    pipe.train_step(value, loss_fn=lambda output: output.square().mean())
+    plain(value).square().mean().backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
 def test_a_bias_of_one_element_is_summed_to_its_own_shape() -> None:
     hidden, wide, narrow = torch.randn(4, 8), torch.randn(8, 8), torch.randn(8, 1)
     bias = torch.zeros(1)
@@ -196,7 +218,8 @@ def test_a_bias_of_one_element_is_summed_to_its_own_shape() -> None:
     hidden, wide, narrow, bias = leaves
     root = torch.addmm(bias, torch.addmm(bias, hidden, wide).tanh(), narrow).square().sum()
     *_, expected = torch.autograd.grad(root, leaves, retain_graph=True)
-    deferred = defer_weight_gradients([root], {id(leaf) for leaf in (wide, narrow, bias)})
+    asked = [id(leaf) for leaf in leaves]
+    deferred = defer_weight_gradients([root], asked[1:], asked)
     gradients([root], [torch.ones_like(root)], [hidden], keep=False)
     parts = [made for product in deferred.products for leaf, made in product.gradients() if leaf is bias]
     assert [part.shape for part in parts] == [bias.shape] * 2

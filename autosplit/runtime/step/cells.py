@@ -231,7 +231,7 @@ class Cells:
         """
         if not (roots and (leaves or self.summed[stage])):
             return {}, []
-        later = DeferredWeightGrads() if whole else self._deferred(roots, stage, microbatch)
+        later = DeferredWeightGrads() if whole else self._deferred(roots, stage, microbatch, leaves)
         summed = [leaf for leaf in self.summed[stage] if id(leaf) not in later.leaves]
         if in_turn:
             totals = self.totals[stage]
@@ -263,12 +263,15 @@ class Cells:
                 before = totals.get(id(leaf)) if id(leaf) in self.apart else None
                 totals[id(leaf)] = total if before is None else before + total
 
-    def _deferred(self, roots: Sequence[torch.Tensor], stage: int, microbatch: int) -> DeferredWeightGrads:
+    def _deferred(
+        self, roots: Sequence[torch.Tensor], stage: int, microbatch: int, leaves: Sequence[torch.Tensor]
+    ) -> DeferredWeightGrads:
         """Find what can wait: nothing where the forward runs again, which saves what it needs for one backward only."""
         last = microbatch == len(self.step.sizes) - 1
         if self.lowered.runs_again(stage, last=last) or self.lowered.stages[stage].units:
             return DeferredWeightGrads()
-        return defer_weight_gradients(roots, {id(leaf) for leaf in self.summed[stage]} - self.apart)
+        summed = {id(leaf) for leaf in self.summed[stage]}
+        return defer_weight_gradients(roots, summed - self.apart, summed | {id(leaf) for leaf in leaves})
 
     def roots_of(self, state: CellState, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return what a cell's backward begins at, and the gradients that came in for it."""
@@ -349,10 +352,11 @@ def _all_or_nothing(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def parameters(step: Step) -> list[list[torch.Tensor]]:
-    """Return by stage the parameters that require a gradient, of stages that run in this process."""
+    """Return by stage the parameters and buffers that require a gradient, of stages that run in this process."""
     found: list[list[torch.Tensor]] = [[] for _ in step.lowered.stages]
     for stage in step.stages:
-        found[stage] = [p for p in step.lowered.stages[stage].parameters() if p.requires_grad]
+        own = step.lowered.stages[stage]
+        found[stage] = [tensor for tensor in (*own.parameters(), *own.buffers()) if tensor.requires_grad]
     return found
 
 
