@@ -190,7 +190,8 @@ def defer_weight_gradients(
     ``asked`` are all leaves whose gradients the engine is asked for, but for those that are put off. It comes to a
     product only where one of them lies behind it, or another product that it is asked for.
     """
-    result, leads = DeferredWeightGrads(), {}
+    result = DeferredWeightGrads()
+    leads: dict[Any, bool] = {}
     uses = sorted(deferrable(roots, leaves), key=lambda use: use.node._sequence_nr())
     left = set(asked) - {id(way.leaf) for use in uses for way in use.ways}
     entered = []

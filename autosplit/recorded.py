@@ -291,10 +291,9 @@ class PythonRuns:
             with touched(self.model) as found:
                 yield
         finally:
-            known = self._touched[-1]
-            if known is None or not found <= known:
-                found |= known or set()
-                self._touched.append(frozenset(found | aliased(self.model, found)))
+            found |= self._touched[-1] or set()
+            if (now := frozenset(found | aliased(self.model, found))) != self._touched[-1]:
+                self._touched.append(now)
 
     def called(self) -> bool:
         """Leave what a call has changed outside of the modules out of signatures; tell whether that is new."""

@@ -14,7 +14,7 @@ from autosplit.distributed.world import World
 from autosplit.runtime.lanes.threads import backwards
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import OUT, Bundle
-from autosplit.runtime.step.cells import Cells, CellState, held_back
+from autosplit.runtime.step.cells import Cells, CellState, held_back, parameters
 from autosplit.runtime.step.step import Start, Step
 from autosplit.runtime.transport import Message, Way
 from autosplit.schedule.action import Action, Schedule
@@ -90,7 +90,7 @@ class WholeCall:
 
     def __init__(self, step: RankStep) -> None:
         self.step = step = replace(step, whole=True)
-        self.cells = _CallCells(step, step.start(), detached=torch.is_grad_enabled())
+        self.cells = _CallCells(step, step.start(), parameters(step), detached=torch.is_grad_enabled())
         self.bundles: dict[int, list[Bundle]] = {}
 
     def forward(self, *, attached: bool = False) -> list[Any] | None:
@@ -147,7 +147,7 @@ class WholeCall:
             for microbatch, bundle in enumerate(bundles):
                 cells.give_back(stage, microbatch, [tensor.grad for tensor in bundle])
         self.bundles.clear()
-        with step.entered(), held_back(p for parameters in cells.parameters for p in parameters):
+        with step.entered(), held_back(leaf for own in cells.parameters for leaf in own):
             for action in step.order(backwards(step.schedule)):
                 cells.act(action)
         with step.located():

@@ -244,28 +244,33 @@ class RegionModule(fx.GraphModule):
         """Return the buffers that the graph uses, by their names in the model, each once."""
         return self._each_once("buffers")
 
-    def _each_once(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def leaves(self) -> list[torch.Tensor]:
+        """Return the parameters and buffers that the graph uses and that require a gradient, each once."""
+        return [tensor for _, tensor in self._each_once("parameters", "buffers") if tensor.requires_grad]
+
+    def _each_once(self, *kinds: str) -> Iterator[tuple[str, torch.Tensor]]:
         seen: set[int] = set()
-        for name, tensor in self._state(kind):
+        for name, tensor in self._state(*kinds):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, tensor
 
-    def _state(self, kind: str) -> Any:
+    def _state(self, *kinds: str) -> Any:
         for _, path in self.named():
             if not path:
                 continue
             parent, _, name = path.rpartition(".")
             holder = self.root.get_submodule(parent)
-            tensor = getattr(holder, "_" + kind).get(name)
-            if tensor is not None:
-                yield path, tensor
-            elif kind == "parameters" and isinstance(free := holder.__dict__.get(name), torch.Tensor):
-                if free.requires_grad:  # a leaf that the model holds without registering it
-                    yield path, free
-            elif name in holder._modules:
-                module = holder.get_submodule(name)
-                yield from ((f"{path}.{n}", t) for n, t in getattr(module, f"named_{kind}")())
+            for kind in kinds:
+                tensor = getattr(holder, "_" + kind).get(name)
+                if tensor is not None:
+                    yield path, tensor
+                elif kind == "parameters" and isinstance(free := holder.__dict__.get(name), torch.Tensor):
+                    if free.requires_grad:  # a leaf that the model holds without registering it
+                        yield path, free
+                elif name in holder._modules:
+                    module = holder.get_submodule(name)
+                    yield from ((f"{path}.{n}", t) for n, t in getattr(module, f"named_{kind}")())
 
 
 def recomputed(

@@ -53,11 +53,14 @@ class CellState:
 class Cells:
     """Runs forwards and backwards of one step's cells and adds up the gradients.
 
+    ``parameters`` are those of each stage, none where no backward follows.
     With ``detached=False`` values go from cell to cell as they are: nothing is kept for :meth:`backward`, and autograd,
     where it is on, sees the whole graph.
     """
 
-    def __init__(self, step: Step, start: Start, *, detached: bool) -> None:
+    def __init__(
+        self, step: Step, start: Start, parameters: Sequence[Sequence[torch.Tensor]], *, detached: bool
+    ) -> None:
         self.step = step
         self.transport = step.transport(detached=detached)
         self.start = start
@@ -71,7 +74,7 @@ class Cells:
         self.last = len(self.lowered.stages) - 1
         self.cells: dict[tuple[int, int], CellState] = {}
         self.given = {s: _detached(bundle) if detached else bundle for s, bundle in start.shared.items()}
-        self.parameters = parameters(step)
+        self.parameters = parameters
         self.aliased = detached and (has_module_hooks() or any_autocast())
         self.clear()
 
@@ -355,8 +358,7 @@ def parameters(step: Step) -> list[list[torch.Tensor]]:
     """Return by stage the parameters and buffers that require a gradient, of stages that run in this process."""
     found: list[list[torch.Tensor]] = [[] for _ in step.lowered.stages]
     for stage in step.stages:
-        own = step.lowered.stages[stage]
-        found[stage] = [tensor for tensor in (*own.parameters(), *own.buffers()) if tensor.requires_grad]
+        found[stage] = step.lowered.stages[stage].leaves()
     return found
 
 

@@ -32,8 +32,9 @@ Leaf = tuple[str, Any, torch.Tensor]
 def call(step: Step, threads: LaneThreads) -> Sequence[Any]:
     """Run the pipe on its lanes' threads and return the model's flat outputs; they are part of the caller's graph."""
     state, start = ThreadState.current(), step.start()
-    leaves = _leaves(step, start) if state.grad else []
-    cells = Cells(step, start, detached=bool(leaves))
+    own = parameters(step) if state.grad else []
+    leaves = _leaves(start, own) if state.grad else []
+    cells = Cells(step, start, own, detached=bool(leaves))
     if leaves:
         flat = _Middle.apply(cells, threads, state, leaves, *(tensor for *_, tensor in leaves))
     else:
@@ -45,7 +46,7 @@ def call(step: Step, threads: LaneThreads) -> Sequence[Any]:
     return step.end(start, bundles)
 
 
-def _leaves(step: Step, start: Start) -> list[Leaf]:
+def _leaves(start: Start, parameters: Sequence[Sequence[torch.Tensor]]) -> list[Leaf]:
     """Return what the cells' gradients go to, as (kind, place, tensor): inputs, shared values and parameters."""
     found: list[Leaf] = [
         ("inputs", (stage, microbatch, position), tensor)
@@ -54,7 +55,7 @@ def _leaves(step: Step, start: Start) -> list[Leaf]:
         for position, tensor in enumerate(bundle)
     ]
     found += [("shared", (stage, p), t) for stage, bundle in start.shared.items() for p, t in enumerate(bundle)]
-    found += [("parameters", (stage, p), t) for stage, own in enumerate(parameters(step)) for p, t in enumerate(own)]
+    found += [("parameters", (stage, p), t) for stage, own in enumerate(parameters) for p, t in enumerate(own)]
     return [leaf for leaf in found if leaf[2].requires_grad]
 
 
@@ -155,7 +156,7 @@ def _differentiable(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Seque
 def _again(ctx: Any) -> list[torch.Tensor]:
     """Run all forwards again, in the caller's thread and graph, and return their outputs."""
     cells: Cells = ctx.cells
-    again = Cells(replace(cells.step, state=cells.step.state.again()), cells.start, detached=False)
+    again = Cells(replace(cells.step, state=cells.step.state.again()), cells.start, cells.parameters, detached=False)
     try:
         with _copied_buffers(cells.lowered.traced.root), ctx.state.autocast():
             for action in cells.step.forwards():

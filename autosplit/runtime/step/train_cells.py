@@ -21,7 +21,7 @@ from autosplit.runtime.loss.parts import Parts
 from autosplit.runtime.loss.proof import WholeCheck
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import OUT, rows_along, transfer
-from autosplit.runtime.step.cells import Cells, CellState, held_back
+from autosplit.runtime.step.cells import Cells, CellState, held_back, parameters
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.transport import Message, Way
 from autosplit.schedule.action import Action
@@ -42,7 +42,7 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
             if step.log is not None:
                 step.log.start(step.lanes, rows=step.sizes)
             cells = _TrainCells(step, loss, check)
-            hooks = held_back(p for parameters in cells.parameters for p in parameters)
+            hooks = held_back(leaf for own in cells.parameters for leaf in own)
             if threads is None:
                 with hooks:
                     for action in cells.order():
@@ -65,7 +65,7 @@ class _TrainCells(Cells):
     """The cells of a training step: the last stage's end in a loss."""
 
     def __init__(self, step: Step, loss: Loss, check: WholeCheck | None) -> None:
-        super().__init__(step, step.start(), detached=True)
+        super().__init__(step, step.start(), parameters(step), detached=True)
         self.loss = loss
         self.check = check
         self.losses: dict[int, torch.Tensor] = {}

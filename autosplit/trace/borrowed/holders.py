@@ -20,7 +20,7 @@ import random
 import sys
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,14 @@ def is_object(value: Any) -> bool:
     )
 
 
+def is_apart(value: Any, modules: Collection[int]) -> bool:
+    """Tell whether a value is a module with nothing of a model, whose ``modules`` are told by their ids.
+
+    One that holds modules of the model is its wrapper, or its pipe.
+    """
+    return isinstance(value, nn.Module) and not any(id(module) in modules for module in value.modules())
+
+
 @dataclass(frozen=True)
 class Holder:
     """One thing that holds Python values; ``read`` returns a copy of its content, ``write`` gives it a content back.
@@ -84,6 +92,7 @@ class Holders:
         self._installed: dict[str, bool] = {}
         self._of_hook = False
         modules = {id(m): (path, m) for model in models for path, m in model.named_modules()}
+        self._modules = modules.keys()
         for path, module in modules.values():
             self._module(path, module)
         for function in functions:
@@ -136,11 +145,12 @@ class Holders:
                 self._add((path, key), functools.partial(_copied, value), functools.partial(_refill, value))
             else:
                 self._value(value, (path, key), _DEPTH)
-        for kind in type(module).__mro__:
-            self._class(kind)
+        self._class(type(module))
 
     def _value(self, value: Any, place: Place, depth: int) -> None:
-        if isinstance(value, _ATOMIC) or depth < 0 or id(value) in self._seen or isinstance(value, nn.Module):
+        if isinstance(value, _ATOMIC) or depth < 0 or id(value) in self._seen:
+            return
+        if isinstance(value, nn.Module) and not (self._modules and is_apart(value, self._modules)):
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
@@ -168,7 +178,7 @@ class Holders:
             parts = value.values() if isinstance(value, dict) else value
         elif isinstance(value, (tuple, frozenset)):
             parts = value
-        if is_object(value):
+        if is_object(value) or isinstance(value, nn.Module):
             self._add(place, vars(value).copy, functools.partial(_refill, vars(value)))
             parts = [*parts, *vars(value).values()]
             self._class(type(value))
@@ -176,9 +186,12 @@ class Holders:
             self._value(part, place, depth - 1)
 
     def _class(self, kind: type) -> None:
-        if self._is_installed(kind.__module__) or kind in self._classes:
-            return
-        self._classes.add(kind)
+        for one in kind.__mro__:
+            if one not in self._classes and not self._is_installed(one.__module__):
+                self._classes.add(one)
+                self._members(one)
+
+    def _members(self, kind: type) -> None:
         place = ("", f"class {kind.__qualname__}")
         self._add(place, lambda: dict(vars(kind)), functools.partial(_refill_class, kind))
         for member in list(vars(kind).values()):

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from autosplit.trace.borrowed.holders import ENTRIES, HOOK_TABLES, Place
-from autosplit.trace.inputs.signature import objects_of
+from autosplit.trace.borrowed.holders import HOOK_TABLES, Place
+from autosplit.trace.inputs.signature import objects_of, referent
 from autosplit.trace.recording.recording import is_foreign
 
-_ENDS = (nn.Module, torch.Tensor, np.ndarray, type, types.ModuleType, types.CodeType, types.FrameType)
-"""What is not looked into: modules are watched, and what a class names is in the signature."""
+_ENDS = (torch.Tensor, np.ndarray, type, types.ModuleType, types.CodeType, types.FrameType)
+"""What is not looked into: what a class names is in the signature."""
 
 
 @contextlib.contextmanager
@@ -44,10 +44,10 @@ def touched(model: nn.Module) -> Iterator[set[Place]]:
             found.add((path, name))
 
     def get(module: nn.Module, name: str) -> Any:
-        if name != "__dict__":
-            note(module, name)
-        elif not is_foreign(sys._getframe(1).f_code.co_filename):  # torch itself looks single names up in it
+        if name == "__getstate__" or (name == "__dict__" and not _looks_up(sys._getframe(1).f_code.co_filename)):
             note(module, "")
+        elif name != "__dict__":
+            note(module, name)
         return read(module, name)
 
     def set_(module: nn.Module, name: str, value: Any) -> None:
@@ -70,25 +70,34 @@ def touched(model: nn.Module) -> Iterator[set[Place]]:
         yield found
 
 
+def _looks_up(file: str) -> bool:
+    """Tell whether code that asks for a module's ``__dict__`` looks up single names in it, as torch's does.
+
+    Code without a file may be the user's own: from a notebook, or from standard input.
+    """
+    return is_foreign(file) and not file.startswith("<")
+
+
 def aliased(model: nn.Module, places: Collection[Place]) -> set[Place]:
     """Return the places besides those touched that hold an object which the forward may reach without them."""
+    watched = {id(module) for module in model.modules()}
     held = [((path, name), value) for path, module in model.named_modules() for name, value in vars(module).items()]
     known = {place for place, _ in held if place in places or (place[0], "") in places or place[1] in HOOK_TABLES}
-    reached = _reached(value for place, value in held if place in known)
-    return {place for place, value in held if place not in known and objects_of(value) & reached}
+    reached = _reached((value for place, value in held if place in known), watched)
+    return {place for place, value in held if place not in known and objects_of(value, model) & reached}
 
 
-def _reached(roots: Iterable[Any]) -> set[int]:
-    """Return the ids of all objects that can be reached from some, but by way of a module or of a global name."""
+def _reached(roots: Iterable[Any], watched: Collection[int]) -> set[int]:
+    """Return the ids of all objects that can be reached from some, but by way of a watched module or a global name."""
     seen: dict[int, Any] = {}
     left = [*roots]
     while left:
-        value = left.pop()
-        if isinstance(value, _ENDS) or id(value) in seen:
+        value = referent(left.pop())
+        if isinstance(value, _ENDS) or id(value) in seen or id(value) in watched:
             continue
         seen[id(value)] = value
         if isinstance(value, types.FunctionType):
             left += [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
-        elif not (isinstance(value, (dict, list, tuple, set, frozenset)) and len(value) > ENTRIES):
+        else:
             left += gc.get_referents(value)
     return {*seen}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from autosplit.errors import InputError
 from autosplit.trace.borrowed.holders import (
@@ -22,6 +24,7 @@ from autosplit.trace.borrowed.holders import (
     Holders,
     Place,
     difference,
+    is_apart,
     is_object,
 )
 from autosplit.trace.graph import LEAST, Length, lengths_in
@@ -29,8 +32,7 @@ from autosplit.trace.inputs.objects import layout_of, one_tensor
 
 _DEPTH = 3
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_SEQUENCES = (list, tuple, set, frozenset, deque)
-_MAPPINGS = (dict, OrderedDict)
+_WEAK: tuple[Any, ...] = (weakref.ref, *weakref.ProxyTypes)
 _OWN = frozenset(nn.Module().__dict__)
 Shapes = tuple[tuple[int, ...] | None, ...]
 
@@ -112,55 +114,41 @@ def key_of(
 ) -> Key:
     """Return a call's signature from the flattened inputs and their structure.
 
-    It covers grad mode and autocast; each module's type, mode, hooks and plain attributes; the parameters' dtypes and
-    ties; the values ``outside`` of the modules that their functions name; the inputs' structure, shapes, dtypes,
-    devices, layouts and constants, and which of them are one tensor. Places ``without`` are left out, and so are
-    attributes that are not among those ``touched``, where (path, "") is all of a module's and None all there are.
+    It covers grad mode and autocast; each module's type, mode, children, hooks and attributes; the parameters' and
+    buffers' dtypes, shapes and ties; the values ``outside`` of the modules that functions and classes name; the inputs'
+    structure, shapes, dtypes, devices, layouts and constants, and which of them are one tensor. Places ``without`` are
+    left out, and so are attributes that are not among those ``touched``, where (path, "") is all of a module's and None
+    all there are.
     """
     modes: list[Any] = [GradAutocastState.current()]
     structure: list[Any] = []
-    ties: dict[int, int] = {}
-    seen: set[int] = set()
-    named: set[Any] = set()
-    """What names values outside: the classes of modules, and the functions that they hold."""
+    walk = _Walk.of(model)
+    ties = walk.ties
     for path, module in model.named_modules():
-        kind = type(module)
-        named.add(kind)
         modes.append(module.training)
         structure += [_hook(hook) for table in HOOK_TABLES for hook in getattr(module, table).values()]
-        structure.append(kind)
+        structure.append(type(module))
+        structure += [(name, None if m is None else ties[id(m)]) for name, m in module._modules.items()]
         for parameter in module._parameters.values():
             tie = None if parameter is None else ties.setdefault(id(parameter), len(ties))
-            structure.append(tie if parameter is None else (parameter.dtype, parameter.requires_grad, tie))
-        structure += [(name, buffer is None) for name, buffer in module._buffers.items()]
-        declared = _declared(kind)  # type: ignore[arg-type]
+            structure.append(tie if parameter is None else (*_held(parameter), tie))
+        structure += [(name, buffer if buffer is None else _held(buffer)) for name, buffer in module._buffers.items()]
         for key, value in module.__dict__.items():
-            if key in _OWN or key in declared:
+            if key in _OWN:
                 continue
             if touched is not None and (path, key) not in touched and (path, "") not in touched:
                 continue
-            if isinstance(value, types.FunctionType):
-                named.add(value)
             if (path, key) in without:
-                _content(value, seen)  # nor is it part of it where another module has the same object
-            elif not declared or isinstance(value, (bool, int, float, str, torch.Tensor, type(None))):
-                structure.append((key, _content(value, seen)))
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            structure.append(module.p)
-    structure.append(outside.signature(frozenset(named), without))
+                _content(value, replace(walk, ties={}))  # nor is it part of it where another module has the same object
+            else:
+                structure.append((key, _content(value, walk)))
+    found = (*walk.modules.values(), *walk.seen.values())
+    named = frozenset(value if isinstance(value, types.FunctionType) else type(value) for value in found)
+    structure.append(outside.signature(named, without))
     shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
     kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
     structure.append(one_tensor(leaves))
     return Key((tuple(modes), tuple(structure), spec, kinds), shapes)
-
-
-@functools.cache
-def _declared(kind: type) -> frozenset[str]:
-    """Return the attributes that a layer of ``torch.nn`` declares: its own code reads them when it runs."""
-    if not kind.__module__.startswith("torch.nn"):
-        return frozenset()
-    tables = (vars(one).get(table, ()) for one in kind.__mro__ for table in ("__annotations__", "__constants__"))
-    return frozenset(("training", *(name for table in tables for name in table)))
 
 
 def _hook(hook: Any) -> Any:
@@ -168,37 +156,87 @@ def _hook(hook: Any) -> Any:
     return getattr(hook, "__code__", type(hook))
 
 
-def _content(value: Any, seen: set[int], depth: int = _DEPTH) -> Any:
-    """Return what tells whether an attribute is as it was: its parts, three levels deep, each object once.
+@dataclass(frozen=True)
+class _Walk:
+    """What a walk through the attributes of a model's modules has come to."""
 
-    ``seen`` are the ids of the objects that were looked at already: modules share configs.
-    """
+    modules: dict[int, nn.Module]
+    """The model's modules, by id."""
+    ties: dict[int, int]
+    """Numbers of modules, parameters and objects in the signature, by id."""
+    seen: dict[int, Any] = field(default_factory=dict)
+    """The objects that were looked at already, by id: modules share configs."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Walk:
+        modules = {id(module): module for module in model.modules()}
+        return cls(modules, {key: number for number, key in enumerate(modules)})
+
+
+def _content(value: Any, walk: _Walk, depth: int = _DEPTH) -> Any:
+    """Return what tells whether an attribute is as it was: its class and parts, three levels deep, each object once."""
+    if issubclass(type(value), _WEAK):
+        value = referent(value)
     if isinstance(value, _VALUES):
         return _known(value)
     if isinstance(value, (np.ndarray, np.generic)):
-        return value.tobytes() if value.size <= ENTRIES and not value.dtype.hasobject else None
-    if depth == 0 or id(value) in seen:
+        small = value.size <= ENTRIES and not value.dtype.hasobject
+        return (value.dtype.str, value.shape, value.tobytes()) if small else None
+    if id(value) in walk.seen or id(value) in walk.modules:
+        return walk.ties.get(id(value))
+    if depth == 0:
         return None
-    kind = type(value)
-    parts: Iterable[Any]
-    if kind in _SEQUENCES and len(value) <= ENTRIES:
-        parts = enumerate(sorted(value, key=repr) if kind in (set, frozenset) else value)
-    elif kind in _MAPPINGS and len(value) <= ENTRIES:
-        parts = value.items()
-    elif is_object(value):
-        parts = vars(value).items()
-    else:
+    if isinstance(value, torch.Tensor):
+        return (Identity(value), *_held(value))
+    parts = _parts(value, walk.modules)
+    if parts is not None or isinstance(value, types.FunctionType):
+        walk.seen[id(value)] = value
+        walk.ties[id(value)] = len(walk.ties)
+    if parts is None:
         return _known(value)
-    seen.add(id(value))
-    own = tuple((str(key), _content(part, seen, depth - 1)) for key, part in parts)
-    return (Identity(value), own) if callable(value) and depth == _DEPTH else own
+    whole = callable(value) and depth == _DEPTH and not isinstance(value, (functools.partial, types.MethodType))
+    own = tuple((str(key), _content(part, walk, depth - 1)) for key, part in parts)
+    return Identity(value) if whole else type(value), own
 
 
-def objects_of(value: Any) -> set[int]:
-    """Return the ids of the objects of which an attribute's content is made."""
-    seen: set[int] = set()
-    _content(value, seen)
-    return seen
+def _parts(value: Any, modules: Collection[int]) -> list[tuple[Any, Any]] | None:
+    """Return the parts of a container or object; None for what is compared as a whole."""
+    parts: list[tuple[Any, Any]] | None = None
+    if isinstance(value, (set, frozenset)) and len(value) <= ENTRIES:
+        parts = [*enumerate(sorted(value, key=repr))]
+    elif isinstance(value, (list, tuple, deque)) and len(value) <= ENTRIES:
+        parts = [*enumerate(value)]
+    elif isinstance(value, dict) and len(value) <= ENTRIES:
+        parts = [*value.items()]
+    elif isinstance(value, functools.partial):
+        parts = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    elif isinstance(value, types.MethodType):
+        parts = [("func", value.__func__), ("self", value.__self__)]
+    if is_object(value) or is_apart(value, modules):
+        parts = [*(parts or ()), *vars(value).items()]
+    return parts
+
+
+def referent(value: Any) -> Any:
+    """Return what a weak reference or proxy stands for, None where it is gone, and anything else as it is."""
+    if type(value) in weakref.ProxyTypes:
+        with contextlib.suppress(ReferenceError):
+            return value.__init__.__self__
+        return None
+    return value() if isinstance(value, weakref.ref) else value
+
+
+def objects_of(value: Any, model: nn.Module) -> set[int]:
+    """Return the ids of what can change in an attribute's content, but for the modules of the model."""
+    walk = _Walk.of(model)
+    _content(value, walk)
+    fixed = (tuple, frozenset, types.FunctionType)
+    return {key for key, part in walk.seen.items() if type(part) not in fixed}
+
+
+def _held(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a recording sees of a tensor besides its values; a lazy or nested one has no shape to ask for."""
+    return tensor.dtype, None if is_lazy(tensor) or tensor.is_nested else tensor.shape, tensor.requires_grad
 
 
 def _known(value: Any) -> Any:

@@ -1,0 +1,162 @@
+"""What a forward depends on in roundabout ways changes between two calls: the pipe gives the plain model's answer."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit import autosplit
+
+
+class Config:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Table(dict[str, float]):
+    """A dict of a class of the user's own."""
+
+
+def scaled(factors: list[float], x: Tensor) -> Tensor:
+    return x * factors[0]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.calls, self.last = 1.0, 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = x * self.scale
+        return self.last
+
+
+class Base(nn.Module):
+    strength = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.config, self.other, self.table = Config(), Config(), Table(scale=1.0)
+        self.other.scale = 2.0
+        self.current = self.config
+        self.reference, self.proxy = weakref.ref(self.config), weakref.proxy(self.config)
+        self.part = functools.partial(scaled, [1.0])
+        self.listed = [Scaled()]
+        object.__setattr__(self, "hidden", Scaled())
+        self.norm = nn.LayerNorm(6)
+        self.layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0)
+        self.heads = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = self.heads[0]
+        self.register_buffer("shift", torch.ones(6))
+
+
+class Derived(Base):
+    def __init__(self, last: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self, self.b(self.a(x).tanh()))
+
+
+def setting(path: str, value: Any) -> Callable[[Any], None]:
+    """Return what sets an attribute of a model."""
+
+    def change(model: Any) -> None:
+        *owners, name = path.split(".")
+        setattr(functools.reduce(getattr, owners, model), name, value)
+
+    return change
+
+
+def base_class(model: Base) -> None:
+    Base.strength = 3.0
+
+
+def in_list(model: Base) -> None:
+    model.listed[0].scale = 3.0
+
+
+def another_object(model: Base) -> None:
+    model.current = model.other
+
+
+def another_head(model: Base) -> None:
+    model.head = model.heads[1]
+
+
+def argument(model: Base) -> None:
+    model.part.args[0][0] = 3.0
+
+
+def item(model: Base) -> None:
+    model.table["scale"] = 3.0
+
+
+def learned(model: Base) -> None:
+    model.shift.requires_grad_()
+
+
+def double(model: Base) -> None:
+    model.shift.data = model.shift.data.double()
+
+
+CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None]]] = {
+    "base class": (lambda own, h: h * own.strength, base_class),
+    "weak reference": (lambda own, h: h * own.reference().scale, setting("config.scale", 3.0)),
+    "weak proxy": (lambda own, h: h * own.proxy.scale, setting("config.scale", 3.0)),
+    "partial": (lambda own, h: own.part(h), argument),
+    "subclass of dict": (lambda own, h: h * own.table["scale"], item),
+    "another object": (lambda own, h: h * own.current.scale * own.config.scale * own.other.scale, another_object),
+    "module in a list": (lambda own, h: own.listed[0](h), in_list),
+    "hidden module": (lambda own, h: own.hidden(h), setting("hidden.scale", 3.0)),
+    "vars of a layer": (lambda own, h: h + vars(own.norm)["eps"], setting("norm.eps", 1.0)),
+    "norm_first": (lambda own, h: own.layer(h[:, None])[:, 0], setting("layer.norm_first", True)),
+    "another head": (lambda own, h: own.head(h), another_head),
+    "buffer that requires a gradient": (lambda own, h: h * own.shift, learned),
+    "dtype of a buffer": (lambda own, h: h if own.shift.dtype is torch.float32 else -h, double),
+}
+
+
+def answers(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    tensors = (*model.parameters(), *model.buffers())
+    for tensor in tensors:
+        tensor.grad = None
+    output = model(x)
+    output.square().sum().backward()
+    return [output.detach(), *(tensor.grad for tensor in tensors)]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_change_between_two_calls(name: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    last, change = CASES[name]
+    monkeypatch.setattr(Base, "strength", 1.0)
+    torch.manual_seed(0)
+    plain, model = Derived(last).train(training), Derived(last).train(training)
+    model.load_state_dict(plain.state_dict())
+    pipe = autosplit(model, ["cpu", "cpu"], 2)
+    for number in range(3):
+        x = torch.randn(4, 6)
+        torch.testing.assert_close(answers(pipe, x), answers(plain, x))
+        if number == 0:
+            change(plain), change(model)
+
+
+def test_a_module_that_is_not_registered_keeps_what_a_call_leaves_in_it() -> None:
+    plain, model = (Derived(lambda own, h: own.hidden(h) * own.hidden.calls) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    pipe = autosplit(model, ["cpu", "cpu"], 2)
+    for number in range(1, 5):
+        x = torch.randn(4, 6)
+        torch.testing.assert_close(pipe(x), plain(x))
+        assert model.hidden.calls == number
+        torch.testing.assert_close(model.hidden.last, plain.hidden.last)
