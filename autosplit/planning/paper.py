@@ -22,6 +22,7 @@ from autosplit.planning.profiled.problem import Shared
 from autosplit.planning.search.sweep import Space, Sweep
 from autosplit.profile.autocasting import AUTOCASTS, autocast_of, set_dtypes
 from autosplit.profile.node_costs.shadow import shadow
+from autosplit.trace.borrowed.blank import blank, has_meta
 from autosplit.trace.inputs.objects import mapped
 from autosplit.trace.ladder import Trace, trace
 from cost_models.machines import MachineSpec
@@ -77,12 +78,12 @@ def prepare(model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any 
     try:
         found = trace(twin, blank, batch_dims=options.batch_dims, whole_norms=whole_norms)
     except TraceError as refusal:
-        if next(model.parameters(), None) is None and (_has_meta(model) or twin is model):
+        if next(model.parameters(), None) is None and (has_meta(model) or twin is model):
             raise InputError(
                 f"{type(model).__name__} has no parameters, so there is nothing to train or to cut; autosplit() runs "
                 "such models"
             ) from refusal
-        if _has_meta(model) or twin is model:
+        if has_meta(model) or twin is model:
             raise
         if dtype is not None and any(t.is_floating_point() and t.dtype != dtype for t in model.parameters()):
             raise TraceError(
@@ -96,7 +97,7 @@ def prepare(model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any 
             set_dtypes(found.graph, kernels=options.kernels)
         if loss_fn is not None:
             options = replace(options, loss=paper_loss(loss_fn, found.graph))
-    by_values = twin is model and not _has_meta(model)
+    by_values = twin is model and not has_meta(model)
     return OnPaper(twin, found, options, sample if by_values else blank, loss_fn, by_values, Shared(found))
 
 
@@ -124,10 +125,6 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _has_meta(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in _tensors(model))
-
-
 def _twin(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Return a model of the same structure on meta; the model itself where it has no tensors, or is that already."""
     if all(tensor.is_meta and _kind(tensor, dtype) == tensor.dtype for tensor in _tensors(model)):
@@ -138,13 +135,7 @@ def _twin(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     if lazy is not None:
         raise InputError(f"parameter {lazy!r} has no shape yet; call the model once on its inputs, then plan it")
 
-    def blank(tensor: torch.Tensor) -> torch.Tensor:
-        made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=_kind(tensor, dtype), device="meta")
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made.requires_grad_(tensor.requires_grad)
-
-    return shadow(model, replace=blank).module
+    return shadow(model, replace=lambda tensor: blank(tensor, _kind(tensor, dtype))).module
 
 
 def _kind(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

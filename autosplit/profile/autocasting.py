@@ -19,8 +19,9 @@ from autosplit.errors import is_internal
 from autosplit.profile.blocks import shorten_graph
 from autosplit.profile.lowering import CudaKernels, cuda_autocast
 from autosplit.profile.node_costs.border import BorderInterpreter, tensors_of
-from autosplit.profile.node_costs.fake import empty_value, fake
+from autosplit.profile.node_costs.fake import empty_value
 from autosplit.profile.node_costs.shadow import shadow
+from autosplit.trace.borrowed.blank import fake
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.trace.recording.run import quiet_log

@@ -17,6 +17,7 @@ from torch import fx, nn
 from autosplit.errors import AutosplitError, TraceError, is_internal
 from autosplit.options import Sample
 from autosplit.trace.borrowed import state
+from autosplit.trace.borrowed.blank import has_meta
 from autosplit.trace.check import check_recording
 from autosplit.trace.graph import INFO, LEAST, InputInfo, Length, NodeClass, TracedGraph
 from autosplit.trace.inputs.inputs import batch_rows, flatten
@@ -32,7 +33,7 @@ from autosplit.trace.reductions.decompose import decompose, is_decomposed
 from autosplit.trace.rows.classes import batched_nodes, classify, with_classes
 from autosplit.trace.rows.findings import Findings, Proof
 from autosplit.trace.rows.kinds import function_of, note_rewritten
-from autosplit.trace.rows.probe import run_probe
+from autosplit.trace.rows.probe import run_probe, run_probe_made_up
 from autosplit.trace.scope import Scope
 from autosplit.trace.shapes.generalise import Domain, for_one_row, generalise
 
@@ -80,27 +81,33 @@ def trace(
     batch_dims: object = None,
     proofs: Sequence[Proof] = (),
     whole_norms: bool = False,
+    made_up: bool = False,
+    findings: Findings | None = None,
 ) -> Trace:
     """Record a model's forward in its present modes; the model and all random states are as before at the end.
 
-    A recording that one of ``proofs`` is about is not proved again. With ``whole_norms`` norms that keep batch
-    statistics are full.
+    A recording that one of ``proofs`` is about is not proved again, nor is one whose ``findings`` are given: those of
+    an equal recording, made in another process, say. With ``whole_norms`` norms that keep batch statistics are full.
+    With ``made_up`` a model on meta is recorded as it would be on the CPU, and probed on values that are made up;
+    without it the structure alone says which rows it mixes: enough for a plan, not for a run.
 
     Raises TraceError when a graph cannot follow the model, InputError for inputs without a batch, and the model's own
     exception when its forward raises.
     """
     flat = flatten(model, sample, batch_dims)
     try:
-        gathered = gather(model, flat, scope=Scope(whole_norms=whole_norms))
+        gathered = gather(model, flat, scope=Scope(whole_norms=whole_norms, on_cpu=made_up and has_meta(model)))
     except Unexpected as error:
         _raise_own(model, flat, error.error)
     raw = _decomposed(model, gathered)
     own = identity(model, flat, gathered, raw)
     known = next((p for p in proofs if p.recording == own), None)
-    findings = _probe(model, flat, gathered, raw) if known is None else known.findings()
+    proved = known is not None or findings is not None
+    if findings is None:
+        findings = _probe(model, flat, gathered, raw) if known is None else known.findings()
     graph = _accept(model, flat, gathered, raw, findings)
     refuse_hiding(model, gathered.scope, _opaque_once(graph))
-    if known is None:
+    if not proved:
         _check(model, graph, flat, gathered)
     guard = guard_of(model, gathered.recording, gathered.scope.answers)
     proof = known or (Proof.of(own, findings) if own is not None else None)
@@ -113,7 +120,10 @@ def _is_spread(model: nn.Module) -> bool:
 
 
 def _check(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered: Gathered) -> None:
-    """Raise Refusal where a recording is not what the model does."""
+    """Raise Refusal where a recording is not what the model does; made without values, what it does on two rows."""
+    if gathered.scope.on_cpu:
+        gathered.check_rows(model, flat, 2)
+        return
     difference = None if _is_spread(model) else _difference(model, graph, flat, gathered)
     if difference is not None:
         raise Refusal(
@@ -124,12 +134,19 @@ def _check(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered: Gat
 
 
 def widen(
-    model: nn.Module, base: Trace, sample: Sample, *, lengths: Sequence[Length], before: Sequence[tuple[int, ...]]
+    model: nn.Module,
+    base: Trace,
+    sample: Sample,
+    *,
+    lengths: Sequence[Length],
+    before: Sequence[tuple[int, ...]],
+    findings: Findings | None = None,
 ) -> Trace | None:
     """Return a recording for all lengths, made of one and a call at others; None where there is no such one.
 
     ``before`` are the shapes of the input tensors for which ``base`` was recorded; see
-    :mod:`autosplit.trace.shapes.generalise`.
+    :mod:`autosplit.trace.shapes.generalise`. ``findings`` are those of an equal recording that was made so; it is not
+    probed then.
     """
     flat = replace(base.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs))))
     rows, merged, scope = batch_rows(flat), base.gathered.recording, base.gathered.scope
@@ -141,7 +158,7 @@ def widen(
     raw = _decomposed(model, gathered)
     try:
         gathered.check_rows(model, flat, rows)
-        seen = _probe(model, flat, gathered, raw)
+        seen = findings or _probe(model, flat, gathered, raw)
     except (Refusal, Unexpected):
         return None
     if not seen.suspects | seen.mixing <= base.findings.suspects | base.findings.mixing:
@@ -199,21 +216,23 @@ def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
 
 
 def _probe(model: nn.Module, flat: FlatInputs, gathered: Gathered, raw: RawGraph) -> Findings:
-    """Ask the value probe, the layers quiet; a model on meta has no values, there the structure alone decides."""
-    if any(p.is_meta for p in model.parameters()):
+    """Ask the value probe, the layers quiet; where there are no values the structure alone decides, or made-up ones."""
+    made_up = gathered.scope.on_cpu
+    if not made_up and any(p.is_meta for p in model.parameters()):
         return Findings()
     with state.borrowed(model):
         state.norm_dropout_eval(model)
         try:
-            return run_probe(raw, flat, kept=gathered.min_rows)
+            return (run_probe_made_up if made_up else run_probe)(raw, flat, kept=gathered.min_rows)
         except AutosplitError:
             raise
         except Exception as error:
             if is_internal(error):
                 raise
             raise Refusal(
-                f"other rows of the sample could not be tried ({type(error).__name__}: {error}): an input may hold "
-                "numbers of rows, or batch_dims= must say where the batch is",
+                f"{'made-up values' if made_up else 'other rows of the sample'} could not be tried "
+                f"({type(error).__name__}: {error}): an input may hold numbers of rows, or batch_dims= must say where "
+                f"the batch is{'; give a sample that has values' if made_up else ''}",
                 "",
             ) from error
 
@@ -225,7 +244,7 @@ def _built(model: nn.Module, gathered: Gathered) -> RawGraph:
 def _decomposed(model: nn.Module, gathered: Gathered) -> RawGraph:
     """Build the graph of a recording, with its reductions taken apart."""
     raw = _built(model, gathered)
-    decompose(raw)
+    decompose(raw, on_cpu=gathered.scope.on_cpu)
     return raw
 
 

@@ -269,6 +269,12 @@ def test_without_values_the_dimension_says_whether_rows_mix(name: str) -> None:
         assert bool(full_nodes(model, x)) is (dim == 0)
 
 
+def test_without_values_an_operation_may_name_the_device() -> None:
+    for dim in (0, 1):
+        model = between(lambda h, dim=dim: h.to(h.device, torch.float64, copy=True).softmax(dim)).to("meta")
+        assert bool(full_nodes(model, torch.empty(ROWS, WIDTH, device="meta", dtype=torch.float64))) is (dim == 0)
+
+
 def test_without_values_a_number_has_no_batch_dimension() -> None:
     model = between(lambda h: h + h.mean().softmax(0)).to("meta")
     assert full_nodes(model, torch.empty(ROWS, WIDTH, device="meta"))

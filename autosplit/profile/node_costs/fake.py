@@ -3,8 +3,8 @@
 Every fake tensor lives on the CPU, wherever the model is: fake CUDA tensors that require grad abort the process without
 a GPU, and "meta" tensors take other kernels.
 
-Private torch API, tried on torch 2.11 and 2.13: ``FakeTensorMode`` and ``FakeTensor`` of ``torch._subclasses``. torch
-has no public way to run shapes only.
+Private torch API, tried on torch 2.11 and 2.13: ``FakeTensorMode`` of ``torch._subclasses``. torch has no public way to
+run shapes only.
 
     first pass    shared and micro nodes at ``rows``      ──► ids of the storages by node
     second pass   full nodes, on a batch of ``batch_rows``      equal values, equal ids
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from autosplit.errors import ProfileError, is_internal
@@ -29,6 +29,7 @@ from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, P
 from autosplit.profile.node_costs.ledger import Ledger, Operation, Storage
 from autosplit.profile.node_costs.shadow import Shadow, shadow
 from autosplit.profile.types import NodeProfile
+from autosplit.trace.borrowed.blank import fake
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.trace.recording.run import quiet_log
@@ -239,18 +240,6 @@ def on_fakes(what: str) -> Iterator[None]:
 def fake_mode() -> FakeTensorMode:
     """Return a mode for fake tensors that allows real ones, such as numbers that a forward makes."""
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """Return a fake twin of a tensor, on the CPU."""
-    if tensor.device.type == "cpu":
-        own = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
-        return mode.from_tensor(own, static_shapes=True)
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    twin = FakeTensor(mode, empty.requires_grad_(tensor.requires_grad), _CPU)
-    if isinstance(tensor, nn.Parameter):
-        twin._is_param = True  # what makes isinstance(twin, Parameter) true, as torch's own conversion does
-    return twin
 
 
 def empty_value(node: fx.Node, rows: int, *, needs_grad: bool, users: Collection[fx.Node] | None = None) -> Any:

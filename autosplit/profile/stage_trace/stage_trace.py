@@ -28,11 +28,12 @@ from autosplit.errors import ProfileError, is_internal
 from autosplit.memory.pieces import Change, Held, StageTrace, Step
 from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.node_costs.border import Picks, alias, tensors_of
-from autosplit.profile.node_costs.fake import as_recorded, empty_value, fake, fake_mode, on_fakes
+from autosplit.profile.node_costs.fake import as_recorded, empty_value, fake_mode, on_fakes
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.node_costs.shadow import shadow
 from autosplit.profile.stage_trace.engine import Guess, Labels
 from autosplit.profile.stage_trace.stage_graph import StageNodes, in_units
+from autosplit.trace.borrowed.blank import fake
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.recording.run import quiet_log

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.errors import InputError, TraceError
+from autosplit.trace.borrowed.blank import fake
 from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.inputs.objects import storage_key
 from autosplit.trace.recording.random_watch import named_arguments
@@ -154,13 +155,17 @@ def norm_dropout_eval(model: nn.Module) -> None:
             module.training = False
 
 
-def fake_tensors(model: nn.Module, mode: FakeTensorMode | None) -> dict[int, torch.Tensor]:
+def fake_tensors(
+    model: nn.Module, mode: FakeTensorMode | None, *, on_cpu: Holders | None = None
+) -> dict[int, torch.Tensor]:
     """Replace parameters and buffers by fake ones, inside of :func:`attributes`; return the real ones by their ids.
 
-    Without a mode they stay as they are.
+    Without a mode they stay as they are. With the model's holders all of them are taken to lie on the CPU, wherever
+    they are held.
     """
     real: dict[int, torch.Tensor] = {}
     twins: dict[int, torch.Tensor] = {}
+    fakes: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
@@ -180,8 +185,13 @@ def fake_tensors(model: nn.Module, mode: FakeTensorMode | None) -> dict[int, tor
                     )
                 if tensor is not None:
                     own = twins.setdefault(id(tensor), _with_own_gradient(tensor))
-                    entries[name] = own if mode is None else mode.from_tensor(own, static_shapes=True)
+                    if mode is not None and on_cpu is not None:
+                        entries[name] = fakes.setdefault(id(tensor), fake(own, mode))
+                    else:
+                        entries[name] = own if mode is None else mode.from_tensor(own, static_shapes=True)
                     real[id(entries[name])] = tensor
+    if on_cpu is not None:
+        on_cpu.swap(fakes)
     return real
 
 

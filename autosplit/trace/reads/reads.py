@@ -139,12 +139,13 @@ class ValueReader:
 class MetaValueReader(ValueReader):
     """Answers value reads of a model on the meta device.
 
-    What sizes decide is computed. Values are taken to be finite, and any other yes or no about the inputs is a no: a
-    mask that is asked whether it lets everything pass is planned as one that does not.
+    What sizes decide is computed, and so is what inputs decide that have values. Values are taken to be finite, and any
+    other yes or no about the inputs is a no: a mask that is asked whether it lets everything pass is planned as one
+    that does not.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, {})
+    def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(model, {name: tensor for name, tensor in inputs.items() if not tensor.is_meta})
 
     def read(self, call: Call, recorder: Recorder) -> Any:
         """Return the answer; raise Refusal for a number, or what layers computed."""
@@ -154,7 +155,7 @@ class MetaValueReader(ValueReader):
         held = [name for c in (*calls, call) for name in _attributes((c.args, c.kwargs))]
         if asked in _OF_FINITE:
             value = _OF_FINITE[asked]
-        elif not held and all(c.kind in ("function", "project") and not (c.random or c.mutates) for c in calls):
+        elif not held and all(map(self._is_computed, calls)):
             return super().read(call, recorder)
         elif call.target.__name__ in _YES_OR_NO and not held and not any(c.leaf or c.random for c in calls):
             value = False
@@ -162,6 +163,10 @@ class MetaValueReader(ValueReader):
             raise Refusal(f"{_place(call)} reads a tensor's value, and a model on the meta device has none", "")
         self.answers.append(Answer(call.name, value))
         return value
+
+    def _is_computed(self, call: Call) -> bool:
+        known = call.kind in ("function", "project") or (call.kind == "input" and call.target in self.inputs)
+        return known and not (call.random or call.mutates)
 
 
 Reader = Recall | ValueReader

@@ -118,11 +118,11 @@ def run_python(
         tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in holders.tensors.values())]
         if symbols is not None:
             mode: FakeTensorMode | None = symbols.fake_mode()
-        elif tensors and all(tensor.is_meta for tensor in tensors):
+        elif not scope.on_cpu and tensors and all(tensor.is_meta for tensor in tensors):
             mode = None  # a model without values runs as it is, on the meta device
         else:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
-        real = state.fake_tensors(model, mode)
+        real = state.fake_tensors(model, mode, on_cpu=holders if scope.on_cpu else None)
         recorder = Recorder(model, scope, reader=reader or Recall(scope.answers), observed=observed, holders=holders)
         return _run(model, inputs, symbols, mode, rows=rows, recorder=recorder, real=real)
 
@@ -148,7 +148,7 @@ def _run(
         shape = [rows if dim == batch_dim else size for dim, size in enumerate(leaf.shape)]
         if symbols is not None:
             shape = symbols.shape(position, leaf, batch_dim)
-        leaves[index] = _fake(leaf, shape, mode)
+        leaves[index] = _fake(leaf, shape, mode, torch.device("cpu") if recorder.scope.on_cpu else leaf.device)
         real[id(leaves[index])] = leaf
     for index in inputs.tensors():
         recorder.add_input(inputs.names[index], leaves[index])
@@ -253,8 +253,8 @@ def _is_nested(error: Exception) -> bool:
 _NESTED = str(Path(torch.nested.__file__).parent)
 
 
-def _fake(leaf: torch.Tensor, shape: Sequence[Any], mode: FakeTensorMode | None) -> torch.Tensor:
-    device = "meta" if mode is None else leaf.device
+def _fake(leaf: torch.Tensor, shape: Sequence[Any], mode: FakeTensorMode | None, device: torch.device) -> torch.Tensor:
+    device = torch.device("meta") if mode is None else device
     with mode or contextlib.nullcontext():
         fake = empty_in_layout(layout_of(leaf), shape, dtype=leaf.dtype, device=device)
         if isinstance(leaf, nn.Parameter):

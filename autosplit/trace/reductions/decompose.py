@@ -118,12 +118,14 @@ class _Reduction:
     dtype: torch.dtype | None
 
 
-def decompose(raw: RawGraph) -> None:
+def decompose(raw: RawGraph, *, on_cpu: bool = False) -> None:
     """Rewrite the reductions over the batch of a graph whose in-place changes are marked, and sources of fixed size.
+
+    ``on_cpu``: it was recorded as if all tensors were on the CPU.
 
     The light part is the node itself: it keeps its name. New are ``<name>.rows`` and, for losses, ``<name>.each``.
     """
-    free_sources(raw)
+    free_sources(raw, {torch.device("cpu")} if on_cpu else {parameter.device for parameter in raw.root.parameters()})
     written = {name for n in raw.graph.nodes if INFO in n.meta for name in n.meta[INFO].writes}
     for node in list(raw.graph.nodes):
         info = node.meta.get(INFO)
@@ -290,13 +292,12 @@ _TYPED = {
 """Where a method has the operand that gives no more than its type."""
 
 
-def free_sources(raw: RawGraph) -> None:
-    """Give sources of a fixed size, and casts, a constant to take their type from.
+def free_sources(raw: RawGraph, devices: set[torch.device]) -> None:
+    """Give sources of a fixed size, and casts, a constant to take their type from; on one device they lie there.
 
     With ``x.new_zeros((h, w))`` and ``table.type_as(x)`` a mask or a table over positions would seem to depend on the
     batch, and with it all that it is added to.
     """
-    devices = {parameter.device for parameter in raw.root.parameters()}
     for node in list(raw.graph.nodes) if len(devices) == 1 else ():
         info = node.meta.get(INFO)
         place = _TYPED.get(function_of(node, raw.root)) if info is not None and node.op != "placeholder" else None

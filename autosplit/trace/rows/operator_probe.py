@@ -82,6 +82,11 @@ class OperatorProbe:
             n in self.layouts.noted for n in (node, *([] if node.meta[INFO].tensors else changed_by(node)))
         )
 
+    def forget(self, node: fx.Node) -> None:
+        """Drop the values of a node that no later one takes."""
+        for places in self.places:
+            places.numbered.pop(node, None)
+
     def mixes(self, node: fx.Node, suspects: Collection[str]) -> bool:
         """Tell whether an operation lets rows influence each other in a way that no later operation puts right."""
         operands = [n for n in node.all_input_nodes if n in self.valued and INFO in n.meta]
@@ -261,6 +266,25 @@ _MADE_UP_ROWS = 7
 _MADE_UP_ENTRIES = 4
 
 
+class OnCpu(fx.Interpreter):
+    """Runs a graph that was recorded on the meta device on values on the CPU."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function with the CPU in the place of the meta device."""
+        return super().call_function(target, *_on_cpu(args, kwargs))
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call a method with the CPU in the place of the meta device."""
+        return super().call_method(target, *_on_cpu(args, kwargs))
+
+
+def _on_cpu(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def one(value: Any) -> Any:
+        return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value
+
+    return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
+
+
 class _MadeUp(dict[fx.Node, Any]):
     """What stands for a run's values: random tensors of a few rows, at most four entries in any other dimension."""
 
@@ -286,6 +310,6 @@ class _MadeUp(dict[fx.Node, Any]):
 
 def without_values(graph: fx.Graph, root: nn.Module) -> OperatorProbe:
     """Return a probe for a graph of a model on the meta device; ask it `OperatorProbe.mixes_made_up`."""
-    run = fx.Interpreter(root, graph=graph)
+    run = OnCpu(root, graph=graph)
     run.env = _MadeUp(run)
     return OperatorProbe(graph, root, run, rows=_MADE_UP_ROWS, lengths={}, sample_rows=0)

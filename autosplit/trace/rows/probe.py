@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from autosplit.compare import same_bits, same_reordered, same_rounded
-from autosplit.errors import is_internal
+from autosplit.errors import AutosplitError, is_internal
 from autosplit.progress import phase
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, LENGTH, TensorInfo, TracedNode, lengths_in
@@ -33,6 +33,7 @@ from autosplit.trace.rows.backward_probe import BackwardProbe, has_own_backward
 from autosplit.trace.rows.findings import Findings, key_of_opaque
 from autosplit.trace.rows.grouped import grouped
 from autosplit.trace.rows.kinds import is_opaque, leaves_unset
+from autosplit.trace.rows.made_up import WAYS, MadeUp
 from autosplit.trace.rows.opaque_probe import OpaqueProbe
 from autosplit.trace.rows.operator_probe import OperatorProbe
 from autosplit.trace.rows.row_values import tensors_of
@@ -80,11 +81,11 @@ def _range(leaf: torch.Tensor) -> tuple[float, float]:
 
 
 @phase("tracing: do rows meet")
-def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Findings:
+def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int, values: MadeUp | None = None) -> Findings:
     """Find the nodes in which rows influence each other.
 
     The graph runs on rows of the sample; call it under ``norm_dropout_eval``, with state preserved. ``kept`` rows are
-    compared: the smallest microbatch for which the graph holds.
+    compared: the smallest microbatch for which the graph holds. ``values`` stand in for those of a model on meta.
     """
     rows = tuple(range(1, kept + 1))
     among = (0, *rows, kept + 1, kept + 2)
@@ -94,11 +95,41 @@ def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Findings:
     count = max((leaf.shape[dim] for leaf, dim in batched), default=0)
     with torch.no_grad(), slow_attention():
         try:
-            return _Lockstep(raw, _leaves(inputs, runs, vary), runs, count).run()
+            return _Lockstep(raw, _leaves(inputs, runs, vary), runs, count, values).run()
         except Exception as error:  # the model's, for tokens or flags that are made up
             if not vary or is_internal(error):
                 raise
-            return _Lockstep(raw, _leaves(inputs, runs, False), runs, count).run()
+            return _Lockstep(raw, _leaves(inputs, runs, False), runs, count, values).run()
+
+
+def run_probe_made_up(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Findings:
+    """Do as `run_probe` for a model or a sample on meta, on values that are made up.
+
+    Where no way to make them up gives values in which all influence shows, what was seen in all of them counts.
+    """
+    found: list[Findings] = []
+    errors: list[Exception] = []
+    for way in WAYS:
+        values = MadeUp(raw, way)
+        try:
+            with torch.device("cpu"), values.written():
+                seen = run_probe(raw, values.sample(inputs, rows=kept + 7), kept=kept, values=values)
+        except Exception as error:  # the model's or torch's, for values that it does not take
+            if isinstance(error, AutosplitError) or is_internal(error):
+                raise
+            errors.append(error)
+            continue
+        if not values.hides:
+            return seen
+        found.append(seen)
+    if not found:
+        raise errors[0]
+    return Findings(
+        True,
+        frozenset().union(*(seen.suspects for seen in found)),
+        frozenset().union(*(seen.mixing for seen in found)),
+        frozenset.intersection(*(seen.alone for seen in found)),
+    )
 
 
 def _leaves(inputs: FlatInputs, runs: dict[str, tuple[int, ...]], vary: bool) -> dict[str, list[torch.Tensor]]:
@@ -124,13 +155,17 @@ class _Lockstep:
         leaves: dict[str, list[torch.Tensor]],
         rows: dict[str, tuple[int, ...]],
         sample_rows: int,
+        values: MadeUp | None,
     ) -> None:
         self.raw = raw
+        self.made_up = values
         self.rows = rows
         self.kept = len(rows["alone"])
         self.leaves = leaves
         self.lengths = lengths_in(raw.lengths, [tensor.shape for tensor in leaves["alone"]])
-        self.runs = {name: fx.Interpreter(raw.root, graph=raw.graph) for name in rows}
+        self.runs = {
+            name: fx.Interpreter(raw.root, graph=raw.graph) if values is None else values.interpreter() for name in rows
+        }
         self.sorts = grouped(raw.graph, raw.root)
         self.orders: dict[tuple[str, fx.Node], torch.Tensor] = {}
         self.last: dict[fx.Node, list[fx.Node]] = {}
@@ -160,23 +195,33 @@ class _Lockstep:
     def run(self) -> Findings:
         position = 0
         for node in self.order[:-1]:
-            if INFO in node.meta and node.op != "placeholder":
-                self._ask_operator(node)
-            for name, interpreter in self.runs.items():
-                if node.op != "placeholder":
-                    self._step(name, interpreter, node)
-                elif INFO in node.meta:
-                    interpreter.env[node] = self.leaves[name][position]
-                else:
-                    interpreter.env[node] = self.lengths.get(node.meta.get(LENGTH, ""), len(self.rows[name]))
-            if INFO in node.meta and node.op != "placeholder":
-                self._compare(node)
-                self._compare_backward(node)
-            position += INFO in node.meta and node.op == "placeholder"
-            for gone in (n for n in self.last[node] if INFO in n.meta):  # sizes are worked out at other numbers of rows
-                for interpreter in self.runs.values():
-                    interpreter.env.pop(gone, None)
+            if node.op == "placeholder":
+                for name, interpreter in self.runs.items():
+                    length = self.lengths.get(node.meta.get(LENGTH, ""), len(self.rows[name]))
+                    interpreter.env[node] = self.leaves[name][position] if INFO in node.meta else length
+                position += INFO in node.meta
+            else:
+                with contextlib.nullcontext() if self.made_up is None else self.made_up.at(node):
+                    self._visit(node)
+            for gone in self.last[node]:
+                if INFO in gone.meta or gone.op == "get_attr":  # sizes are worked out at other numbers of rows
+                    self.operators.forget(gone)
+                    for interpreter in self.runs.values():
+                        interpreter.env.pop(gone, None)
         return Findings(True, frozenset(self.suspects), frozenset(self.mixing), frozenset(self.alone))
+
+    def _visit(self, node: fx.Node) -> None:
+        """Ask a node, run it in all runs, and compare them."""
+        computes = INFO in node.meta
+        if computes:
+            self._ask_operator(node)
+        for name, interpreter in self.runs.items():
+            self._step(name, interpreter, node)
+        if computes:
+            self._compare(node)
+            self._compare_backward(node)
+        if computes and self.made_up is not None:
+            self.made_up.note(tensors_of(self.runs["among"].env[node]))
 
     def _ask_operator(self, node: fx.Node) -> None:
         info = node.meta[INFO]

@@ -1,0 +1,58 @@
+"""Tensors without values in the places of a model's own.
+
+``FakeTensor`` and ``FakeTensorMode`` are private; no public module of torch offers them (tried on torch 2.11 and 2.13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from autosplit.trace.borrowed.holders import Holders
+
+
+def blank(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a tensor on meta that is like another one, of another dtype where one is given."""
+    made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype or tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """Return a fake twin of a tensor, on the CPU."""
+    if tensor.device.type == "cpu":
+        own = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+        return mode.from_tensor(own, static_shapes=True)
+    twin = FakeTensor(mode, blank(tensor).detach().requires_grad_(tensor.requires_grad), torch.device("cpu"))
+    if isinstance(tensor, nn.Parameter):
+        twin._is_param = True  # what makes isinstance(twin, Parameter) true, as torch's own conversion does
+    return twin
+
+
+def has_meta(model: nn.Module) -> bool:
+    """Tell whether a model has a parameter or buffer on meta."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+@contextlib.contextmanager
+def without_values(model: nn.Module) -> Iterator[None]:
+    """Have all parameters and buffers of a model on meta, wherever its modules hold them; ties stay ties.
+
+    So a model of which one process has a part, and others the rest, is recorded in each of them as one that is on meta.
+    At the end, also of an exception, the model holds its own tensors again, and all its attributes are as before; a
+    graph that was recorded inside reads the model's own tensors from then on.
+    """
+    holders = Holders([model])
+    before = holders.read()
+    own = (*model.parameters(), *model.buffers())
+    try:
+        holders.swap({id(tensor): blank(tensor) for tensor in own if not tensor.is_meta})
+        yield
+    finally:
+        for holder, content in zip(holders.found, before, strict=True):
+            holder.write(content)

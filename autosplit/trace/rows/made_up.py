@@ -1,0 +1,170 @@
+"""Values for a model on the meta device, made up for one node of a graph at a time and dropped again.
+
+    node       on meta ─► its parameters and buffers get values ─► three runs and all questions ─► on meta again
+    sample     on meta ─► rows that differ
+    buffers that the forward changes ─► values that stay for the whole probe, as a run carries them on
+
+A tensor has the same values wherever and whenever it is used: they follow from its name. Weights keep the size of what
+they are given, biases and means are small, other vectors and buffers positive: a variance, a frequency, a scale. Masks
+have both entries in each row. What is valid hangs on the model: an index, a mask by 0 and 1, or a length. So there are
+several ways to make integers, masks and inputs up, and the next one is taken where one raises or gives NaN, which hides
+influence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autosplit.trace.borrowed.holders import Holders
+from autosplit.trace.graph import INFO
+from autosplit.trace.inputs.objects import empty_in_layout, layout_of
+from autosplit.trace.recording.build import RawGraph
+from autosplit.trace.recording.run import FlatInputs
+from autosplit.trace.rows.kinds import function_of
+
+_DRAWN = 65_537
+"""Random values that are drawn; larger tensors repeat them. A prime, so that rows do not repeat."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to make up what a model may not take.
+
+    Attributes:
+        integers: least and largest integer of an input.
+        number: every integer of a parameter or buffer, an index most often.
+        first: the first entry along the last dimension of a mask; the second one is the other.
+        positive: floating-point inputs lie between 0 and 1, else around 0.
+    """
+
+    integers: tuple[int, int]
+    number: int
+    first: bool
+    positive: bool
+
+
+WAYS = (
+    Way(integers=(0, 6), number=0, first=False, positive=False),
+    Way(integers=(0, 1), number=0, first=True, positive=True),
+    Way(integers=(1, 2), number=1, first=False, positive=True),
+)
+
+
+class MadeUp:
+    """The made-up values of one probe of a graph."""
+
+    def __init__(self, raw: RawGraph, way: Way) -> None:
+        self.raw, self.way = raw, way
+        self.hides = False
+        """Whether some node gave NaN or infinity, beside which no difference shows."""
+        self._names: dict[int, str] = {}
+        for name, tensor in (*raw.root.named_parameters(), *raw.root.named_buffers()):
+            self._names.setdefault(id(tensor), name)
+        self._now: dict[int, torch.Tensor] = {}
+
+    def interpreter(self) -> fx.Interpreter:
+        """Return an interpreter that reads made-up values where those of the model are on meta."""
+        return _Run(self)
+
+    @contextlib.contextmanager
+    def at(self, node: fx.Node) -> Iterator[None]:
+        """Give what a node takes from the model values inside."""
+        module = function_of(node, self.raw.root)
+        try:
+            if isinstance(module, nn.Module):
+                holders = Holders([module])
+                held = (tensor for _, tensor in holders.tensors.values())
+                with self._held(holders, (*module.parameters(), *module.buffers(), *held)):
+                    yield
+            else:
+                yield
+        finally:
+            self._now.clear()
+
+    def written(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the buffers that the graph changes have values."""
+        names = {name for node in self.raw.graph.nodes if INFO in node.meta for name in node.meta[INFO].writes}
+        buffers = [self.raw.root.get_buffer(name) for name in sorted(names)]
+        return self._held(Holders([self.raw.root]), buffers) if buffers else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _held(self, holders: Holders, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Put values in the places of tensors on meta, wherever they are held."""
+        pairs = [(tensor, self.value(tensor)) for tensor in tensors if tensor.is_meta]
+        holders.swap({id(blank): made for blank, made in pairs})
+        try:
+            yield
+        finally:
+            holders.swap({id(made): blank for blank, made in pairs})
+
+    def value(self, own: Any) -> Any:
+        """Return the values of a tensor on meta, equal ones each time; anything else is returned as it is."""
+        if not isinstance(own, torch.Tensor) or not own.is_meta:
+            return own
+        if id(own) not in self._now:
+            made = self._filled(own, self._names.get(id(own), ""), given=False)
+            parameter = isinstance(own, nn.Parameter)
+            self._now[id(own)] = nn.Parameter(made, own.requires_grad) if parameter else made
+        return self._now[id(own)]
+
+    def sample(self, inputs: FlatInputs, *, rows: int) -> FlatInputs:
+        """Return inputs with values, of no fewer rows than these where they are made up."""
+        leaves, first = list(inputs.leaves), dict[int, str]()
+        for index in inputs.tensors():
+            leaf, dim = leaves[index], inputs.batch_dims[index]
+            shape = [max(size, rows) if d == dim else size for d, size in enumerate(leaf.shape)]
+            if leaf.is_meta:
+                blank = empty_in_layout(layout_of(leaf), shape, dtype=leaf.dtype, device="meta")
+                leaves[index] = self._filled(blank, first.setdefault(id(leaf), inputs.names[index]), given=True)
+            else:
+                leaves[index] = leaf.detach().cpu()
+            leaves[index].requires_grad_(leaf.requires_grad)
+        return replace(inputs, leaves=tuple(leaves))
+
+    def note(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note whether values hide others."""
+        self.hides = self.hides or any(
+            bool((tensor.isnan() | (tensor == math.inf)).any()) for tensor in tensors if tensor.is_floating_point()
+        )
+
+    def _filled(self, like: torch.Tensor, name: str, *, given: bool) -> torch.Tensor:
+        """Return a tensor like one on meta; ``given``: it is an input."""
+        made = torch.empty_like(like, device="cpu", requires_grad=False)
+        memory = made.new_empty(0).set_(made.untyped_storage())
+        drawn = self._drawn(like, name, min(memory.numel(), _DRAWN), given).to(made.dtype)
+        for piece in memory.split(_DRAWN):
+            piece.copy_(drawn[: len(piece)])
+        if made.dtype == torch.bool and made.dim() and made.shape[-1] > 1:
+            made[..., 0], made[..., 1] = self.way.first, not self.way.first
+        return made
+
+    def _drawn(self, like: torch.Tensor, name: str, count: int, given: bool) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        if like.is_complex():
+            return torch.randn(count, generator=generator, dtype=torch.complex128)
+        if not like.is_floating_point():
+            low, high = (0, 1) if like.dtype == torch.bool else self.way.integers if given else (self.way.number,) * 2
+            return torch.randint(low, high + 1, (count,), generator=generator)
+        small = name.endswith(("bias", "mean"))
+        if self.way.positive if given else not small and (like.dim() < 2 or not isinstance(like, nn.Parameter)):
+            return torch.rand(count, generator=generator) + (0.0 if given else 0.5)
+        inputs = like.shape[1:]
+        fan = max(inputs) if len(inputs) == 2 else math.prod(inputs)  # several matrices, or a convolution's weight
+        return torch.randn(count, generator=generator) * (1.0 if given else 0.1 if small else max(fan, 1) ** -0.5)
+
+
+class _Run(fx.Interpreter):
+    def __init__(self, made_up: MadeUp) -> None:
+        super().__init__(made_up.raw.root, graph=made_up.raw.graph)
+        self.made_up = made_up
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.made_up.value(super().get_attr(target, args, kwargs))
