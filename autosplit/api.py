@@ -190,6 +190,7 @@ def plan(
     cut: str = "modules",
     find: str = "best",
     plan: Plan | str | Path | None = None,
+    processes: bool = False,
 ) -> Plan:
     """Plan the training of a model on devices that do not have to be there; nothing is allocated.
 
@@ -220,6 +221,8 @@ def plan(
         plan: a `Plan` or the path of a saved one, also one that was edited: its cut, schedule and chunks are checked on
             the model and costed for the devices, optimizer and precision that are given, or the plan's own where they
             are left out; nothing is searched.
+        processes: plan for one process per device, as ``autosplit(devices="torchrun")`` runs it: each issues its own
+            device's kernels, values are sent, messages on their way take memory, and NCCL keeps some of each device.
 
     Returns:
         The plan, also where it does not fit: `Plan.verdict` is then "no".
@@ -232,6 +235,7 @@ def plan(
     """
     _check_module(model)
     choose("find", find, FIND)
+    choose("processes", processes, (False, True))
     given = _given(model, sample)
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if pinned is not None:
@@ -239,6 +243,7 @@ def plan(
             raise InputError(f"find={find!r} searches, plan= is followed as it is; give one of them")
         devices = (pinned.machine if devices == MACHINE else None) or devices
         precision = pinned.precision if precision is None else precision
+        processes = processes or pinned.processes
     own = resolve_machine(devices)
     asked = chosen(
         devices=len(own),
@@ -253,7 +258,9 @@ def plan(
         cut=cut,
         pinned=pinned,
     )
-    options = Options(devices=stand_ins(own), **asked, batch_dims=batch_dims, measure=False, machine=own)
+    options = Options(
+        devices=stand_ins(own), **asked, batch_dims=batch_dims, measure=False, machine=own, processes=processes
+    )
     _check_room(options)
 
     with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():

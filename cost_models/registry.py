@@ -162,7 +162,7 @@ def _assembled(layout: _Layout) -> MachineSpec:
         devices=tuple(specs) * hosts,
         host_devices=(len(specs),) * hosts,
         host=known.host if known else _host(specs),
-        network=((known.network if known else None) or _network()) if hosts > 1 else None,
+        network=((known.network if known else None) or network()) if hosts > 1 else None,
         notes=f"{hosts} x {known.notes}" if known else "",
     )
 
@@ -181,7 +181,8 @@ def _text(specs: Iterable[DeviceSpec], *, hosts: int) -> str:
     return f"{hosts}x{text}" if hosts > 1 else text
 
 
-def _network() -> LinkSpec:
+def network() -> LinkSpec:
+    """Return what is taken for one device's way to another host where nothing is known of it."""
     guess = "a round number to plan with; nothing was measured"
     sources = {
         "bandwidth_bytes_per_s": Source(status="prior", text=f"one 400 Gb/s adapter for each device: {guess}"),

@@ -46,11 +46,10 @@ def make_model(spec: ModelSpec, *, blank: bool = False) -> nn.Module:
     return model if spec.train is None else model.train(spec.train)
 
 
-def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = True) -> Any:
-    """Return the inputs that the command line gives, else those that a config describes or the model brings.
+def input_specs(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = True) -> tuple[InputSpec, ...]:
+    """Return the inputs that the command line gives, else those that a config describes; none where neither does.
 
-    ``rows`` is the batch of a config's inputs where none is given; ``say``: which they are goes to stderr. InputError:
-    none are known.
+    ``rows`` is the batch of a config's inputs where none is given; ``say``: which they are goes to stderr.
     """
     specs = spec.inputs
     if spec.is_config and not spec.gives_tensors:
@@ -62,6 +61,12 @@ def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = Tru
         if say:
             text = " ".join(map(str, described))
             tell(f"inputs, from the config: {text} (--batch, --sequence{labels} or --input make others)")
+    return specs
+
+
+def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = True) -> Any:
+    """Return random values for `input_specs`, else what the model brings; InputError: no inputs are known."""
+    specs = input_specs(spec, model=model, rows=rows, say=say)
     sample = build_sample(specs, model=model, seed=spec.seed) if specs else _carried(model)
     if sample is None:
         raise InputError(

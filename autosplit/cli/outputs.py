@@ -66,7 +66,7 @@ class OutputOptions:
         try:
             with plain_warnings():
                 for option, path in self._files():
-                    _write(option, path, _text(plan, option, measured))
+                    write_file(option, path, _text(plan, option, measured))
         finally:
             typer.echo(render(plan, form, width=page_width(), measured=measured))
         return ANSWER_IS_NO if plan.fits is False else DONE
@@ -108,7 +108,8 @@ def check_path(option: str, path: Path) -> None:
     raise InputError(f"--{option} {str(path)!r}: {reason}")
 
 
-def _write(option: str, path: Path, text: str) -> None:
+def write_file(option: str, path: Path, text: str) -> None:
+    """Write the file of an option and say so; InputError where that fails."""
     try:
         write_text(path, text)
     except OSError as error:

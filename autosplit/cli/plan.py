@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autosplit.checks import MACHINE, resolve_machine
 from autosplit.cli import common
-from autosplit.cli.inputs import ROWS_PER_DEVICE, InputOptions, ModelSpec, wants_labels
-from autosplit.cli.outputs import OutputOptions
+from autosplit.cli.inputs import ROWS_PER_DEVICE, InputOptions, InputSpec, ModelSpec, wants_labels
+from autosplit.cli.outputs import OutputOptions, check_path, write_file
 from autosplit.errors import InputError, TraceError
 from autosplit.progress import phase
 
@@ -30,6 +33,8 @@ EXAMPLES = """Examples:
   autosplit plan my.gpt:GPT --devices H100-SXM5-80GB --smallest --input "input_ids=int64[256,1024]<50257"
   autosplit plan my.gpt:GPT --schedule 1f1b --export torch-csv:schedule.csv --export torchtitan:modules.json \\
                             --input "input_ids=int64[256,1024]<50257"
+  autosplit plan my.gpt:GPT --devices 2x8xH100-SXM5-80GB --processes --script train.py \\
+                            --input "input_ids=int64[64,1024]<50257"
   autosplit plan my.gpt:GPT --chunks 16 --largest-batch --input "input_ids=int64[16,1024]<50257" --markdown
   autosplit plan nets.py:Detector --input "batch.x=float32[64,3,32,32]" --input "pair[0]=bool[64]" --input "act='relu'"
 
@@ -55,6 +60,13 @@ Loss = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="file.py:function or package.module:function of the output, or it and a target."),
 ]
+Processes = Annotated[
+    bool, typer.Option("--processes", help="Plan for one process per device, as torchrun starts them.")
+]
+Script = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a program that trains by the plan (in --save, or beside FILE)."),
+]
 PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto.")]
 
 
@@ -73,17 +85,59 @@ def plan_command(
     smallest: Smallest = False,
     largest_batch: LargestBatch = False,
     train: common.Mode = None,
+    processes: Processes = False,
+    script: Script = None,
 ) -> int:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
     outputs.check()
     wanted = False if loss is not None else wants_labels(labels, options.schedule)
     spec = inputs.spec(model, labels=wanted, train=train)
     find = _find(smallest=smallest, largest_batch=largest_batch, pinned=options.pinned)
+    if script is not None:
+        outputs = _with_plan(outputs, script=script, spec=spec, schedule=options.schedule, find=find)
     machine = resolve_machine(_devices(devices, options.pinned))
     choices = options.choices(len(machine), chunks=common.number_or_word(chunks), precision=precision)
     with common.beside_stdout():
-        found = _planned(spec, machine=machine, loss=loss, find=find, **choices)
+        found, given = _planned(spec, machine=machine, loss=loss, find=find, processes=processes, **choices)
+        if script is not None:
+            own = resolve_machine(found.machine) if find == "smallest" else machine
+            _write_script(script, found, outputs=outputs, spec=spec, inputs=given, loss=loss, machine=own)
     return outputs.answer(found)
+
+
+def _with_plan(outputs: OutputOptions, *, script: Path, spec: ModelSpec, schedule: str, find: str) -> OutputOptions:
+    """Return the outputs with the file of the plan that a program reads; InputError where none can be written."""
+    check_path("script", script)
+    if not spec.inputs and not spec.is_config:
+        raise InputError("--script writes the inputs that --input gives, and none is given; give one for each input")
+    if schedule == "forward":
+        raise InputError("--script writes a training, and schedule forward has none; leave one of them out")
+    if find == "largest_batch":
+        raise InputError("--script trains on the inputs that are given; plan the largest batch first, then give it")
+    named = replace(outputs, save=outputs.save or script.with_suffix(".json"))
+    named.check()
+    return named
+
+
+def _write_script(
+    script: Path,
+    found: Plan,
+    *,
+    outputs: OutputOptions,
+    spec: ModelSpec,
+    inputs: Sequence[InputSpec],
+    loss: str | None,
+    machine: MachineSpec,
+) -> None:
+    from autosplit.cli.models import load_loss
+    from autosplit.cli.script import script_text
+
+    assert outputs.save is not None
+    named = None if loss is None else (loss, load_loss(loss))
+    text = script_text(
+        found, path=script, plan_path=outputs.save, spec=spec, inputs=inputs, loss=named, machine=machine
+    )
+    write_file("script", script, text)
 
 
 def _devices(text: str, pinned: Plan | None) -> str | list[str]:
@@ -103,8 +157,10 @@ def _find(*, smallest: bool, largest_batch: bool, pinned: Plan | None) -> str:
     return "smallest" if smallest else "largest_batch" if largest_batch else "best"
 
 
-def _planned(spec: ModelSpec, *, machine: MachineSpec, loss: str | None, **choices: Any) -> Plan:
-    """Return the plan of a model without values; where that cannot be followed, of a small one with them."""
+def _planned(
+    spec: ModelSpec, *, machine: MachineSpec, loss: str | None, **choices: Any
+) -> tuple[Plan, Sequence[InputSpec]]:
+    """Return the plan of a model without values, and its inputs; where that cannot be followed, of one with them."""
     with phase("importing"):
         from autosplit.cli.models import load_loss, make_model
 
@@ -119,9 +175,13 @@ def _planned(spec: ModelSpec, *, machine: MachineSpec, loss: str | None, **choic
     return _plan_of(make_model(spec), spec, machine=machine, again=True, **choices)
 
 
-def _plan_of(model: nn.Module, spec: ModelSpec, *, machine: MachineSpec, again: bool = False, **choices: Any) -> Plan:
+def _plan_of(
+    model: nn.Module, spec: ModelSpec, *, machine: MachineSpec, again: bool = False, **choices: Any
+) -> tuple[Plan, Sequence[InputSpec]]:
     from autosplit.api import plan
-    from autosplit.cli.models import make_sample
+    from autosplit.cli.models import input_specs, make_sample
 
-    sample = make_sample(spec, model=model, rows=ROWS_PER_DEVICE * len(machine), say=not again)
-    return plan(model, sample=sample, batch_dims=spec.batch_dims, devices=machine, **choices)
+    rows = ROWS_PER_DEVICE * len(machine)
+    given = input_specs(spec, model=model, rows=rows, say=not again)
+    sample = make_sample(replace(spec, inputs=given), model=model, rows=rows)
+    return plan(model, sample=sample, batch_dims=spec.batch_dims, devices=machine, **choices), given

@@ -21,9 +21,10 @@ The rule, for devices with CUDA's allocator whose own memory is the limit:
 - *fragments*: what the allocator reserves beyond what is asked for, as `memory.allocator` simulates it without
   expandable segments; states are made once and leave no gaps, so it is a share of all else.
 
-The CUDA context and what the driver keeps are no part of it: they are taken from the capacity. There is no NCCL in one
-process. A limit that was given is a limit of what tensors take, and is held against the peak alone. CPU lanes have no
-range: their peaks were within 0.4% of the allocator's for transformers, 4% for others (``benchmarks/memory_pipe.py``).
+The CUDA context and what the driver keeps are no part of it: they are taken from the capacity, and between processes so
+is what NCCL keeps (:mod:`cost_models.communicators`). A limit that was given is a limit of what tensors take, and is
+held against the peak alone. CPU lanes have no range: their peaks were within 0.4% of the allocator's for transformers,
+4% for others (``benchmarks/memory_pipe.py``).
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class Cut:
     @cached_property
     def copies(self) -> Mapping[int, int]:
         """Bytes of tied parameters that a stage holds a copy of."""
-        return held_copies(self.traced, self.profile, self.devices, self.stage_of)
+        places = [self.options.places[lane] for lane in self.schedule.stage_lane]
+        return held_copies(self.traced, self.profile, places, self.stage_of)
 
     @cached_property
     def flows(self) -> Mapping[str, bool]:

@@ -88,7 +88,10 @@ class StepTimeline:
 
 
 def simulated(plan: Plan, *, issue_s: Mapping[Kind, Sequence[float]] | None = None) -> Timeline:
-    """Return the simulated step of a plan; ``issue_s`` is how long a host issues the actions, where it is to count."""
+    """Return the simulated step of a plan; ``issue_s`` is how long a host issues the actions, where it is to count.
+
+    Of processes each issues its own device's.
+    """
     return simulate(
         plan.schedule_for(len(plan.microbatch_rows)),
         forward_s=[stage.forward_s for stage in plan.stages],
@@ -97,6 +100,7 @@ def simulated(plan: Plan, *, issue_s: Mapping[Kind, Sequence[float]] | None = No
         weight_gradient_s=[stage.weight_s for stage in plan.stages],
         transfers=[TransferTime(**dict(transfer)) for transfer in plan.transfers],
         issue_s=issue_s,
+        own_hosts=plan.processes,
     )
 
 
@@ -132,8 +136,9 @@ def host_step(plan: Plan) -> Timeline | None:
     """
     if not any(stage.forward_issue_s or stage.backward_issue_s for stage in plan.stages):
         return None
-    there = [stage.forward_issue_s / plan.issue_threads for stage in plan.stages]
-    back = [stage.backward_issue_s / plan.issue_threads for stage in plan.stages]
+    sharing = 1 if plan.processes else plan.issue_threads
+    there = [stage.forward_issue_s / sharing for stage in plan.stages]
+    back = [stage.backward_issue_s / sharing for stage in plan.stages]
     split = [stage.weight_s / stage.backward_s if stage.backward_s else 0.0 for stage in plan.stages]
     issue: dict[Kind, list[float]] = {
         "F": there,

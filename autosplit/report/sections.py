@@ -101,7 +101,7 @@ def header(plan: Plan) -> Section:
     times = "measured node times" if plan.measured else "modelled node times (nothing was measured)"
     facts = (
         ("model", model_words(plan)),
-        ("devices", f"{len(plan.devices)}: {repeats(plan.devices)}{each}"),
+        ("devices", f"{len(plan.devices)}: {repeats(plan.devices)}{each}{', a process for each' * plan.processes}"),
         ("chunks", _microbatches(plan)),
         ("schedule", f"{plan.schedule}{own}, optimizer {plan.optimizer}"),
         ("basis", f"{times}, torch {plan.fingerprint.torch}"),
@@ -155,7 +155,7 @@ def stage_tables(plan: Plan, *, width: int | None) -> Iterator[Section]:
         if shares(plan)
         else "Memory per stage over a step",
         columns=(index, *_memory_columns(plan)),
-        below=tuple(_buffers(plan)),
+        below=(*_buffers(plan), *_communicators(plan)),
     )
 
 
@@ -180,6 +180,16 @@ def _buffers(plan: Plan) -> list[str]:
     sizes = [(stage.index, stage.memory.buffer_bytes) for stage in plan.stages if stage.memory.buffer_bytes]
     listed = ", ".join(f"{format_bytes(size)} on stage {index}" for index, size in sizes)
     return [f"and buffers: {listed}"] if sizes else []
+
+
+def _communicators(plan: Plan) -> Iterator[str]:
+    """Yield what NCCL keeps of the devices of processes."""
+    lanes: dict[int, list[int]] = {}
+    for lane, size in sorted({stage.lane: stage.memory.communicator_bytes for stage in plan.stages}.items()):
+        lanes.setdefault(size, []).append(lane)
+    listed = ", ".join(f"{format_bytes(size)} on {some_numbers(own)}" for size, own in lanes.items() if size)
+    if listed:
+        yield f"NCCL's buffers are taken from the capacity, by device: {listed}"
 
 
 def _time_columns(plan: Plan) -> list[Column]:

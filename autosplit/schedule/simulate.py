@@ -37,7 +37,8 @@ class Timeline:
         seconds: by kind of action and stage, how long they take.
         starts_s, ends_s: when each action starts and ends, in issue order.
         busy_s: how long each device works.
-        host_s: how long the thread that issues every lane's actions issues; it waits for nothing.
+        host_s: how long the thread that issues every lane's actions issues; it waits for nothing. Of several threads
+            the longest.
     """
 
     schedule: Schedule
@@ -73,6 +74,7 @@ def simulate(
     transfers: Sequence[TransferTime] = (),
     issue_s: Mapping[Kind, Sequence[float]] | None = None,
     host_stages: Collection[int] = (),
+    own_hosts: bool = False,
 ) -> Timeline:
     """Return the timeline from one microbatch's times of each stage, virtual ones too.
 
@@ -83,22 +85,24 @@ def simulate(
 
     ``issue_s[kind][stage]`` is how long one host thread takes to issue an action, for all lanes, in the order of
     ``schedule.issue_order``; it does not wait for lanes, and no action starts before it is issued. The actions of
-    ``host_stages`` it runs itself, when what they need is there.
+    ``host_stages`` it runs itself, when what they need is there. ``own_hosts``: each lane has such a thread, which
+    issues the lane's actions alone.
     """
     rows, coming = schedule.rows, _coming(schedule, transfers)
     seconds = _by_kind(schedule, (forward_s, backward_s, input_gradient_s, weight_gradient_s))
     takes = [seconds.get(kind, ()) for kind in KINDS]
     issue = [() if issue_s is None else issue_s.get(kind, ()) for kind in KINDS]
-    host_s, issued_s, starts = 0.0, 0.0, list[float]()
+    starts, hosts, issued = list[float](), [0.0] * len(schedule.lanes), [0.0] * len(schedule.lanes)
     free, busy = [0.0] * len(schedule.lanes), [0.0] * len(schedule.lanes)
     ends = [0.0] * (len(rows.ticks) + 1)
     actions = zip(rows.stages, rows.kinds, rows.microbatches, rows.own, rows.near, strict=True)
     for row, (stage, kind, microbatch, own, near) in enumerate(actions):
-        if issue_s is not None:
-            host_s += 0.0 if stage in host_stages else issue[kind][stage]
-            issued_s = host_s
         lane, takes_s = schedule.lane_of(stage, microbatch), takes[kind][stage]
-        start_s = max(free[lane], ends[own], ends[near], host_s)
+        host = lane if own_hosts else 0
+        if issue_s is not None:
+            hosts[host] += 0.0 if stage in host_stages else issue[kind][stage]
+            issued[host] = hosts[host]
+        start_s = max(free[lane], ends[own], ends[near], hosts[host])
         for source, delay_s in coming[kind][stage]:
             if (arrived_s := ends[source[microbatch]] + delay_s) > start_s:
                 start_s = arrived_s
@@ -106,8 +110,8 @@ def simulate(
         free[lane] = ends[row] = start_s + takes_s
         busy[lane] += takes_s
         if stage in host_stages:
-            host_s = ends[row]
-    return Timeline(schedule, seconds, starts, ends[:-1], busy, issued_s)
+            hosts[host] = ends[row]
+    return Timeline(schedule, seconds, starts, ends[:-1], busy, max(issued))
 
 
 def _by_kind(schedule: Schedule, times: Sequence[Sequence[float] | None]) -> dict[Kind, Sequence[float]]:

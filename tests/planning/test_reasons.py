@@ -143,6 +143,20 @@ def test_more_threads_issue_less_each() -> None:
     assert "2 host threads each issue kernels for 24.0 ms" in reasons(issuing_plan(0.002, issue_threads=2))[0]
 
 
+def test_a_process_issues_its_own_devices_kernels_and_is_named_where_that_binds() -> None:
+    assert reasons(issuing_plan(0.0006, processes=True, issue_threads=2)) == ()
+    assert reasons(issuing_plan(0.0006))[0].startswith("host-bound")
+    plan = issuing_plan(0.002, processes=True, issue_threads=2)
+    found = host_step(plan)
+    assert found is not None
+    assert found.host_s == pytest.approx(4 * 3 * 0.002)
+    [text] = reasons(plan)
+    assert text.startswith(
+        "launch-bound: each process issues its device's own kernels for 24.0 ms per step, the devices"
+    )
+    assert f"expect {format_seconds(found.step_s)}; fewer" in text
+
+
 def test_what_a_step_has_beside_its_timeline_counts_with_the_host_too() -> None:
     plan = issuing_plan(0.002)
     found = host_step(plan)

@@ -203,3 +203,16 @@ def test_actions_start_when_the_lane_and_all_that_they_need_is_there(name: str, 
         assert span.end_s == ends[span.action]
     assert len(ends) == sum(map(len, schedule.lanes))
     assert found.step_s == max(free)
+
+
+def test_each_lane_waits_for_its_own_host() -> None:
+    schedule = gpipe(stages=2, microbatches=2)
+    times: dict[str, Any] = {"forward_s": [1.0, 1.0], "backward_s": [2.0, 2.0]}
+    issue = {"F": [3.0, 1.0], "B": [1.0, 1.0]}
+    own = simulate(schedule, **times, issue_s=issue, own_hosts=True)
+    starts = {str(span.action): span.start_s for span in own.spans}
+    assert starts == {"0F0": 3, "0F1": 6, "1F0": 4, "1F1": 7, "1B0": 8, "1B1": 10, "0B0": 10, "0B1": 12}
+    assert (own.step_s, own.host_s) == (14, 8)
+    shared = simulate(schedule, **times, issue_s=issue)
+    assert (shared.step_s, shared.host_s) == (15, 12)
+    assert simulate(schedule, **times, own_hosts=True).step_s == simulate(schedule, **times).step_s

@@ -121,15 +121,18 @@ def _links(plan: Plan) -> Iterator[str]:
 
 
 def _host(plan: Plan) -> Iterator[str]:
-    """Yield that the host binds, with its time and the devices'."""
+    """Yield that the host binds, with its time and the devices'; or a process that issues for its own device alone."""
     if (waiting := host_step(plan)) is None:
         return
     step_s = plan.step_s + waiting.step_s - simulated(plan).step_s
     if step_s <= _WORTH * plan.step_s:
         return
-    threads = "one host thread issues" if plan.issue_threads == 1 else f"{plan.issue_threads} host threads each issue"
+    who = "one host thread issues" if plan.issue_threads == 1 else f"{plan.issue_threads} host threads each issue"
+    binds = f"host-bound: {who}"
+    if plan.processes:
+        binds = "launch-bound: each process issues its device's own"
     yield (
-        f"host-bound: {threads} kernels for {format_seconds(waiting.host_s)} per step, the devices need "
+        f"{binds} kernels for {format_seconds(waiting.host_s)} per step, the devices need "
         f"{format_seconds(plan.step_s)}: expect {format_seconds(step_s)}; fewer chunks mean fewer kernels, and "
         "compile=True fuses them"
     )

@@ -52,6 +52,8 @@ class StageMemory(Record):
     capacity_bytes: Size | None = None
     reserve_bytes: Size = 0
     """What of the capacity is kept free: a peak that reaches into it is borderline."""
+    communicator_bytes: Size = 0
+    """What NCCL keeps of the device for the process, outside torch's allocator; the capacity is without it."""
     low_bytes: Size | None = None
     """The least that the peak may come out as, where the prediction has a range; likewise ``high_bytes``, the most."""
     high_bytes: Size | None = None
@@ -268,6 +270,8 @@ class PlanRecord(Record):
     """The precision that costs were predicted for; None: the model's own."""
     issue_threads: Count = Field(default=1, ge=1)
     """How many host threads issue the devices' kernels, each an equal part of them."""
+    processes: bool = False
+    """Whether each device has a process of its own, as under torchrun, whose thread issues its kernels."""
     machine: str | None = None
     """The machine on paper that was planned for; None: devices that are there."""
     transfers: tuple[Transfer, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -22,9 +23,18 @@ from autosplit.planning.plan.diff import entries_that_differ
 from autosplit.planning.plan.figures import model_flops, overhead_s, parameter_dtype, peak_flops_per_s, tokens_per_row
 from autosplit.planning.plan.notes import notes_of
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Fingerprint, LaneCurve, PlanRecord, StageMemory, StagePlan, Transfer
+from autosplit.planning.plan.record import (
+    Boundary,
+    Fingerprint,
+    LaneCurve,
+    PlanRecord,
+    StageMemory,
+    StagePlan,
+    Transfer,
+)
 from autosplit.planning.profiled.apply import assign, boundaries_of, sent_s
 from autosplit.planning.profiled.formulate import state_bytes
+from autosplit.planning.profiled.messages import sending_pairs, waiting_bytes
 from autosplit.planning.profiled.problem import ProfiledProblem
 from autosplit.planning.profiled.specs import issue_threads, kernel_issue_s
 from autosplit.profile.autocasting import autocast_of
@@ -72,19 +82,39 @@ class Writer:
     def ranges(self) -> Mapping[int, PeakRange]:
         """The range of each device's peak, by lane, where it has one."""
         with autocast_of(self.options.precision, kernels=self.options.kernels):
-            return peak_ranges(self._cut, self.fullest, memo=self.case.shared.memo)
+            found = peak_ranges(self._cut, self.fullest, memo=self.case.shared.memo)
+        more = self._waiting
+        return {lane: PeakRange(own.low_bytes + more[lane], own.high_bytes + more[lane]) for lane, own in found.items()}
 
     @cached_property
     def peaks(self) -> list[int]:
-        """The peak of every device: replayed, or where that was not possible by the solver's formula."""
-        if self.fullest:
-            return [device.peak_bytes for device in self.fullest]
-        return list(self.partition.costs.device_bytes)
+        """The peak of every device: replayed, or where that was not possible by the solver's formula.
+
+        Processes have messages on their way beside that.
+        """
+        replayed = [device.peak_bytes for device in self.fullest]
+        own = replayed or list(self.partition.costs.device_bytes)
+        return [peak + self._waiting[lane] for lane, peak in enumerate(own)]
+
+    @cached_property
+    def _boundaries(self) -> tuple[Boundary, ...]:
+        return tuple(boundaries_of(self.case.index, self.costs, self.stage_of))
+
+    @cached_property
+    def _waiting(self) -> Counter[int]:
+        """The bytes of messages that wait on each lane, between processes."""
+        sent = self._boundaries if self.options.processes else ()
+        return waiting_bytes(sent, self.schedule, self._cut.flows)
+
+    @cached_property
+    def _kept_bytes(self) -> tuple[int, ...]:
+        """What NCCL keeps of each device."""
+        return self.options.communicator_bytes(sending_pairs(self._boundaries, self.schedule))
 
     def plan(self) -> Plan:
         """Return the plan with its prediction."""
         stages = tuple(self._stage(index) for index in range(self.partition.stages))
-        boundaries = tuple(boundaries_of(self.case.index, self.costs, self.stage_of))
+        boundaries = self._boundaries
         costs, fits = self.partition.costs, fit_of(stages)
         extra_s = overhead_s(self.options, stages, self.schedule, costs.timeline)
         beside_s = shared_s(self.traced, self.costs) + sent_s(boundaries, self.costs, self.options) + extra_s
@@ -103,6 +133,7 @@ class Writer:
             machine=None if self.options.machine is None else self.options.machine.name,
             precision=self.options.precision,
             issue_threads=issue_threads(self.options),
+            processes=self.options.processes,
             step_s=costs.step_s + beside_s,
             overhead_s=extra_s,
             bubble=costs.timeline.bubble,
@@ -118,7 +149,7 @@ class Writer:
             sequence=tokens_per_row(self.case.found.inputs),
             model_flops=model_flops(self.traced, self.costs, self.sizes, backward=self.schedule.has_backward),
             peak_flops_per_s=peak_flops_per_s(self.options, dtype),
-            curves=lane_curves(self.fullest, self.schedule),
+            curves=lane_curves(self.fullest, self.schedule, waiting=self._waiting),
             notes=tuple(notes_of(self.case, self.partition, unreplayed=self._replayed[1])),
             whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),
             proofs=() if self.proof is None else (self.proof,),
@@ -170,8 +201,9 @@ class Writer:
             **own,
             transient_bytes=peak - held if index == running else 0,
             peak_bytes=peak,
-            capacity_bytes=self.options.capacity_bytes(lane),
+            capacity_bytes=self.options.capacity_bytes(lane, kept_bytes=self._kept_bytes[lane]),
             reserve_bytes=self.options.reserved_bytes(lane),
+            communicator_bytes=self._kept_bytes[lane],
             low_bytes=None if lane not in self.ranges else self.ranges[lane].low_bytes,
             high_bytes=None if lane not in self.ranges else self.ranges[lane].high_bytes,
         )
@@ -240,17 +272,23 @@ def covered_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
     return [path or type(model).__name__ for path in paths]
 
 
-def lane_curves(fullest: Sequence[DeviceReplay], schedule: Schedule) -> tuple[LaneCurve, ...]:
+def lane_curves(
+    fullest: Sequence[DeviceReplay], schedule: Schedule, *, waiting: Mapping[int, int]
+) -> tuple[LaneCurve, ...]:
     """Return what each device holds at the fullest moment of each of its actions, and in the optimizer's step.
 
-    Empty where nothing was replayed, or the step has more than :data:`MOST_ACTIONS` actions.
+    ``waiting`` are the bytes of messages that wait on it. Empty where nothing was replayed, or the step has more than
+    :data:`MOST_ACTIONS` actions.
     """
     if sum(map(len, schedule.lanes)) > MOST_ACTIONS:
         return ()
-    return tuple(_curve(device, actions=len(lane)) for device, lane in zip(fullest, schedule.lanes, strict=False))
+    return tuple(
+        _curve(device, actions=len(actions), waiting=waiting.get(lane, 0))
+        for lane, (device, actions) in enumerate(zip(fullest, schedule.lanes, strict=False))
+    )
 
 
-def _curve(device: DeviceReplay, *, actions: int) -> LaneCurve:
+def _curve(device: DeviceReplay, *, actions: int, waiting: int) -> LaneCurve:
     moments = [moment.bytes for moment in device.moments]
     if len(moments) == actions:  # the optimizer's step allocates nothing: what is left stays
         moments.append(device.left)
@@ -263,7 +301,7 @@ def _curve(device: DeviceReplay, *, actions: int) -> LaneCurve:
         gradient_bytes=of("gradients"),
         optimizer_bytes=of("optimizer"),
         activation_bytes=of("activations", "whole_batch", "casts"),
-        transient_bytes=of("transient"),
+        transient_bytes=tuple(count + waiting for count in of("transient")),
     )
 
 

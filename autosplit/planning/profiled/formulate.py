@@ -7,10 +7,9 @@ own: its home is the first stage that uses it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
 from autosplit.errors import TraceError
@@ -135,17 +134,17 @@ def scheduled(problem: Problem, settled: ResolvedSchedule) -> Problem:
 
 
 def held_copies(
-    traced: TracedGraph, profile: Profile, devices: Sequence[torch.device], stage_of: Mapping[str, int]
+    traced: TracedGraph, profile: Profile, places: Sequence[Hashable], stage_of: Mapping[str, int]
 ) -> dict[int, int]:
-    """Return the bytes of tied parameters that each stage holds a copy of: stages of one device share one.
+    """Return the bytes of tied parameters that each stage holds a copy of: stages of one place share one.
 
-    ``devices`` has one entry per stage.
+    ``places`` has one entry per stage (`Options.places`).
     """
     held: dict[int, int] = {}
     for state in tied_states(traced, profile):
         home, *others = sorted({stage_of[name] for name in state.uses})
         for stage in others:
-            if devices[stage] != devices[home]:
+            if places[stage] != places[home]:
                 held[stage] = held.get(stage, 0) + state.bytes
     return held
 
@@ -268,7 +267,7 @@ class _Formulator:
 
     def _ties(self) -> tuple[Tie, ...]:
         """A stage away from home holds a copy, unless it is on the home's device, and its gradient until they meet."""
-        alone = len(set(self.options.devices)) == 1
+        alone = len(set(self.options.places)) == 1
         return tuple(
             Tie(
                 users,

@@ -9,7 +9,7 @@ from typing import get_args
 
 import torch
 
-from autosplit.options import Options
+from autosplit.options import UNKNOWN_GPU, Options
 from autosplit.profile.calibrate import default_path
 from cost_models import registry
 from cost_models.calibration import Calibrated
@@ -17,8 +17,6 @@ from cost_models.specs import DeviceSpec, LinkSpec
 from cost_models.work import DType
 
 _TYPICAL_BYTES = 2**25
-_UNKNOWN = "A100-PCIe-80GB"
-"""What a GPU that no data sheet names is taken for: its link is PCIe 4.0."""
 
 
 def device_specs(options: Options) -> tuple[DeviceSpec, ...]:
@@ -44,7 +42,7 @@ def notes_on_unknown(options: Options) -> Iterator[str]:
     for name, own in places.items():
         yield (
             f"{name} ({', '.join(own)}) is an unknown GPU: where nothing is measured its times, and in any case its "
-            f"links, are taken to be those of {_UNKNOWN}; a device file with its own figures, given to plan() or to "
+            f"links, are taken to be those of {UNKNOWN_GPU}; a device file with its own figures, given to plan() or to "
             "autosplit plan --devices, tells better"
         )
 
@@ -56,7 +54,7 @@ def spec_of(driver_name: str) -> DeviceSpec:
     What the model computes there can be computed: arithmetic without a rate is taken to be converted, at the fp32 rate.
     """
     known = registry.identify(driver_name) if driver_name else _cpu_lane()
-    known = known or registry.device(_UNKNOWN)
+    known = known or registry.device(UNKNOWN_GPU)
     rates = {dtype: known.peak("fp32") for dtype in get_args(DType) if dtype not in known.dtypes}
     return known.model_copy(update={"emulated_flops_per_s": {**known.emulated_flops_per_s, **rates}})
 
@@ -77,7 +75,9 @@ def kernel_issue_s(options: Options, lane: int) -> float:
 
 
 def issue_threads(options: Options) -> int:
-    """Return how many host threads issue kernels: one on this machine, on paper those of every host."""
+    """Return how many host threads issue kernels: one per process; of one process, on paper those of every host."""
+    if options.processes:
+        return len(options.devices)
     if options.machine is None:
         return 1
     return len(options.machine.host_devices) * options.machine.host.issue_threads
@@ -86,11 +86,11 @@ def issue_threads(options: Options) -> int:
 def link_seconds(options: Options, count: int) -> float:
     """Return how long ``count`` bytes take between two neighbours, the slowest pair of them.
 
-    Lanes of one device pass them by reference.
+    Lanes of one device in one process pass them by reference.
     """
-    if len(set(options.devices)) == 1:
+    if len(set(options.places)) == 1:
         return 0.0
-    if options.machine is not None:
+    if options.links:
         return max(link.transfer_s(count) for link in options.links)
     neighbours = {pair for pair in pairwise(options.devices) if pair[0] != pair[1]}
     pairs = {(driver_name(first), driver_name(second)) for first, second in neighbours}
@@ -98,12 +98,13 @@ def link_seconds(options: Options, count: int) -> float:
 
 
 def link_factors(options: Options) -> tuple[float, ...] | None:
-    """Return how many times as long as by `link_seconds` a transfer takes between each two neighbours on paper.
+    """Return how many times as long as by `link_seconds` a transfer takes between each two neighbours.
 
-    None where it is the same for all of them. Latencies are taken as they are for values of 32 MiB.
+    None where it is the same for all of them, or one process here has them. Latencies are taken as they are for values
+    of 32 MiB.
     """
     times_s = [link.transfer_s(_TYPICAL_BYTES) for link in options.links]
-    if len(set(times_s)) < 2 or len(set(options.devices)) == 1:
+    if len(set(times_s)) < 2 or len(set(options.places)) == 1:
         return None
     return tuple(time_s / max(times_s) for time_s in times_s)
 
