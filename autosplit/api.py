@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from autosplit.checks import BATCH_NORM, FIND, MACHINE, OUTPUTS, RESERVE, TORCHRUN, choose, resolve_machine
+from autosplit.checks import BATCH_NORM, FEED, FIND, MACHINE, OUTPUTS, RESERVE, TORCHRUN, choose, resolve_machine
 from autosplit.errors import InputError
 from autosplit.options import (
     Options,
@@ -100,7 +100,8 @@ def autosplit(
             loss, only where the step gets at least 2% shorter or nothing else fits; "operations": anywhere.
         precision: reserved; anything but None is refused.
         mesh: reserved; anything but None is refused.
-        feed: which processes are called with the batch under "torchrun": "all", the same batch.
+        feed: which processes are called with the batch under "torchrun": "all": each with the same; "first_last": that
+            of the first stage with the inputs, and that of the last with ``target`` and ``loss_fn``.
         outputs: which processes get the model's output under "torchrun": "last", that of the last stage, others None;
             or "all".
 
@@ -119,6 +120,7 @@ def autosplit(
     choose("precision", precision, (None,))
     choose("mesh", mesh, (None,))
     choose("outputs", outputs, OUTPUTS)
+    choose("feed", feed, FEED)
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     world = _world() if isinstance(devices, str) and devices == TORCHRUN else None
     resolved = resolve_devices(devices) if world is None else (world.device,) * world.size
@@ -143,7 +145,7 @@ def autosplit(
         rng=resolve_rng(rng, resolved),
         batch_norm=choose("batch_norm", batch_norm, BATCH_NORM),
     )
-    return _piped(model, options, pinned, world, sample, outputs)
+    return _piped(model, options, pinned, world, sample, feed, outputs)
 
 
 def _world() -> World:
@@ -154,7 +156,7 @@ def _world() -> World:
 
 
 def _piped(
-    model: nn.Module, options: Options, pinned: Plan | None, world: World | None, sample: Any, outputs: str
+    model: nn.Module, options: Options, pinned: Plan | None, world: World | None, sample: Any, feed: str, outputs: str
 ) -> PipelinedModule:
     """Return the pipe, or the part of this process; that is planned, so that its parameters are known."""
     if world is None:
@@ -166,7 +168,7 @@ def _piped(
     else:
         from autosplit.ranks import RankPipe
 
-        pipe = RankPipe(model, options, pinned, world, outputs=outputs)
+        pipe = RankPipe(model, options, pinned, world, feed=feed, outputs=outputs)
     if sample is not None:
         pipe.prepare(Sample.of(sample))
     return pipe

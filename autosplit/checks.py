@@ -26,6 +26,7 @@ OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 """State tensors of the parameter's own shape and dtype that torch's optimizers keep."""
 SCHEDULES = ("auto", *_CATALOG)
 LANES = ("auto", "inline", "threads")
+FEED = ("all", "first_last")
 OUTPUTS = ("last", "all")
 TORCHRUN = "torchrun"
 BATCH_NORM = ("micro", "full")

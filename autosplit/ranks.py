@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.distributed.facts import call_text, contents, pipe_facts, state_of_several
+from autosplit.distributed.feed import bring, like_first, takers_of
 from autosplit.distributed.messages import Sending
 from autosplit.distributed.step import RankStep, WholeCall
-from autosplit.distributed.world import World, attempt
+from autosplit.distributed.world import World, attempt, known_to_all
 from autosplit.errors import InputError, TraceError
 from autosplit.lower.split import Lowered, move_own, owners
 from autosplit.options import Options, Sample
@@ -31,8 +33,8 @@ from autosplit.runtime.step import engine, train_cells
 from autosplit.runtime.tape import Tape
 from autosplit.trace.borrowed.state import borrowed, random_state
 from autosplit.trace.graph import INFO
-from autosplit.trace.inputs.objects import leaves_of, take_apart, tensors_in
-from autosplit.trace.inputs.signature import GradAutocastState, Key
+from autosplit.trace.inputs.objects import take_apart, tensors_in
+from autosplit.trace.inputs.signature import Key
 from autosplit.trace.ladder import Trace
 
 _RECORD, _RUN = "records a new kind of call", "runs a kind of call that it knows"
@@ -56,8 +58,13 @@ class RankRecordings(Recordings):
         assert self.plan is not None
         return tuple(stage.lane for stage in self.plan.stages)
 
+    def reads_no_values(self, args: Any, kwargs: Any) -> bool:
+        """Tell whether a kind of call is known, and its recording does not hang on the batch's values."""
+        known = self.kept.get(self.python.key_of(*take_apart((args, kwargs))), ())
+        return bool(known) and all(one.trace.guard is None and not one.changes_python for one in known)
+
     def _planned(self, key: Key, sample: Sample) -> Trace:
-        self.world.agree(_RECORD, {"the call": _call_text(self.model, sample.args, sample.kwargs)})
+        self.world.agree(_RECORD, {"the call": call_text(self.model, sample.args, sample.kwargs)})
         found = None
         if self.world.rank == 0:
             found, error = attempt(lambda: super(RankRecordings, self)._planned(key, sample))
@@ -88,6 +95,11 @@ class RankRecordings(Recordings):
             raise TraceError(
                 f"{moved!r} belongs to rank {self.owner[moved]}, and in this kind of call rank {own[moved]} uses it "
                 "first; plan on a sample of a call that uses all parameters"
+            )
+        if (shared := state_of_several(lowered, ranks)) is not None:
+            raise TraceError(
+                f"{shared!r} is changed on one rank and used on another, which would not see it; give modules that "
+                "share state one stage by plan=, or run them in one process"
             )
         stages = [stage for stage, rank in enumerate(ranks) if rank == self.world.rank]
         move_own(self.model, lowered, stages, self.world.device)
@@ -120,12 +132,14 @@ class RankPipe(PipelinedModule):
         plan: Plan | None,
         world: World,
         *,
+        feed: str = "all",
         outputs: str = "last",
         own_plan: bool = False,
     ) -> None:
+        world.agree("makes a pipe", pipe_facts(model, options, plan, feed=feed, outputs=outputs))
         super().__init__(model, options, plan, own_plan)
         self._core.recordings = RankRecordings(model, options, plan, world, own=own_plan)
-        self.__dict__.update(_world=world, _outputs=outputs, _sending=Sending(), _losses={})
+        self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _sending=Sending(), _losses={})
 
     @property
     def _recordings(self) -> RankRecordings:
@@ -195,22 +209,38 @@ class RankPipe(PipelinedModule):
     ) -> PreparedRankStep:
         """Prepare a call that all ranks make; raise on every rank where one cannot, or where they differ."""
 
+        recordings, alone = self._recordings, self._feed != "all"
+        first = recordings.ranks[0]
+        if alone:
+            args, kwargs = like_first(self._world, first, args, kwargs)
+        tensors = tensors_in((args, kwargs))
+        everywhere = {place: set(range(self._world.size)) for place in range(len(tensors))}
+        unseen = alone and not recordings.reads_no_values(args, kwargs)
+        if unseen:
+            bring(self._world, first, tensors, everywhere)
+
         def prepared() -> PreparedRankStep:
             checks()
             return self._on_rank(self._prepare(args, kwargs))
 
         step, error = attempt(prepared)
-        self._world.agree(_RUN, {} if step is None else {**self._facts(step, args, kwargs), **facts}, error)
+        if error is not None and known_to_all(error):
+            raise error
+        own = {} if step is None else self._facts(step, args, kwargs)
+        self._world.agree(_RUN, own if alone else {**own, **facts}, error)
         assert step is not None
+        if alone and not unseen:
+            bring(self._world, first, step.tensors, takers_of(step, step.ranks))
         return step
 
     def _facts(self, step: PreparedRankStep, args: Any, kwargs: Any) -> dict[str, Any]:
         """Return in what calls of all ranks have to agree."""
         facts: dict[str, Any] = {
-            "the call": _call_text(self._core.model, args, kwargs),
+            "the call": call_text(self._core.model, args, kwargs),
             "microbatches": str(step.sizes),
         }
-        facts["the batch's values"] = _contents((args, kwargs))
+        if self._feed == "all":
+            facts["the batch's values"] = contents((args, kwargs))
         if step.lowered.random:
             facts["torch's random state"] = zlib.crc32(torch.get_rng_state().numpy().data)
         return facts
@@ -228,7 +258,8 @@ class RankPipe(PipelinedModule):
             )
         given = {own.name: getattr(step, own.name) for own in fields(PreparedStep)}
         ranks = self._recordings.ranks
-        made = PreparedRankStep(**given, world=self._world, ranks=ranks, sending=self._sending)
+        step_s = 0.0 if self.plan is None else self.plan.step_s
+        made = PreparedRankStep(**given, world=self._world, ranks=ranks, sending=self._sending, step_s=step_s)
         if (tape := step.state.tape) is not None:
             layout, own = step.lowered.layout, made.stages
             here = {n.meta[INFO].name for s in own for p in (layout.stages, layout.prologues) for n in p[s].nodes}
@@ -239,7 +270,7 @@ class RankPipe(PipelinedModule):
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
         step = self._agreed(args, kwargs, {})
         every = self._outputs == "all"
-        with torch.set_grad_enabled(torch.is_grad_enabled() and every):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and every), step.running():
             call = WholeCall(step)
             flat = call.forward(attached=True)
             if every:
@@ -252,17 +283,19 @@ class RankPipe(PipelinedModule):
     ) -> torch.Tensor:
         def checks() -> None:
             self._core.recordings.check_backward()
-            engine.check_loss(target, loss_fn, reduction)
+            if self._feed == "all" or self._world.rank == self._recordings.ranks[-1]:
+                engine.check_loss(target, loss_fn, reduction)
 
-        step = self._agreed(args, kwargs, {"the target": _contents(target)}, checks)
+        step = self._agreed(args, kwargs, {"the target": contents(target)}, checks)
         step.log = log
         given = {"target": target, "loss_fn": loss_fn}
-        found, in_cells = self._loss(step, reduction, **given)
-        if in_cells:
-            loss = train_cells.run(step, found[0], found[1], None)
-            step.finish()
-        else:
-            loss = self._whole(step, **given)
+        with step.running():
+            found, in_cells = self._loss(step, reduction, **given)
+            if in_cells:
+                loss = train_cells.run(step, found[0], found[1], None)
+                step.finish()
+            else:
+                loss = self._whole(step, **given)
         self._core.recordings.leave(step, ())
         return loss
 
@@ -314,25 +347,3 @@ class RankPipe(PipelinedModule):
                 value.backward()
             call.backward()
         return found
-
-
-def _call_text(model: nn.Module, args: Any, kwargs: Any) -> str:
-    """Return what a call is, as text that is the same in every process."""
-    leaves, spec = take_apart((args, kwargs))
-    lines = [f"inputs {spec}"]
-    for leaf in leaves:
-        tensor = isinstance(leaf, torch.Tensor)
-        lines.append(f"{leaf.dtype}{list(leaf.shape)} {leaf.requires_grad}" if tensor else repr(leaf))
-    modes = "".join("t" if module.training else "e" for module in model.modules())
-    wanting = "".join("g" if p.requires_grad else "-" for p in model.parameters())
-    return "\n".join((*lines, f"{GradAutocastState.current()}", f"modes {modes}", f"gradients {wanting}"))
-
-
-def _contents(tree: Any) -> int:
-    """Return a number for the values of a tree's tensors on the CPU; those of accelerators are not read."""
-    found = 0
-    for tensor in tensors_in(leaves_of(tree)):
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel():
-            flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-            found = zlib.crc32(flat.numpy().data, found)
-    return found

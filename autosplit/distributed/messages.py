@@ -69,11 +69,11 @@ class Sending:
         self._under_way.put((list(works), tensors))
 
     def wait(self) -> None:
-        """Wait until everything has arrived; raise what went wrong on the way."""
+        """Wait until everything has arrived; raise RuntimeError where something did not."""
         with self._changed:
             self._changed.wait_for(lambda: not self._left)
             if self._error is not None:
-                raise self._error
+                raise RuntimeError(f"what was sent did not arrive: {self._error}") from self._error
 
     def _free(self) -> None:
         while True:
@@ -122,8 +122,7 @@ class Messages:
             works += self._describe(description, to, tag)
         elif self._known.of.get(way) != description:
             raise ScheduleError(
-                f"what stage {way.source} sends to stage {way.target} for microbatch {way.microbatch} "
-                f"({'gradients' if way.backward else 'values'}) is {_text(description)}, and was "
+                f"{_place(way)} is {_text(description)}, and was "
                 f"{_text(self._known.of.get(way, ()))} when this kind of step ran first; ranks agree on that once"
             )
         with self._lanes[way.source].active():
@@ -140,18 +139,17 @@ class Messages:
         """Return what comes; at the first step of a kind the sender says it."""
         if not self._known.complete:
             length = torch.zeros(1, dtype=torch.int64)
-            dist.recv(length, group=self._world.control, group_src=source, tag=tag)
-            data = torch.zeros(int(length), dtype=torch.uint8)
-            dist.recv(data, group=self._world.control, group_src=source, tag=tag)
+            with self._world.waiting(_place(way), source):
+                dist.recv(length, group=self._world.control, group_src=source, tag=tag)
+                data = torch.zeros(int(length), dtype=torch.uint8)
+                dist.recv(data, group=self._world.control, group_src=source, tag=tag)
             self._known.of[way] = pickle.loads(data.numpy().tobytes())
         return self._known.of[way]
 
-    def expect(self, ways: Iterable[Way]) -> None:
-        """Post receives for messages that are yet to be made, where it is known what comes."""
+    def expect(self, way: Way) -> None:
+        """Post the receive of a message that is yet to be made, where it is known what comes."""
         if self._known.complete:
-            for way in ways:
-                if self._ranks[way.source] != self._world.rank:
-                    self._posted[way] = self._post(way)
+            self._posted[way] = self._post(way)
 
     def _post(self, way: Way) -> tuple[list[torch.Tensor], list[Any]]:
         source, tag = self._ranks[way.source], _tag(way, len(self._ranks))
@@ -174,7 +172,7 @@ class Messages:
         if self._ranks[way.source] == self._world.rank:
             return self._inside.recv(way)
         made, works = self._posted.pop(way) if way in self._posted else self._post(way)
-        with self._lanes[way.target].active():
+        with self._lanes[way.target].active(), self._world.waiting(_place(way), self._ranks[way.source]):
             for work in works:
                 work.wait()
         arrived = iter(made)
@@ -184,18 +182,9 @@ class Messages:
             for one in self._known.of[way]
         ]
 
-    def wants_gradient(self, way: Way) -> bool:
-        """Tell whether anything that went a way wants a gradient."""
-        return any(one is not None and one.requires_grad for one in self._known.of.get(way, ()))
-
     def clear(self) -> None:
         """Forget what nobody received."""
         self._inside.clear()
-
-    def end(self) -> None:
-        """Wait until all that was sent has arrived; from now on it is known what travels in steps of this kind."""
-        self._sending.wait()
-        self._known.complete = True
 
 
 def described(tensor: torch.Tensor) -> Described:
@@ -220,6 +209,11 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         dense *= size
     return True
+
+
+def _place(way: Way) -> str:
+    what = f"{'gradients' if way.backward else 'values'} of stage {way.source} for stage {way.target}"
+    return what if way.microbatch < 0 else f"{what}, microbatch {way.microbatch}"
 
 
 def _tag(way: Way, stages: int) -> int:

@@ -105,7 +105,7 @@ class _Beginning:
         self.last = len(self.lowered.stages) - 1
         self.inputs = {
             node.name: (node.meta[INFO], tensor)
-            for node, tensor in zip(_placeholders(self.lowered.traced.graph), step.tensors, strict=True)
+            for node, tensor in zip(placeholders(self.lowered.traced.graph), step.tensors, strict=True)
         }
         self.values: dict[Slot, torch.Tensor] = {}
         self.start = RankStart({}, {}, (), stages=self.stages, transport=transport)
@@ -114,7 +114,7 @@ class _Beginning:
         start = self.start
         for stage in self.stages:
             self._tied(stage)
-            self._borrow(stage, SHARED, _slots(self.layout, stage))
+            self._borrow(stage, SHARED, slots_of(self.layout, stage))
             self._prologue(stage)
             self._lend(stage)
             layout, lane = self.layout.stages[stage], self.step.lanes[stage]
@@ -161,7 +161,7 @@ class _Beginning:
 
     def _lend(self, home: int) -> None:
         """Send a stage's values to stages of other ranks."""
-        asked = [(stage, SHARED, _slots(self.layout, stage)) for stage in range(home + 1, self.last + 1)]
+        asked = [(stage, SHARED, slots_of(self.layout, stage)) for stage in range(home + 1, self.last + 1)]
         if self.ending:
             asked.append((self.last, ENDING, ending_slots(self.lowered)))
         for stage, when, slots in asked:
@@ -201,10 +201,11 @@ class _Beginning:
         return leaf
 
 
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    """Return the inputs of a recording that are tensors."""
     return [node for node in graph.nodes if node.op == "placeholder" and INFO in node.meta]
 
 
-def _slots(layout: Layout, stage: int) -> list[Slot]:
+def slots_of(layout: Layout, stage: int) -> list[Slot]:
     """Return what a stage takes once per step: its shared nodes, and its cells."""
     return [*layout.prologues[stage].takes, *layout.stages[stage].shared]

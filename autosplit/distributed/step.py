@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from autosplit.distributed.messages import Descriptions, Messages, Sending
+from autosplit.distributed.order import Item, Receive, of_rank, step_order
 from autosplit.distributed.start import RankStart, begin
-from autosplit.distributed.world import World
-from autosplit.runtime.lanes.threads import backwards
+from autosplit.distributed.world import World, known_to_all
+from autosplit.errors import DeviceError
+from autosplit.runtime.lanes.threads import backwards, forwards
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import OUT, Bundle
-from autosplit.runtime.step.cells import Cells, CellState, held_back, parameters
-from autosplit.runtime.step.step import Start, Step
-from autosplit.runtime.transport import Message, Way
+from autosplit.runtime.step.cells import Cells, held_back, parameters
+from autosplit.runtime.step.step import Step
+from autosplit.runtime.transport import Way
 from autosplit.schedule.action import Action, Schedule
+
+_HANG_S, _STEPS, _FIRST_S = 10.0, 5, 600.0
+"""An action hangs after so long, or so many predicted steps; the first step of a kind may take the third."""
 
 
 @dataclass(kw_only=True)
@@ -30,6 +36,7 @@ class RankStep(Step):
         sending: what is on its way to others, of all steps.
         whole: whether what comes behind the last cell runs: the merges, and what mixes rows.
         loss: what tells steps of the same signature apart: which loss ends them.
+        step_s: the seconds that a step should take.
     """
 
     world: World
@@ -37,6 +44,7 @@ class RankStep(Step):
     sending: Sending
     whole: bool = False
     loss: Any = None
+    step_s: float = 0.0
 
     @property
     def last(self) -> int:
@@ -48,9 +56,19 @@ class RankStep(Step):
         """The stages of this rank, ascending."""
         return [stage for stage, rank in enumerate(self.ranks) if rank == self.world.rank]
 
-    def order(self, schedule: Schedule) -> Sequence[Action]:
-        """Return this rank's actions of a schedule."""
-        return schedule.lanes[self.world.rank]
+    def perform(self, schedule: Schedule, cells: Any) -> None:
+        """Perform this rank's actions of a schedule, and post its receives where the global order has them."""
+        late = getattr(cells, "loss_sources", frozenset[int]())
+
+        def own() -> Sequence[Item]:
+            return of_rank(step_order(schedule, cells.sources, late, rendezvous=False), self.world.rank)
+
+        for item in self.once(("order", schedule.name, schedule.microbatches, late), own):
+            if isinstance(item, Action):
+                self.world.watch.doing(item)
+                cells.act(item)
+            elif isinstance(item, Receive):
+                cells.transport.expect(item.way)
 
     @property
     def known(self) -> Descriptions:
@@ -64,6 +82,18 @@ class RankStep(Step):
         known, sending = self.known, self.sending
         return Messages(self.world, self.ranks, self.lanes, self.log, known=known, sending=sending, detached=detached)
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run a step or call: an error that this rank alone has ends all ranks, and so does an action that hangs."""
+        limit_s = max(_HANG_S, _STEPS * self.step_s) if self.known.complete else _FIRST_S
+        with self.world.watch.step(limit_s):
+            try:
+                yield
+            except Exception as error:
+                if not (known_to_all(error) or isinstance(error, DeviceError)):
+                    self.world.watch.failed(error)
+                raise
+
     def start(self) -> RankStart:
         """Run what comes before this rank's first cell."""
         with self.located():
@@ -76,7 +106,8 @@ class RankStep(Step):
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived, and leave the random numbers where the plain model leaves them."""
-        self.sending.wait()
+        with self.world.waiting("its messages to arrive", *self.world.others()):
+            self.sending.wait()
         self.known.complete = True
         if self.state.tape is not None:
             self.state.tape.finish()
@@ -90,8 +121,22 @@ class WholeCall:
 
     def __init__(self, step: RankStep) -> None:
         self.step = step = replace(step, whole=True)
-        self.cells = _CallCells(step, step.start(), parameters(step), detached=torch.is_grad_enabled())
-        self.bundles: dict[int, list[Bundle]] = {}
+        self.cells = Cells(step, step.start(), parameters(step), detached=torch.is_grad_enabled())
+        self.given: dict[Way, Bundle] = {}
+        """What comes behind the last cell takes of the stages, on the last stage's rank; leaves with gradients on."""
+
+    def _ways(self) -> list[Way]:
+        """Return the ways of what stages give the caller."""
+        stages, last = self.cells.layout.stages, self.cells.last
+        return [
+            Way(stage, last, microbatch, loss=True)
+            for stage, layout in enumerate(stages)
+            for microbatch in range(len(self.step.sizes))
+            if layout.sent.get(OUT)
+        ]
+
+    def _is_own(self, way: Way) -> bool:
+        return self.step.ranks[way.source] == self.step.world.rank
 
     def forward(self, *, attached: bool = False) -> list[Any] | None:
         """Return the model's flat outputs on the last stage's rank, None elsewhere.
@@ -100,24 +145,36 @@ class WholeCall:
         """
         step, cells = self.step, self.cells
         with step.entered():
-            for action in step.forwards():
-                cells.act(action)
-        flat = None
+            step.perform(step.once(("forwards", len(step.sizes)), lambda: forwards(step.schedule)), cells)
         if step.world.rank == step.last:
-            self.bundles = {
-                stage: [cells.given_out(stage, m) for m in range(len(step.sizes))]
-                for stage, layout in enumerate(cells.layout.stages)
-                if layout.sent.get(OUT)
-            }
-            start, bundles = cells.start, self.bundles
-            if attached and cells.detached:
-                start, bundles = self._attached()
-            flat = list(step.end(start, bundles))
+            self.given = {way: self._taken(way) for way in self._ways()}
+            kept, given = self._attached() if attached and cells.detached else (cells.start.kept, self.given)
+            bundles = {way.source: [given[w] for w in given if w.source == way.source] for way in given}
+            flat: list[Any] | None = list(step.end(replace(cells.start, kept=kept), bundles))
         else:
+            for way in filter(self._is_own, self._ways()):
+                cells.transport.send(way, cells.cells[way.source, way.microbatch].sent[OUT])
             update_statistics(step.state, step.lanes)
+            flat = None
         if not cells.detached:
             step.finish()
         return flat
+
+    def _taken(self, way: Way) -> Bundle:
+        """Return what a stage gave for a microbatch."""
+        if not self._is_own(way):
+            return tuple(tensor for tensor in self.cells.transport.recv(way) if tensor is not None)
+        own = self.cells.cells[way.source, way.microbatch].sent[OUT]
+        return tuple(t.detach().requires_grad_(t.requires_grad) for t in own) if self.cells.detached else own
+
+    def _attached(self) -> tuple[Bundle, dict[Way, Bundle]]:
+        """Return what the ending takes, behind one node of the caller's graph."""
+        kept = self.cells.start.kept
+        leaves = [*kept, *(tensor for bundle in self.given.values() for tensor in bundle)]
+        made = iter(_Attached.apply(self, leaves, torch.zeros((), requires_grad=True), *leaves))
+        return tuple(next(made) for _ in kept), {
+            way: tuple(next(made) for _ in bundle) for way, bundle in self.given.items()
+        }
 
     def everywhere(self, flat: list[Any] | None) -> list[Any]:
         """Return the outputs on every rank; a backward of them runs :meth:`backward`."""
@@ -132,24 +189,21 @@ class WholeCall:
         made = iter(_Attached.apply(self, (), torch.zeros((), requires_grad=True), *tensors))
         return [next(made) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in found]
 
-    def _attached(self) -> tuple[Start, dict[int, list[Bundle]]]:
-        """Return what the ending takes, behind one node of the caller's graph."""
-        leaves = [*self.cells.start.kept, *(t for own in self.bundles.values() for bundle in own for t in bundle)]
-        made = iter(_Attached.apply(self, leaves, torch.zeros((), requires_grad=True), *leaves))
-        kept = tuple(next(made) for _ in self.cells.start.kept)
-        bundles = {s: [tuple(next(made) for _ in bundle) for bundle in own] for s, own in self.bundles.items()}
-        return replace(self.cells.start, kept=kept), bundles
-
     def backward(self) -> None:
         """Run the backwards; on the last stage's rank gradients have come to what the stages gave."""
         step, cells = self.step, self.cells
-        for stage, bundles in self.bundles.items():
-            for microbatch, bundle in enumerate(bundles):
-                cells.give_back(stage, microbatch, [tensor.grad for tensor in bundle])
-        self.bundles.clear()
-        with step.entered(), held_back(leaf for own in cells.parameters for leaf in own):
-            for action in step.order(backwards(step.schedule)):
-                cells.act(action)
+        for way, bundle in self.given.items():
+            gradients = [tensor.grad for tensor in bundle]
+            if self._is_own(way):
+                cells.cells[way.source, way.microbatch].out_gradients = gradients
+            else:
+                cells.transport.send(way.back, gradients)
+        self.given.clear()
+        if step.world.rank != step.last:
+            for way in filter(self._is_own, self._ways()):
+                cells.cells[way.source, way.microbatch].out_gradients = cells.transport.recv(way.back)
+        with step.entered(), held_back(p for parameters in cells.parameters for p in parameters):
+            step.perform(step.once(("backwards", len(step.sizes)), lambda: backwards(step.schedule)), cells)
         with step.located():
             cells.hand_over()
         step.finish()
@@ -171,48 +225,11 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if ctx.call is None:
+            raise RuntimeError("a call over several processes can be differentiated once; call the pipe again")
         for leaf, gradient in zip(ctx.leaves, gradients, strict=False):
             leaf.grad = gradient
         call, ctx.call, ctx.leaves = ctx.call, None, ()
-        with torch.enable_grad():
+        with torch.enable_grad(), call.step.running():
             call.backward()
         return (None,) * (3 + len(gradients))
-
-
-class _CallCells(Cells):
-    """The cells of a call: what stages give the caller goes to the last stage's rank."""
-
-    step: RankStep
-
-    def _is_away(self, stage: int) -> bool:
-        """Tell whether a stage and the last one are on different ranks."""
-        return self.step.ranks[stage] != self.step.last
-
-    def _way(self, stage: int, microbatch: int) -> Way:
-        return Way(stage, self.last, microbatch, loss=True)
-
-    def forward(self, stage: int, microbatch: int) -> CellState:
-        """Run a stage on a microbatch, and send on what it gives."""
-        state = super().forward(stage, microbatch)
-        if self._is_away(stage) and state.sent.get(OUT):
-            self.transport.send(self._way(stage, microbatch), state.sent[OUT])
-        return state
-
-    def given_out(self, stage: int, microbatch: int) -> Bundle:
-        """Return what a stage gave for a microbatch, as leaves of a graph of their own."""
-        if self._is_away(stage):
-            return tuple(t for t in self.transport.recv(self._way(stage, microbatch)) if t is not None)
-        own = self.cells[stage, microbatch].sent[OUT]
-        return tuple(t.detach().requires_grad_(t.requires_grad) for t in own) if self.detached else own
-
-    def give_back(self, stage: int, microbatch: int, gradients: Message) -> None:
-        """Give a stage the gradients of what it gave."""
-        if self._is_away(stage):
-            self.transport.send(self._way(stage, microbatch).back, gradients)
-        else:
-            self.cells[stage, microbatch].out_gradients = gradients
-
-    def _came_in(self, state: CellState, target: str, stage: int, microbatch: int) -> Message:
-        if target == OUT and self._is_away(stage):
-            return self.transport.recv(self._way(stage, microbatch).back)
-        return super()._came_in(state, target, stage, microbatch)

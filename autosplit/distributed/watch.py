@@ -44,6 +44,9 @@ _UNWIND_S = 5.0  # how long its exception may travel before its process ends
 _END_S = _READ_S + _UNWIND_S + 1.0  # when the others kill it, where it is on the same machine
 
 
+_Doing = tuple[Action | str | None, tuple[int, ...]]
+
+
 class _State(NamedTuple):
     """What a rank says of itself; ``idle``: beats since it began its action, ``limit_s``: None outside a step."""
 
@@ -78,7 +81,7 @@ class Watch:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self._pid = rank, os.getpid()
-        self._now: tuple[Action | str | None, tuple[int, ...]] = (None, ())
+        self._now: _Doing = (None, ())
         self._last: object = self._now
         self._limit_s: float | None = None
         self._beats = self._idle = 0
@@ -134,13 +137,14 @@ class Watch:
         except (AttributeError, OSError):
             pass  # not Linux, or forbidden: heartbeats alone
 
-    def doing(self, action: Action | str | None, waits_for: tuple[int, ...] = ()) -> None:
-        """Say what this rank starts to do; None: nothing that can hang.
+    def doing(self, action: Action | str | None, waits_for: tuple[int, ...] = ()) -> _Doing:
+        """Say what this rank starts to do, and return what it did; None: nothing that can hang.
 
         ``waits_for``: the ranks of a receive or a collective, without which this one cannot go on. A rank that waits
         does not hang as long as one of them works or is outside a step.
         """
-        self._now = (action, waits_for)
+        before, self._now = self._now, (action, waits_for)
+        return before
 
     @contextmanager
     def step(self, limit_s: float | None) -> Iterator[None]:
@@ -367,9 +371,8 @@ class Watch:
 
 def _machine() -> str:
     """Return what processes have in common that know each other by the same numbers."""
-    with suppress(OSError):
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    return socket.gethostname()
+    own = "/proc/self/ns/pid"
+    return f"{socket.gethostname()} {os.readlink(own) if os.path.lexists(own) else ''}"
 
 
 def _host(store: Any) -> str:
@@ -386,14 +389,12 @@ def _is_main() -> bool:
 
 
 def _exit_within(seconds: float) -> None:
-    timer = threading.Timer(seconds, os._exit, [1])
-    timer.daemon = True
+    (timer := threading.Timer(seconds, os._exit, [1])).daemon = True
     timer.start()
 
 
 def _exit() -> None:
     """End at once, with what was printed."""
-    flush = threading.Thread(target=sys.stdout.flush, daemon=True)
-    flush.start()
+    (flush := threading.Thread(target=sys.stdout.flush, daemon=True)).start()
     flush.join(0.5)  # who hangs may hold its lock
     os._exit(1)

@@ -9,18 +9,21 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autosplit.distributed.watch import Watch
 from autosplit.errors import AutosplitError, DeviceError, InputError
 
 _BLOCK = 512
 """Bytes of one rank's value in the first collective, its length among them."""
 _HEAD = 8
+_KNOWN = "known to all ranks"
 _SHOWN = 300
 """How many characters of a value that differs are shown."""
 
@@ -35,6 +38,7 @@ class World:
         device: this rank's device.
         control: the gloo group for what ranks tell each other.
         payload: the group that carries tensors between devices.
+        watch: ends every rank when one fails.
     """
 
     rank: int
@@ -42,6 +46,21 @@ class World:
     device: torch.device
     control: Any
     payload: Any
+    watch: Watch
+
+    @contextmanager
+    def waiting(self, what: str, *ranks: int) -> Iterator[None]:
+        """Say for what, and for which ranks, this one waits; a lost connection is raised with the cause of it."""
+        before = self.watch.doing(what, ranks)
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.watch.explain(error) from error
+        self.watch.doing(*before)
+
+    def others(self) -> tuple[int, ...]:
+        """Return the other ranks."""
+        return tuple(rank for rank in range(self.size) if rank != self.rank)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank."""
@@ -55,7 +74,8 @@ class World:
 
     def _gathered(self, text: bytes, size: int) -> list[bytes]:
         blocks = [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(blocks, _block(text, size), group=self.control)
+        with self.waiting("what ranks agree in", *self.others()):
+            dist.all_gather(blocks, _block(text, size), group=self.control)
         return [block.numpy().tobytes() for block in blocks]
 
     def share(self, source: int, make: Callable[[], Any]) -> Any:
@@ -66,7 +86,7 @@ class World:
         """Tell every other rank a value, or an error, which is raised here too."""
         self._broadcast(source, (value, _portable(error)))
         if error is not None:
-            raise error
+            raise _known(error)
         return value
 
     def receive(self, source: int) -> Any:
@@ -74,7 +94,7 @@ class World:
         value, error = self._broadcast(source, None)
         if error is not None:
             error.add_note(f"raised on rank {source}")
-            raise error
+            raise _known(error)
         return value
 
     def _broadcast(self, source: int, value: Any) -> Any:
@@ -86,30 +106,54 @@ class World:
 
     def _sent(self, source: int, text: bytes, size: int) -> bytes:
         block = _block(text, size)
-        dist.broadcast(block, group_src=source, group=self.control)
+        with self.waiting(f"word of rank {source}", *([] if source == self.rank else [source])):
+            dist.broadcast(block, group_src=source, group=self.control)
         return block.numpy().tobytes()
 
     def agree(self, doing: str, facts: Mapping[str, Any], error: BaseException | None = None) -> None:
         """Raise on every rank where one has an error, or where ranks differ in a fact: which, and what each has.
 
-        ``doing`` says what a rank is about to do, where another may be about to do something else.
+        ``doing`` says what a rank is about to do, where another may be about to do something else. What is raised is
+        `known_to_all`.
         """
         own = {name: digest(fact) for name, fact in facts.items()}
         rows = self.gather((doing, own, _portable(error)))
+        found = self._raised(rows, error) or self._differing(rows, facts)
+        if found is not None:
+            raise _known(found)
+
+    def _raised(self, rows: list[Any], error: BaseException | None) -> BaseException | None:
+        """Return the error of the first rank that has one."""
         for rank, (*_, raised) in enumerate(rows):
+            if raised is not None and rank == self.rank:
+                return error
             if raised is not None:
-                if rank != self.rank:
-                    raised.add_note(f"raised on rank {rank}")
-                raise (raised if error is None or rank != self.rank else error)
-        first = rows[0]
+                raised.add_note(f"raised on rank {rank}")
+                return raised
+        return None
+
+    def _differing(self, rows: list[Any], facts: Mapping[str, Any]) -> BaseException | None:
+        """Return in what a rank differs from rank 0."""
+        doing, own, _ = rows[0]
         for rank, row in enumerate(rows):
-            if row[0] != first[0]:
-                raise InputError(f"the ranks make different calls: rank 0 {first[0]}, rank {rank} {row[0]}")
-        for name in first[1]:
-            other = next((rank for rank, row in enumerate(rows) if row[1][name] != first[1][name]), None)
+            if row[0] != doing:
+                return InputError(f"the ranks make different calls: rank 0 {doing}, rank {rank} {row[0]}")
+        for name in own:
+            other = next((rank for rank, row in enumerate(rows) if row[1][name] != own[name]), None)
             if other is not None:
                 texts = self.gather(_text(facts[name]))
-                raise InputError(_difference(name, texts[0], texts[other], other))
+                return InputError(_difference(name, texts[0], texts[other], other))
+        return None
+
+
+def _known(error: BaseException) -> BaseException:
+    error.__dict__[_KNOWN] = True
+    return error
+
+
+def known_to_all(error: BaseException) -> bool:
+    """Tell whether an error was raised on every rank at once."""
+    return bool(error.__dict__.get(_KNOWN))
 
 
 def _packed(value: Any) -> bytes:
@@ -194,8 +238,9 @@ def _joined() -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
     control = dist.new_group(backend="gloo")
     device = _device(rank)
+    config = dist.get_backend_config(dist.group.WORLD)
     payload = control if device.type == "cpu" else dist.group.WORLD
-    world = World(rank, size, device, control, payload)
+    world = World(rank, size, device, control, payload, Watch(rank, size))
     places = world.gather((os.uname().nodename, str(device), device.type != "cpu"))
     for other, place in enumerate(places):
         if place[2] and places.index(place) != other:
@@ -203,6 +248,11 @@ def _joined() -> World:
                 f"ranks {places.index(place)} and {other} have one device, {place[1]} of {place[0]}; start as many "
                 "processes per host as it has devices"
             )
+    if device.type != "cpu" and device.type not in config:
+        raise DeviceError(
+            f"this process has {device}, and torch.distributed was initialised with {config}, which carries no "
+            f"{device.type} tensors; initialise it with 'cpu:gloo,cuda:nccl', or leave that to autosplit"
+        )
     if len({place[2] for place in places}) > 1:
         raise DeviceError("some ranks have a CUDA device and others have none; give every rank a device of one kind")
     return world

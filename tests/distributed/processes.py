@@ -71,6 +71,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from autosplit.distributed.world import _JOINED
+
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -78,6 +80,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
         try:
             function, args = pipe.recv()
         except (EOFError, ConnectionError):
+            for world in _JOINED.values():
+                world.watch.close()
             os._exit(0)
         try:
             answer: tuple[bool, Any] = True, function(*args)

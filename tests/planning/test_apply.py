@@ -63,3 +63,30 @@ def test_stages_are_the_lowest_that_are_legal(traced: TracedGraph, seed: int) ->
     assert {name: placed[name] for name in expected} == expected
     assert placed.keys() == set(names)
     assert len({info.colocation_group for _, info in traced.compute_nodes()} - {None}) == 2
+
+
+class Counting(nn.Module):
+    """Counts its calls twice, once early and once late, in what the batch has no part in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        x = self.layers[1](self.layers[0](x * (self.calls + 1)))
+        self.calls.add_(1)
+        return self.layers[3](self.layers[2](x * self.calls.cos()))
+
+
+def test_shared_nodes_that_change_one_state_are_together() -> None:
+    graph = trace(Counting(), Sample(torch.randn(8, 6))).graph
+    names = [info.name for _, info in graph.compute_nodes()]
+    late = {name: int(place > len(names) // 2) for place, name in enumerate(names)}
+    placed = assign(DataflowIndex(graph), late, stages=2)
+    changing = [info for _, info in graph.compute_nodes() if "calls" in info.writes]
+    assert len(changing) == 2
+    assert all(info.node_class is NodeClass.SHARED for info in changing)
+    assert {placed[info.name] for info in changing} == {0}
+    assert set(placed.values()) == {0, 1}

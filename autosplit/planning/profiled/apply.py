@@ -36,7 +36,7 @@ def assign(index: DataflowIndex, stage_of: Mapping[str, int], *, stages: int) ->
 
     A name that the assignment lacks goes to the last stage of its module (or of the nearest module around it, or of the
     node before). Then stages are raised until data flows forward and colocation groups are together. Shared nodes
-    run where they are used first, full nodes on the last stage.
+    run where they are used first, or where others of their group are; full nodes on the last stage.
     """
     traced = index.traced
     wanted = _wanted(traced, stage_of)
@@ -109,9 +109,20 @@ def _place_shared(index: DataflowIndex, placed: dict[str, int]) -> None:
     for first, second in traced.order:
         if first in by_name and second in by_name:
             together.setdefault(first, []).append(by_name[second])
-    for node, info in reversed(shared):
-        users = [*index.consumers.get(node, ()), *together.get(node.name, ())]
-        placed[info.name] = min((placed[u.meta[INFO].name] for u in users), default=0)
+    groups = {
+        info.colocation_group: placed[info.name]
+        for _, info in traced.compute_nodes()
+        if info.colocation_group is not None and info.node_class is not NodeClass.SHARED
+    }
+    fixed, before = frozenset(groups), None
+    while before != groups:  # a group goes where its first user is, and may take what feeds it along
+        before = groups.copy()
+        for node, info in reversed(shared):
+            users = [*index.consumers.get(node, ()), *together.get(node.name, ())]
+            stage, group = min((placed[u.meta[INFO].name] for u in users), default=0), info.colocation_group
+            if group is not None and group not in fixed:
+                groups[group] = min(stage, groups.get(group, stage))
+            placed[info.name] = stage if group is None else groups[group]
     for node, info in shared:
         for first, second in traced.order:
             if second == node.name and first in by_name:

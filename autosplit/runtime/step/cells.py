@@ -99,6 +99,11 @@ class Cells:
         for state in self.cells.values():
             state.out_gradients = ()
 
+    @property
+    def sources(self) -> list[set[int]]:
+        """The stages of which each stage takes values."""
+        return [set(layout.received) for layout in self.layout.stages]
+
     def act(self, action: Action) -> None:
         """Perform an action; an exception gets a note that says where it happened."""
         log = self.step.log

@@ -72,8 +72,7 @@ def _outputs(cells: Cells) -> list[torch.Tensor]:
 
 def _turns(cells: Cells, kind: str) -> Turns:
     part = forwards if kind == "F" else backwards
-    sources = [set(layout.received) for layout in cells.layout.stages]
-    return cells.step.once((kind, len(cells.step.sizes)), lambda: turns(part(cells.step.schedule), sources))
+    return cells.step.once((kind, len(cells.step.sizes)), lambda: turns(part(cells.step.schedule), cells.sources))
 
 
 def _forward(cells: Cells, threads: LaneThreads, state: ThreadState) -> list[torch.Tensor]:

@@ -58,9 +58,10 @@ class Step:
         """The stages that run in this process: all of them."""
         return range(len(self.lowered.stages))
 
-    def order(self, schedule: Schedule) -> Sequence[Action]:
-        """Return the actions of a schedule that run in this process, in the order in which one thread issues them."""
-        return schedule.issue_order
+    def perform(self, schedule: Schedule, cells: Any) -> None:
+        """Perform a schedule's actions in the calling thread."""
+        for action in schedule.issue_order:
+            cells.act(action)
 
     def transport(self, *, detached: bool) -> Transport:
         """Return what brings values from stage to stage."""
@@ -72,7 +73,7 @@ class Step:
 
     def forwards(self) -> Sequence[Action]:
         """Return the forwards of the schedule in the order in which one thread issues them."""
-        return self.order(forwards(self.schedule))
+        return forwards(self.schedule).issue_order
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what ``make`` made at the first call with this key."""

@@ -24,7 +24,6 @@ from autosplit.runtime.ops import OUT, rows_along, transfer
 from autosplit.runtime.step.cells import Cells, CellState, held_back, parameters
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.transport import Message, Way
-from autosplit.schedule.action import Action
 from autosplit.trace.graph import INFO, NodeClass
 
 Loss = OwnLoss | Parts
@@ -45,8 +44,7 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
             hooks = held_back(leaf for own in cells.parameters for leaf in own)
             if threads is None:
                 with hooks:
-                    for action in cells.order():
-                        cells.act(action)
+                    step.perform(step.schedule, cells)
             else:
                 threads.run(cells.turns(), cells.act, ThreadState.current(), hooks)
             used += cells.results()
@@ -77,19 +75,20 @@ class _TrainCells(Cells):
         self.passed = [value for value in self.lowered.outputs if _is_input(value) and self._wanted(value.name)]
         """Inputs that are outputs too."""
 
-    def order(self) -> Sequence[Action]:
-        """Return the schedule's actions in the order in which one thread issues them."""
-        return self.step.once(("order", len(self.step.sizes)), lambda: self.step.order(self.step.schedule))
-
     def turns(self) -> Turns:
         """Return the schedule as turns of the lanes; the last stage takes what the loss wants of any."""
-        key = ("turns", len(self.step.sizes), self.wants)
-        return self.step.once(key, lambda: turns(self.step.schedule, self._sources()))
 
-    def _sources(self) -> list[set[int]]:
-        found = [set(layout.received) for layout in self.layout.stages]
-        found[-1] |= {stage for stage in range(len(found)) if self._slots(stage)} - {self.last}
-        return found
+        def made() -> Turns:
+            sources = [set(own) for own in self.sources]
+            sources[-1] |= self.loss_sources
+            return turns(self.step.schedule, sources)
+
+        return self.step.once(("turns", len(self.step.sizes), self.wants), made)
+
+    @property
+    def loss_sources(self) -> frozenset[int]:
+        """The earlier stages that give the loss something."""
+        return frozenset(stage for stage in range(self.last) if self._slots(stage))
 
     def _wanted(self, name: str) -> bool:
         return self.wants is None or name in self.wants

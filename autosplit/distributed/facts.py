@@ -1,0 +1,84 @@
+"""In what the ranks of a pipe have to agree, as facts that are the same in every process."""
+
+from __future__ import annotations
+
+import platform
+import zlib
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.lower.split import Lowered
+from autosplit.options import Options
+from autosplit.planning.plan.plan import Plan
+from autosplit.trace.graph import INFO
+from autosplit.trace.inputs.objects import leaves_of, take_apart, tensors_in
+from autosplit.trace.inputs.signature import GradAutocastState
+
+_ENDS = 256
+
+
+def state_of_several(lowered: Lowered, ranks: Sequence[int]) -> str | None:
+    """Return a buffer that one rank changes and another uses."""
+    layout = lowered.layout
+    placed = [(rank, node) for rank, own in zip(ranks, layout.stages, strict=True) for node in own.nodes]
+    placed += [(rank, node) for rank, own in zip(ranks, layout.prologues, strict=True) for node in own.nodes]
+    changed: dict[str, set[int]] = {}
+    used: dict[str, set[int]] = {}
+    for rank, node in (*placed, *((ranks[-1], node) for node in layout.epilogue)):
+        for name in node.meta[INFO].writes:
+            changed.setdefault(name, set()).add(rank)
+        for name in (*node.meta[INFO].reads, *node.meta[INFO].writes):
+            used.setdefault(name, set()).add(rank)
+    return next((name for name in changed if len(used[name]) > 1), None)
+
+
+def pipe_facts(model: nn.Module, options: Options, plan: Plan | None, **ways: str) -> dict[str, Any]:
+    """Return in what the pipes of all ranks have to agree, as texts: the first line that differs is shown."""
+    versions = [f"{name} {version(name)}" for name in ("torch", "autosplit")]
+    asked = {own.name: getattr(options, own.name) for own in fields(options) if own.name != "devices"} | ways
+    modules = [f"{path or 'the model'}: {type(own).__name__}" for path, own in model.named_modules()]
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    state = [f"{name}: {tensor.dtype}{list(tensor.shape)} {tensor.device.type}" for name, tensor in tensors.items()]
+    values = [f"{name}: values with checksum {_ends(tensor)}" for name, tensor in tensors.items()]
+    return {
+        "their versions": "\n".join((*versions, f"python {platform.python_version()}")),
+        "the arguments of autosplit()": "\n".join(f"{name}={value!r}" for name, value in asked.items()),
+        "their models": "\n".join((*modules, *state)),
+        "the values of their models (seed every process alike before the model is made)": "\n".join(values),
+        "their plans": "none" if plan is None else plan.to_json(),
+    }
+
+
+def _ends(tensor: torch.Tensor) -> int:
+    """Return a checksum of a tensor's first and last elements; 0 where they cannot be read at once."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return 0
+    flat = tensor.detach().reshape(-1)
+    return contents([flat[:_ENDS], flat[-_ENDS:]])
+
+
+def call_text(model: nn.Module, args: Any, kwargs: Any) -> str:
+    """Return what a call is, as text that is the same in every process."""
+    leaves, spec = take_apart((args, kwargs))
+    lines = [f"inputs {spec}"]
+    for leaf in leaves:
+        tensor = isinstance(leaf, torch.Tensor)
+        lines.append(f"{leaf.dtype}{list(leaf.shape)} {leaf.requires_grad}" if tensor else repr(leaf))
+    modes = "".join("t" if module.training else "e" for module in model.modules())
+    wanting = "".join("g" if p.requires_grad else "-" for p in model.parameters())
+    return "\n".join((*lines, f"{GradAutocastState.current()}", f"modes {modes}", f"gradients {wanting}"))
+
+
+def contents(tree: Any) -> int:
+    """Return a number for the values of a tree's tensors on the CPU; those of accelerators are not read."""
+    found = 0
+    for tensor in tensors_in(leaves_of(tree)):
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel():
+            flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            found = zlib.crc32(flat.numpy().data, found)
+    return found

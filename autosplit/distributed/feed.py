@@ -1,0 +1,89 @@
+"""The batch where only the first stage's rank is called with it: what other ranks need is brought to them.
+
+first stage's rank   the batch ─► its structure to all ─► tensors to the ranks whose stages take them
+the others           tensors of the same shapes, filled where something here reads them
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from autosplit.distributed.messages import flattened
+from autosplit.distributed.start import placeholders, slots_of
+from autosplit.distributed.world import World, attempt
+from autosplit.lower.split import Lowered
+from autosplit.runtime.step.step import Step
+from autosplit.trace.inputs.objects import mapped
+from autosplit.trace.reductions.own_loss import form_of
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """A tensor of the batch without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+
+    @classmethod
+    def of(cls, leaf: Any) -> Any:
+        """Return a tensor without its values, anything else as it is."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        dense = leaf if leaf.is_contiguous() else torch.empty_like(leaf, device="meta")
+        return cls(tuple(leaf.shape), dense.stride(), leaf.dtype, leaf.device.type == "cpu")
+
+
+def like_first(world: World, first: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the batch of the first stage's rank; on other ranks its tensors have no values yet."""
+
+    def made(leaf: Any) -> Any:
+        if not isinstance(leaf, _Blank):
+            return leaf
+        device = torch.device("cpu") if leaf.on_cpu else world.device
+        return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=device)
+
+    blank = world.share(first, lambda: mapped(_Blank.of, (args, kwargs)))
+    return (args, kwargs) if world.rank == first else mapped(made, blank)
+
+
+def bring(world: World, first: int, tensors: Sequence[torch.Tensor], takers: dict[int, set[int]]) -> None:
+    """Fill tensors of the batch by their position on the ranks that take them."""
+    works: list[Any] = []
+    for place, ranks in takers.items():
+        tensor = tensors[place].detach()
+        flat = flattened(tensor)
+        group = world.control if tensor.device.type == "cpu" else world.payload
+        for rank in sorted(ranks - {first}) if tensor.numel() else ():
+            if world.rank == first:
+                works.append(dist.isend(flat, group=group, group_dst=rank, tag=place))
+            elif world.rank == rank:
+                works.append(dist.irecv(flat, group=group, group_src=first, tag=place))
+    for work in works:
+        work.wait()
+
+
+def takers_of(step: Step, ranks: Sequence[int]) -> dict[int, set[int]]:
+    """Return the ranks that read each tensor of the batch, by its position."""
+    lowered: Lowered = step.lowered
+    found: dict[str, set[int]] = defaultdict(set)
+    for stage, rank in enumerate(ranks):
+        for slot in (*lowered.layout.stages[stage].inputs, *slots_of(lowered.layout, stage)):
+            found[slot.value].add(rank)
+    form, _ = attempt(lambda: step.once("own loss", lambda: form_of(lowered.traced)))
+    late = [slot.value for slot in lowered.epilogue_inputs] + (
+        [] if form is None else [node.name for node in form.fixed]
+    )
+    late += [value.name for value in lowered.outputs if isinstance(value, fx.Node)]
+    for name in late:
+        found[name].add(ranks[-1])
+    names = [node.name for node in placeholders(lowered.traced.graph)]
+    return {names.index(name): own for name, own in found.items() if name in names}

@@ -1,0 +1,206 @@
+"""Models of several kinds, with their batches and losses, that are trained in one process and in several."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.distributed.training import Training, squares
+from tests.equivalence.equality import Batch
+from tests.models.decoders import VOCABULARY, Decoder
+from tests.models.named import CASES
+
+WIDTH, WORDS, LENGTH = 8, 11, 6
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Pictures(nn.Module):
+    """Convolutions with batch norm, the later ones with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4 if n else 3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for n in range(6)
+        )
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.layers[0](value)
+        for layer in list(self.layers)[1:]:
+            value = value + layer(value)
+        return self.head(value.mean((2, 3)))
+
+
+class UNet(nn.Module):
+    """Convolutions whose early values are used late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down = nn.ModuleList(nn.Conv2d(4 if n else 3, 4, 3, padding=1) for n in range(3))
+        self.up = nn.ModuleList(nn.Conv2d(8, 4, 3, padding=1) for _ in range(3))
+
+    def forward(self, value: Tensor) -> Tensor:
+        seen = []
+        for layer in self.down:
+            value = torch.relu(layer(value))
+            seen.append(value)
+        for layer in self.up:
+            value = torch.relu(layer(torch.cat((value, seen.pop()), 1)))
+        return value
+
+
+class TiedGPT(nn.Module):
+    """Token embedding and head are one weight; dropout inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(16, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.2, batch_first=True) for _ in range(4)
+        )
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        value = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for layer in self.layers:
+            value = layer(value)
+        return self.head(value)
+
+
+class Relative(nn.Module):
+    """A bias with parameters is made once per step, and used by every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bias = nn.Embedding(9, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, value: Tensor) -> Tensor:
+        places = torch.arange(value.shape[1])
+        bias = self.bias((places[:, None] - places[None]).clamp(-4, 4) + 4)
+        for layer in self.layers:
+            value = torch.tanh(layer(value) + torch.einsum("bnd,nmd->bmd", value, bias))
+        return value
+
+
+class MixesRows(nn.Module):
+    """The last layer sees the whole batch; an earlier stage's value is an output too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            value = torch.tanh(layer(value))
+        return self.head(value - value.mean(0)), value
+
+
+def flat(rows: int) -> Batch:
+    """Return one input [rows, WIDTH]."""
+    return Batch((torch.randn(rows, WIDTH, generator=_generator(rows)),))
+
+
+def sequences(rows: int) -> Batch:
+    """Return one input [rows, LENGTH, WIDTH]."""
+    return Batch((torch.randn(rows, LENGTH, WIDTH, generator=_generator(rows)),))
+
+
+def pictures(rows: int) -> Batch:
+    """Return one input [rows, 3, 6, 6]."""
+    return Batch((torch.randn(rows, 3, 6, 6, generator=_generator(rows)),))
+
+
+def tokens(rows: int) -> Batch:
+    """Return tokens [rows, LENGTH]."""
+    return Batch((torch.randint(WORDS, (rows, LENGTH), generator=_generator(rows)),))
+
+
+def tokens_of_changing_length(rows: int) -> Batch:
+    """Return tokens whose length depends on the number of rows."""
+    return Batch((torch.randint(WORDS, (rows, 4 + rows % 3), generator=_generator(rows)),))
+
+
+def labelled(rows: int) -> Batch:
+    """Return tokens and labels, of which few count in the first rows."""
+    own = torch.randint(VOCABULARY, (rows, 12), generator=_generator(rows))
+    counted = torch.arange(12) < torch.arange(1, rows + 1)[:, None] % 12 + 1
+    return Batch((own, own.where(counted, -100)))
+
+
+def next_token(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the mean over the targets that count."""
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=-100)
+
+
+def few_targets(batch: Batch, step: int) -> Tensor:
+    """Return the tokens, without some of the first row's."""
+    target = batch.args[0].clone()
+    target[0, : 1 + step] = -100
+    return target
+
+
+def classes(batch: Batch, step: int) -> Tensor:
+    """Return a class per row."""
+    return (torch.arange(len(batch.args[0])) + step) % 5
+
+
+def zeros(batch: Batch, step: int) -> Tensor:
+    """Return a target of the input's shape."""
+    return torch.zeros_like(batch.args[0])
+
+
+def mixture() -> nn.Module:
+    """Return a decoder with experts, whose loss has the routers' balance in it."""
+    return Decoder(experts="mixtral")
+
+
+def decoder() -> nn.Module:
+    """Return a decoder that computes its own loss."""
+    return Decoder()
+
+
+def doubled(output: dict[str, Tensor], _: None = None) -> Tensor:
+    """Return a loss that only the whole batch gives: the model's own has a mean over all rows' routing in it."""
+    return 2 * output["loss"]
+
+
+def u_net_target(batch: Batch, step: int) -> Tensor:
+    """Return a target of the U-Net's shape."""
+    return torch.zeros(len(batch.args[0]), 4, 6, 6)
+
+
+def half(output: Tensor, target: Tensor) -> Tensor:
+    """Return a loss of the user's own, a mean over rows."""
+    return 0.5 * (output - target).abs().mean()
+
+
+TRAININGS = {
+    "chain": Training(CASES["chain"].build, CASES["chain"].batch, squares),
+    "skips": Training(UNet, pictures, F.mse_loss, u_net_target),
+    "tied gpt with dropout": Training(TiedGPT, tokens, next_token, few_targets),
+    "tied gpt of changing length": Training(
+        TiedGPT, tokens_of_changing_length, next_token, few_targets, rows=(9, 8, 10, 9)
+    ),
+    "batch norm": Training(Pictures, pictures, F.cross_entropy, classes),
+    "relative bias": Training(Relative, sequences, half, zeros),
+    "rows that mix": Training(MixesRows, flat, squares),
+    "own loss": Training(decoder, labelled, None),
+    "experts with a balance loss": Training(mixture, labelled, None),
+    "experts, loss of the whole batch": Training(mixture, labelled, doubled),
+    **{
+        name: Training(CASES[name].build, CASES[name].batch, squares)
+        for name in ("hub", "shared weight", "lstm time major", "dataclass output", "keyword inputs", "passthrough")
+    },
+}

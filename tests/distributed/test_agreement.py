@@ -1,0 +1,146 @@
+"""What ranks have to agree in: an error on every rank, with what each has, before the first message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit import autosplit
+from tests.distributed.processes import Pool
+
+
+def model(seed: int = 0, width: int = 8) -> nn.Module:
+    """Return a chain of four layers with dropout."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(width, 8), nn.Dropout(0.1), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def batch(rows: int = 8, seed: int = 0, width: int = 8) -> Tensor:
+    """Return one input."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def _refused(make: Callable[[int], Any]) -> str:
+    """Return this rank's error; ranks go on together afterwards."""
+    try:
+        make(dist.get_rank())
+    except Exception as error:
+        dist.barrier()
+        return f"{type(error).__name__}: {error}"
+    dist.barrier()
+    return "nothing was raised"
+
+
+def _pipe(rank: int = 0, **how: Any) -> Any:
+    return autosplit(how.pop("model", model)(), devices="torchrun", chunks=4, sample=batch(), **how)
+
+
+def other_seed() -> str:
+    """Make the model from another seed on rank 1."""
+    return _refused(lambda rank: _pipe(model=lambda: model(seed=rank)))
+
+
+def other_width() -> str:
+    """Make another model on rank 1."""
+    return _refused(lambda rank: autosplit(model(width=8 + rank), devices="torchrun", sample=batch(width=8 + rank)))
+
+
+def other_schedule() -> str:
+    """Ask for another schedule on rank 1."""
+    return _refused(lambda rank: _pipe(schedule=("gpipe", "1f1b")[rank]))
+
+
+def plan_for_three() -> str:
+    """Give a plan for three devices to two ranks."""
+    plan = [autosplit(model(), devices=3, chunks=4, sample=batch()).plan]
+    dist.broadcast_object_list(plan)
+    return _refused(lambda rank: _pipe(plan=plan[0]))
+
+
+def without_sample() -> str:
+    """Give no sample."""
+    return _refused(lambda rank: autosplit(model(), devices="torchrun"))
+
+
+def _step(pipe: Any, **how: Any) -> Tensor:
+    given = {"rows": 8, "seed": 1, "random": 3, "target": 2} | how
+    torch.manual_seed(given["random"])
+    target = batch(given["rows"], given["target"])
+    return pipe.train_step(batch(given["rows"], given["seed"]), target=target, loss_fn=F.mse_loss)
+
+
+def one_step(name: str, *, first: bool) -> tuple[str, float]:
+    """Take a step in which rank 1 has another value, then one in which it has not; ``first``: no step went before."""
+    pipe = _pipe()
+    if not first:
+        _step(pipe)
+    pipe.zero_grad()
+    found = _refused(lambda rank: _step(pipe, **({name: 6} if rank else {})))
+    untouched = all(parameter.grad is None for parameter in pipe.parameters())
+    return found if untouched else "a gradient was added", float(_step(pipe))
+
+
+def one_rank_without_loss() -> str:
+    """Leave the loss function out on rank 1."""
+    pipe = _pipe()
+    how = [{"target": batch(), "loss_fn": F.mse_loss}, {}]
+    return _refused(lambda rank: pipe.train_step(batch(), **how[rank]))
+
+
+def a_call_beside_a_step() -> str:
+    """Call the pipe on rank 1 in eval mode while rank 0 trains: another kind of call."""
+    pipe = _pipe()
+    calls = [lambda: _step(pipe), lambda: pipe.eval_step(batch())]
+    return _refused(lambda rank: calls[rank]())
+
+
+def loss_that_raises() -> str:
+    """Raise in the loss function, which only the last stage's rank calls."""
+    pipe = _pipe()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("no loss today")
+
+    return _refused(lambda rank: pipe.train_step(batch(), target=batch(), loss_fn=loss))
+
+
+PIPES = {
+    other_seed: ("the values of their models", "0.weight"),
+    other_width: ("their models", "0.weight: torch.float32[8, 8]", "0.weight: torch.float32[8, 9]"),
+    other_schedule: ("the arguments of autosplit()", "schedule='gpipe'", "schedule='1f1b'"),
+    plan_for_three: ("3 lanes", "2"),
+    without_sample: ("sample=",),
+    one_rank_without_loss: ("the target",),
+    a_call_beside_a_step: ("rank 0", "rank 1"),
+    loss_that_raises: ("no loss today",),
+}
+STEPS = {
+    "rows": "the call",
+    "seed": "the batch's values",
+    "random": "torch's random state",
+    "target": "the target",
+}
+
+
+@pytest.mark.parametrize("call", PIPES, ids=lambda call: call.__name__)
+def test_ranks_that_differ_are_told_so(ranks: Pool, call: Callable[[], str]) -> None:
+    for found in ranks(2).run(call):
+        assert all(text in found for text in PIPES[call]), found
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_that_differs_is_refused_and_the_next_one_runs(ranks: Pool, name: str, first: bool) -> None:
+    one, other = ranks(2).run(_one_step, name, first)
+    assert one == other
+    assert f"the ranks differ in {STEPS[name]}" in one[0]
+
+
+def _one_step(name: str, first: bool) -> tuple[str, float]:
+    return one_step(name, first=first)

@@ -1,0 +1,61 @@
+"""A training over several processes has the bits of the same plan in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.models import TRAININGS
+from tests.distributed.processes import Pool
+from tests.distributed.training import compare
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "gpipe": {"schedule": "gpipe"},
+    "1f1b": {"schedule": "1f1b"},
+    "zb_h1": {"schedule": "zb_h1"},
+    "interleaved": {"schedule": "interleaved", "virtual_stages": 2},
+    "looped_bfs": {"schedule": "looped_bfs", "virtual_stages": 2},
+    "zb_v": {"schedule": "zb_v", "virtual_stages": 2},
+}
+RECOMPUTE = ("always", "except_last", "block")
+
+
+def trained(name: str, options: dict[str, Any]) -> list[str]:
+    """Compare one of the trainings; called in every process."""
+    return compare(TRAININGS[name], options)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_has_the_bits_of_one_process(ranks: Pool, name: str) -> None:
+    assert ranks(3).run(trained, name, {})[0] == []
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["tied gpt with dropout", "relative bias"])
+def test_every_schedule_has_the_bits_of_one_process(ranks: Pool, schedule: str, name: str) -> None:
+    assert ranks(2).run(trained, name, SCHEDULES[schedule])[0] == []
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(s, marks=pytest.mark.slow if s != "1f1b" else ()) for s in SCHEDULES]
+)
+def test_recomputing_has_the_bits_of_one_process(ranks: Pool, schedule: str, recompute: str) -> None:
+    options = {**SCHEDULES[schedule], "recompute": recompute}
+    assert ranks(2).run(trained, "tied gpt with dropout", options)[0] == []
+
+
+def test_random_numbers_by_counter_have_the_bits_of_one_process(ranks: Pool) -> None:
+    assert ranks(2).run(trained, "tied gpt with dropout", {"rng": "counter"})[0] == []
+
+
+def test_a_norm_of_the_whole_batch_has_the_bits_of_one_process(ranks: Pool) -> None:
+    assert ranks(2).run(trained, "batch norm", {"batch_norm": "full"})[0] == []
+
+
+def test_an_action_file_of_the_users_own(ranks: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "actions.csv"
+    path.write_text("0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3\n1F0,1B0,1F1,1F2,1B1,1B2,1F3,1B3\n", encoding="utf-8")
+    assert ranks(2).run(trained, "relative bias", {"schedule": str(path)})[0] == []
