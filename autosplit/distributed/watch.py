@@ -75,7 +75,7 @@ class Watch:
     """Watches the ranks of the default process group, and ends this process when another one fails.
 
     All ``size`` ranks make one at the same time; raises DeviceError when one has not within a minute. Every rank reads
-    every other's state four times a second. Where the program does not handle SIGTERM, the watch gives the cause a second.
+    every other's state four times a second. Where the program leaves SIGTERM alone, the watch handles it.
     """
 
     def __init__(self, rank: int, size: int) -> None:
