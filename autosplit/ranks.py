@@ -26,9 +26,10 @@ from autosplit.lower.split import Lowered, move_own, owners
 from autosplit.options import Options, Sample
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.plan import Plan
-from autosplit.recorded import PreparedStep, PreparedTree
+from autosplit.recorded import PreparedStep, PreparedTree, Recent
 from autosplit.recordings import Recordings
 from autosplit.runtime.loss.parts import Parts
+from autosplit.runtime.loss.proof import identity
 from autosplit.runtime.step import engine, train_cells
 from autosplit.runtime.tape import Tape
 from autosplit.trace.borrowed.state import borrowed, random_state
@@ -139,7 +140,9 @@ class RankPipe(PipelinedModule):
         world.agree("makes a pipe", pipe_facts(model, options, plan, feed=feed, outputs=outputs))
         super().__init__(model, options, plan, own_plan)
         self._core.recordings = RankRecordings(model, options, plan, world, own=own_plan)
-        self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _sending=Sending(), _losses={})
+        self.__dict__.update(
+            _world=world, _feed=feed, _outputs=outputs, _sending=Sending(), _losses={}, _texts=Recent()
+        )
 
     @property
     def _recordings(self) -> RankRecordings:
@@ -245,6 +248,12 @@ class RankPipe(PipelinedModule):
             facts["torch's random state"] = zlib.crc32(torch.get_rng_state().numpy().data)
         return facts
 
+    def _text_of(self, key: Key, args: Any, kwargs: Any) -> str:
+        """Return what a call is as text, made once for calls of one signature."""
+        if key not in self._texts:
+            self._texts[key] = call_text(self._core.model, args, kwargs)
+        return self._texts[key]
+
     def _on_rank(self, step: PreparedStep | PreparedTree) -> PreparedRankStep:
         if isinstance(step, PreparedTree):
             why = "; ".join(self._core.recordings.notes().split("\n")[1:]) or "no graph can follow it"
@@ -321,7 +330,7 @@ class RankPipe(PipelinedModule):
         )
         wants = found[0].wants if found is not None else None
         kind = found[0].kind if found is not None and isinstance(found[0], Parts) else None
-        step.loss = self._losses.setdefault((id(loss_fn), kind, wants), len(self._losses))
+        step.loss = self._losses.setdefault((identity(loss_fn), kind, wants), len(self._losses))
         world.send(step.last, (found is not None, wants, step.loss), error)
         return found, found is not None
 
@@ -337,13 +346,8 @@ class RankPipe(PipelinedModule):
                     raise RuntimeError("the loss does not depend on any parameter that requires a gradient")
                 return value
 
-            value, error = attempt(loss) if flat is not None else (None, None)
-            found: torch.Tensor
-            if value is not None or error is not None:
-                found = self._world.send(step.last, None if value is None else value.detach(), error)
-            else:
-                found = self._world.receive(step.last)
-            if value is not None:
+            value: torch.Tensor = step.outcome(loss)
+            if flat is not None:
                 value.backward()
             call.backward()
-        return found
+        return value.detach()

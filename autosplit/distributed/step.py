@@ -12,7 +12,7 @@ import torch
 from autosplit.distributed.messages import Descriptions, Messages, Sending
 from autosplit.distributed.order import Item, Receive, of_rank, step_order
 from autosplit.distributed.start import RankStart, begin
-from autosplit.distributed.world import World, known_to_all
+from autosplit.distributed.world import World, attempt, known_to_all
 from autosplit.errors import DeviceError
 from autosplit.runtime.lanes.threads import backwards, forwards
 from autosplit.runtime.norms import update_statistics
@@ -101,8 +101,13 @@ class RankStep(Step):
             return begin(self, transport, self.ranks, ending=self.whole)
 
     def outcome(self, make: Callable[[], Any]) -> Any:
-        """Return on every rank what is made where the last stage runs; its error is raised on every rank."""
-        return self.world.share(self.last, make)
+        """Return on every rank the number that is made where the last stage runs; its error is raised on every rank."""
+        value, error = attempt(make) if self.world.rank == self.last else (None, None)
+        if value is None and error is None:
+            dtype, number = self.world.receive(self.last)
+            return torch.tensor(number, dtype=dtype, device=self.world.device)
+        self.world.send(self.last, None if value is None else (value.dtype, value.item()), error)
+        return value
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived, and leave the random numbers where the plain model leaves them."""
