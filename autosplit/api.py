@@ -142,6 +142,8 @@ def autosplit(
         batch_dims=batch_dims,
         compile=resolve_compile(compile),
         lanes=resolve_lanes(lanes, resolved) if world is None else "inline",
+        processes=world is not None,
+        hosts=() if world is None else world.hosts,
         rng=resolve_rng(rng, resolved),
         batch_norm=choose("batch_norm", batch_norm, BATCH_NORM),
     )

@@ -11,7 +11,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class World:
         control: the gloo group for what ranks tell each other.
         payload: the group that carries tensors between devices.
         watch: ends every rank when one fails.
+        hosts: the number of each rank's host, ascending.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class World:
     control: Any
     payload: Any
     watch: Watch
+    hosts: tuple[int, ...] = ()
 
     @contextmanager
     def waiting(self, what: str, *ranks: int) -> Iterator[None]:
@@ -253,7 +255,9 @@ def _joined() -> World:
         )
     if len({place[2] for place in places}) > 1:
         raise DeviceError("some ranks have a CUDA device and others have none; give every rank a device of one kind")
-    return world
+    names = [place[0] for place in places]
+    order = list(dict.fromkeys(names))
+    return replace(world, hosts=tuple(order.index(name) for name in names))
 
 
 def _device(rank: int) -> torch.device:
