@@ -39,7 +39,7 @@ _SILENT_S = 60.0  # a rank that says nothing for so long is gone, also outside a
 _LOST_S = 3.0  # the same for a rank of another machine, where a connection was lost
 _START_S = 60.0  # how long a rank waits for the others' watches
 _EXPLAIN_S = 5.0  # how long a lost connection waits for a better cause
-_READ_S = 2.0  # how long a culprit waits until the others have read the cause
+_READ_S = 4.0  # how long a culprit, or who hosts the store, waits until the others have read what it says
 _UNWIND_S = 5.0  # how long its exception may travel before its process ends
 _END_S = _READ_S + _UNWIND_S + 1.0  # when the others kill it, where it is on the same machine
 
@@ -91,12 +91,12 @@ class Watch:
         self._cause = ""
         self._known, self._may_leave, self._closing = (threading.Event() for _ in range(3))
         self._handles: dict[int, int] = {}
-        self._error_files: dict[int, str] = {}
+        self._error_files: dict[int, str | None] = {}
         self._ended: set[int] = set()
         self._ends = select.poll()
         self._join()
         atexit.register(self._at_exit)
-        if _is_main() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
         self._thread = threading.Thread(target=self._watch, name="autosplit watch", daemon=True)
         self._thread.start()
@@ -121,13 +121,12 @@ class Watch:
             late = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
             raise DeviceError(f"rank {late} has not made the pipe within {_START_S:g} s; every rank must") from error
         for rank, text in enumerate(self._store.multi_get(keys)):
-            machine, pid, self._error_files[rank] = json.loads(text)
-            if machine != own[0]:
-                del self._error_files[rank]
-            elif rank != self.rank:
-                self._hold(rank, pid)
+            machine, pid, error_file = json.loads(text)
+            if machine == own[0]:
+                self._hold(rank, pid, error_file)
 
-    def _hold(self, rank: int, pid: int) -> None:
+    def _hold(self, rank: int, pid: int, error_file: str | None) -> None:
+        self._error_files[rank] = error_file
         try:
             self._handles[rank] = os.pidfd_open(pid)
             self._ends.register(self._handles[rank], select.POLLIN)
@@ -191,11 +190,12 @@ class Watch:
             return
         self._closing.set()
         atexit.unregister(self._at_exit)
-        if _is_main() and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            with suppress(ValueError):  # another thread than the main one
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._thread.join(_UNWIND_S)
-        if self.rank == 0 and self._host == "rank 0":
-            time.sleep(2 * _BEAT_S)  # the store may end with this process: the others read first that it has finished
+        if self.rank == 0 and self._host == "rank 0" and not self._failing:
+            self._await("left", len(self._states))  # the store may end with this process
         for handle in self._handles.values():
             os.close(handle)
 
@@ -220,13 +220,14 @@ class Watch:
                     self._ends.unregister(handle)
                     self._ended.update(rank for rank, other in self._handles.items() if other == handle)
                 cause = self._beat()
-                if cause is None and (found := self._judge()):
+                if not cause and self._host == "rank 0" and self._states[0].closed:
+                    break  # and the store with it
+                if not cause and (found := self._judge()):
                     cause = self._blame(found)
                 if cause:
                     return self._end(cause)
-                if self._host == "rank 0" and self._states[0].closed:
-                    return None  # and the store with it
             self._publish(closed=True)
+            self._store.add("left", 1)
         except RuntimeError:
             if not self._closing.is_set() and not self._known.is_set():
                 self._end(self._lost_store(), has_store=False)
@@ -309,9 +310,12 @@ class Watch:
         self._cause = cause.text
         self._known.set()
         self._report(self.rank, cause.text, stack)
-        running = sum(not self._states[rank].closed for rank in self._others)
+        self._await("read", sum(not self._states[rank].closed for rank in self._others))
+
+    def _await(self, key: str, ranks: int) -> None:
+        """Wait until so many ranks have said so."""
         end = time.monotonic() + _READ_S
-        while self._store.add("read", 0) < running and time.monotonic() < end:
+        while self._store.add(key, 0) < ranks and time.monotonic() < end:
             time.sleep(0.02)
 
     def _kill(self, rank: int) -> None:
@@ -356,7 +360,7 @@ class Watch:
         return _Cause(-1, f"{self._host}, which hosts the store, was killed or cannot be reached")
 
     def _watch_store(self) -> None:
-        """End this process where its watch waits for the store: what hosts it is stopped."""
+        """End this process where the other thread waits for the store: what hosts it is stopped."""
         seen, silent = 0, 0
         while not self._closing.wait(_BEAT_S) and not self._known.is_set() and self._thread.is_alive():
             seen, silent = self._beats, silent + 1 if self._beats == seen else 0
@@ -381,10 +385,6 @@ def _host(store: Any) -> str:
     if not isinstance(store, TCPStore):
         return "a machine"
     return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-
-
-def _is_main() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _exit_within(seconds: float) -> None:

@@ -77,7 +77,7 @@ def happen(fault: str, watch: Watch) -> None:
             watch.failed(error)
             time.sleep(1000)
     if fault == "hang":
-        time.sleep(1000)
+        dist.group.WORLD.get_group_store().wait(["what nobody sets"])
     if fault in ("stop", "freeze"):
         time.sleep(0.6)  # two heartbeats of this action
     if fault == "stop":
@@ -110,11 +110,25 @@ def lost_connection() -> None:
     time.sleep(1000)
 
 
+def explained() -> None:
+    watch = Watch(dist.get_rank(), dist.get_world_size())
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    begin = time.monotonic()
+    signal.pidfd_send_signal(watch._handles[1], signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does
+    error = watch.explain(RuntimeError("Connection closed by peer"))
+    assert time.monotonic() - begin >= 1.0  # the culprit ends first
+    raise error
+
+
 def alone() -> None:
     watch = Watch(0, 1)
     with watch.step(0.1):
         watch.failed(ValueError("a bad row"))
     watch.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    time.sleep(10)  # longer than a process lives whose failure others know
 
 
 def twice() -> None:

@@ -181,7 +181,10 @@ def _call(folder: Path, function: Callable[..., None], args: Sequence[Any]) -> N
 
 
 if __name__ == "__main__":
-    import torch.distributed
+    import torch.distributed as dist
 
-    torch.distributed.init_process_group("gloo")
+    # torchrun may give a restart the store of the attempt before, with the addresses of ranks that have ended
+    store, rank, size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     _call(Path(os.environ[_FOLDER]), *pickle.loads(Path(os.environ[_FOLDER], "call").read_bytes()))
