@@ -262,15 +262,15 @@ class RegionModule(fx.GraphModule):
             parent, _, name = path.rpartition(".")
             holder = self.root.get_submodule(parent)
             for kind in kinds:
-                tensor = getattr(holder, "_" + kind).get(name)
-                if tensor is not None:
+                if (tensor := getattr(holder, "_" + kind).get(name)) is not None:
                     yield path, tensor
-                elif kind == "parameters" and isinstance(free := holder.__dict__.get(name), torch.Tensor):
-                    if free.requires_grad:  # a leaf that the model holds without registering it
-                        yield path, free
-                elif name in holder._modules:
-                    module = holder.get_submodule(name)
-                    yield from ((f"{path}.{n}", t) for n, t in getattr(module, f"named_{kind}")())
+            free = holder.__dict__.get(name)
+            if "parameters" in kinds and isinstance(free, torch.Tensor) and free.requires_grad:
+                yield path, free  # a leaf that the model holds without registering it
+            if name in holder._modules:
+                for place, module in holder.get_submodule(name).named_modules(prefix=path):
+                    tables = (getattr(module, "_" + kind) for kind in kinds)
+                    yield from ((f"{place}.{n}", t) for own in tables for n, t in own.items() if t is not None)
 
 
 def recomputed(
