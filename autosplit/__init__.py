@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autosplit.api import autosplit, plan
+    from autosplit.distributed.materialise import initialise
     from autosplit.errors import (
         AutosplitError,
         CheckpointError,
@@ -38,6 +39,7 @@ __all__ = [
     "TraceError",
     "Verification",
     "autosplit",
+    "initialise",
     "plan",
     "verify",
 ]
@@ -48,6 +50,7 @@ _PLACES = {
     "Sample": "options",
     "Verification": "verification",
     "autosplit": "api",
+    "initialise": "distributed.materialise",
     "plan": "api",
     "verify": "verification",
 }

@@ -1,0 +1,83 @@
+"""Where a model holds its parameters and buffers, ties included."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+
+class Place(NamedTuple):
+    """A name of a parameter or buffer, and the module that holds it under ``key``."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+    def get(self) -> Tensor | None:
+        """Return what is there now."""
+        return self.module._parameters.get(self.key, self.module._buffers.get(self.key))
+
+    def set(self, tensor: Tensor) -> None:
+        """Put a tensor there, by the module's own ``__setattr__``: an LSTM keeps a second list."""
+        setattr(self.module, self.key, tensor)
+
+
+@dataclass(eq=False)
+class Entry:
+    """One parameter or buffer; a tied one has several places."""
+
+    tensor: Tensor
+    places: list[Place] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The first name in the order of the model."""
+        return self.places[0].name
+
+    @property
+    def shown(self) -> str:
+        """What messages call it."""
+        return f"{self.name!r} (of {type(self.places[0].module).__name__})"
+
+    @property
+    def persistent(self) -> bool:
+        """Whether state dicts hold it."""
+        return any(place.key not in place.module._non_persistent_buffers_set for place in self.places)
+
+    def put(self, tensor: Tensor) -> None:
+        """Put a tensor in all places."""
+        for place in self.places:
+            if place.get() is not tensor:
+                place.set(tensor)
+
+
+def entries_of(model: nn.Module) -> list[Entry]:
+    """Return the parameters and buffers in the order of the model."""
+    entries: dict[int, Entry] = {}
+    for owner, module in model.named_modules(remove_duplicate=False):
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                name = f"{owner}.{key}" if owner else key
+                entries.setdefault(id(tensor), Entry(tensor)).places.append(Place(name, module, key))
+    return list(entries.values())
+
+
+def replacement(old: Tensor, value: Tensor) -> Tensor:
+    """Return a value as a parameter or buffer with the class and the attributes of the old one."""
+    if value is old:
+        return old
+    new = value
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(value, old.requires_grad)
+        new.__class__ = type(old)
+    new.__dict__.update(old.__dict__)
+    return new
+
+
+def listed(names: Collection[str]) -> str:
+    """Return the first of some names for a message, and how many there are."""
+    shown = ", ".join(name if " " in name else repr(name) for name in list(names)[:4])
+    return f"{shown} ({len(names)} in all)" if len(names) > 4 else shown or "nothing"

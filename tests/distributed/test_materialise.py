@@ -1,0 +1,201 @@
+"""A model that was built on the meta device gets the values of one part, whatever the parts are."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from scipy.stats import ks_2samp
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import autosplit
+from autosplit.distributed import materialise as materialise_module
+from autosplit.distributed.materialise import initialise, materialise
+from tests.distributed.meta_models import (
+    CPU,
+    MODELS,
+    Drawing,
+    TiedByApply,
+    Timm,
+    every_model,
+    on_meta,
+    same,
+    tensors,
+)
+
+
+@every_model
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_parts_have_the_values_of_the_whole(model, parts, monkeypatch):
+    whole = tensors(initialise(on_meta(MODELS[model]), 3))
+    assert not any(tensor.is_meta for tensor in whole.values())
+    distinct = list({id(tensor): name for name, tensor in whole.items()}.values())
+    number = {id(whole[name]): random.Random(f"{parts}{name}").randrange(parts) for name in distinct}
+    monkeypatch.setattr(materialise_module, "_HOST_BYTES", 20_000)
+    for part in range(parts):
+        own = on_meta(MODELS[model])
+        before = tensors(own)
+        materialise(own, [name for name in whole if number[id(whole[name])] == part], device=CPU, seed=3)
+        for name, tensor in tensors(own).items():
+            if number[id(whole[name])] == part:
+                assert same(tensor, whole[name]), name
+                assert tensor.requires_grad == before[name].requires_grad
+            else:
+                assert tensor is before[name]
+        groups = {name: id(tensor) for name, tensor in tensors(own).items()}
+        assert len(set(groups.values())) == len({id(tensor) for tensor in before.values()})
+
+
+@every_model
+def test_values_are_distributed_as_those_of_the_constructor(model):
+    torch.manual_seed(0)
+    built, ours = MODELS[model](), tensors(initialise(on_meta(MODELS[model]), 5))
+    buffers = dict(built.named_buffers())
+    for name, tensor in tensors(built).items():
+        assert tensor.shape == ours[name].shape
+        if name in buffers or tensor.unique().numel() == 1:
+            assert same(tensor, ours[name]), name
+        elif model != "drawing" or "tables.2" not in name:
+            one, other = tensor.detach().flatten().double(), ours[name].detach().flatten().double()
+            assert ks_2samp(one, other).pvalue > 1e-4, name
+    assert list(ours) == list(tensors(built))
+
+
+def test_each_seed_has_values_of_its_own_and_each_name():
+    build = MODELS["encoder"]
+    one, other = (tensors(initialise(on_meta(build), seed)) for seed in (0, 1))
+    assert not any(same(one[name], other[name]) for name in one if name.endswith("linear1.weight"))
+    assert not same(one["layers.0.linear1.weight"], one["layers.1.linear1.weight"])
+    assert same(one["layers.0.linear1.weight"], tensors(initialise(on_meta(build)))["layers.0.linear1.weight"])
+
+
+def test_the_random_state_of_the_caller_is_untouched():
+    model = on_meta(Drawing)
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    initialise(model)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before[1:]
+
+
+def test_the_callers_modes_do_not_matter():
+    want = tensors(initialise(on_meta(Timm)))
+    model = on_meta(Timm)
+    with torch.inference_mode(), torch.device("meta"):
+        initialise(model)
+    for name, tensor in tensors(model).items():
+        assert same(tensor, want[name])
+        assert not tensor.is_inference()
+    assert model.head(torch.ones(1, 16)).requires_grad
+
+
+def test_attributes_and_classes_of_parameters_are_kept():
+    class Sharded(nn.Parameter):
+        pass
+
+    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model[0].weight.no_decay = True
+    model[0].bias.__class__ = Sharded
+    model[0].bias.requires_grad_(False)
+    model[1].running_mean.kind = "mean"
+    initialise(model)
+    assert model[0].weight.no_decay
+    assert (type(model[0].weight), type(model[0].bias)) == (nn.Parameter, Sharded)
+    assert (model[0].weight.requires_grad, model[0].bias.requires_grad) == (True, False)
+    assert model[1].running_mean.kind == "mean"
+    assert model[0].weight.is_leaf
+
+
+def test_an_lstm_runs_with_its_new_weights():
+    model = initialise(on_meta(MODELS["lstm"]))
+    plain = nn.LSTM(8, 16, 2, bidirectional=True)
+    plain.load_state_dict(model.state_dict())
+    batch = torch.randn(5, 2, 8)
+    assert torch.equal(model(batch)[0], plain(batch)[0])
+
+
+def test_tensors_with_values_keep_them():
+    model = on_meta(TiedByApply)
+    whole = tensors(initialise(on_meta(TiedByApply)))
+    materialise(model, ["fc.weight"], device=CPU)
+    weight = model.fc.weight
+    with torch.no_grad():
+        weight.fill_(7.0)
+    initialise(model)
+    assert model.fc.weight is weight
+    assert weight.eq(7.0).all()
+    assert same(model.fc.bias, whole["fc.bias"])
+    assert model.embed.weight is model.head.weight
+    assert same(model.head.weight, whole["head.weight"])
+
+
+def test_a_tied_tensor_is_given_by_any_of_its_names():
+    for name in ("embed.weight", "head.weight"):
+        model = on_meta(TiedByApply)
+        materialise(model, [name], device=CPU)
+        assert model.embed.weight is model.head.weight
+        assert not model.head.weight.is_meta
+
+
+def test_initialise_is_public():
+    assert autosplit.initialise is initialise
+
+
+def test_a_model_whose_own_method_does_what_its_constructor_did_can_be_initialised():
+    class Model(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+            self.init_weights()
+
+        def init_weights(self) -> None:
+            nn.init.zeros_(self[1].weight)
+
+    model = initialise(on_meta(Model))
+    assert model[1].weight.eq(0).all()
+    assert model[0].weight.ne(0).all()
+
+
+def test_a_parametrization_without_an_inverse_is_taken_for_the_identity():
+    class Symmetric(nn.Module):
+        def forward(self, value: Tensor) -> Tensor:
+            return value.triu() + value.triu(1).mT
+
+    def build() -> nn.Module:
+        return parametrize.register_parametrization(nn.Linear(16, 16), "weight", Symmetric())
+
+    model = initialise(on_meta(build))
+    assert torch.equal(model.weight, model.weight.mT)
+    original = model.parametrizations.weight.original.detach()
+    assert 0.9 / 4 < float(original.abs().max()) <= 1 / 4  # a Linear's own bound
+
+
+PEAK = """
+import torch
+from torch import nn
+from autosplit.distributed.materialise import materialise
+
+def resident(kind):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
+
+with torch.device("meta"):
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(16)])
+    small = nn.Linear(2, 2)
+materialise(small, ["weight", "bias"], device=torch.device("cpu"))
+before = resident("VmRSS")
+names = [name for name, _ in model.named_parameters() if int(name.split(".")[0]) in (1, 5, 6, 11)]
+materialise(model, names, device=torch.device("cpu"))
+print((resident("VmHWM") - before) / sum(model.get_parameter(name).nbytes for name in names))
+"""
+
+
+def test_the_peak_of_a_quarter_is_that_quarter():
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", PEAK]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, cwd=root).stdout
+    assert 0.9 < float(text) < 1.15
