@@ -232,6 +232,19 @@ def test_a_sample_of_equal_rows_hides_nothing(name: str) -> None:
     torch.testing.assert_close(pipe(x), model(x), rtol=1e-10, atol=1e-10)
 
 
+def test_an_event_that_no_row_of_the_sample_has_is_counted_over_all_rows() -> None:
+    for body in (MIXING["cumsum of a rare event"], lambda h: h * (1 + (h[:, 0] > 1e3).long().sum())):
+        model, x = between(body), torch.randn(ROWS, WIDTH).double()
+        pipe = autosplit(copy.deepcopy(model), devices=["cpu"] * 2, chunks=4)
+        for scale in (1.0, 1e4):
+            torch.testing.assert_close(pipe(scale * x), model(scale * x), rtol=1e-10, atol=1e-10)
+
+
+def test_a_weighted_loss_of_a_single_class_takes_no_other() -> None:
+    model = Model(lambda m, x, y: F.cross_entropy(m.a(x)[:, :1], y, torch.ones(1).double()))
+    assert trace(model, Sample(torch.randn(ROWS, WIDTH).double(), torch.zeros(ROWS).long())).findings.probed
+
+
 def in_one_mode(body: Body, *, training: bool) -> Model:
     """An operation in training or in eval mode only."""
     return Model(lambda m, x: m.b(body(m.a(x)) if m.training is training else m.a(x)))

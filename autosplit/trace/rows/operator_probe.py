@@ -175,7 +175,7 @@ class OperatorProbe:
                 made = result_of(node, self.run, values)
                 before = result_of(node, self.run, base) if base else plain
             except Exception as error:  # the operation takes no such values
-                if is_internal(error):
+                if is_internal(error) and not isinstance(error, IndexError):
                     raise
                 continue
             same = same_rounded if is_opaque(node, self.root) else same_bits

@@ -31,8 +31,8 @@ from autosplit.trace.inputs.objects import leaves_of, take_apart
 from autosplit.trace.rows.kinds import moved_and_index
 
 Values = dict[fx.Node, Any]
-KINDS = ("other rows", "equal rows", "random", "far", "all random", "other rows", "all random", "far")
-"""What the neighbours are, draw by draw; in ``all random`` the kept row is drawn too."""
+KINDS = ("other rows", "equal rows", "far", "random", "all random", "far", "other rows", "all random")
+"""What the neighbours are, draw by draw, of which each keeps the next row; in ``all random`` it is drawn too."""
 FEW_KINDS = ("other rows", "equal rows", "all random")
 _FAR = 100.0
 _DRAWN = 65_537
@@ -334,12 +334,15 @@ def _from_rows(tensor: torch.Tensor, layout: Layout, sources: Sequence[int]) -> 
 
 
 def _random(tensor: torch.Tensor, generator: torch.Generator, scale: float = 1.0) -> torch.Tensor:
-    """Return random values: integers are some of the tensor's own, as most are indices."""
+    """Return random values: integers are some of the tensor's own, as most are indices; far from zeros are ones."""
     if not tensor.is_floating_point():
         flat = tensor.reshape(-1)
         if tensor.dtype == torch.bool:
             return torch.randint(2, tensor.shape, generator=generator).bool()
-        return flat[torch.randint(max(1, flat.numel()), tensor.shape, generator=generator)]
+        own = flat[torch.randint(max(1, flat.numel()), tensor.shape, generator=generator)]
+        if scale == 1.0 or bool(own.any()):
+            return own
+        return torch.randint(2, tensor.shape, generator=generator).to(own.dtype)
     low, high = _range(tensor)
     if scale != 1.0 or low == high:
         reach = scale * max(abs(low), abs(high), 1.0)
