@@ -30,7 +30,7 @@ from autosplit.trace.scope import has_hooks, has_module_hooks
 
 _LARGE = 1 << 24
 """Bytes of a constant above which it is not looked at."""
-_PROBE = 4
+_PROBE = 5
 """What the value probe asks; proofs of another one do not count."""
 _ADDRESS = " at 0x"
 _INSTALLED = ("site-packages", "dist-packages")
