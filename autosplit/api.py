@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from autosplit.pipelined import PipelinedModule
 
 
+_ONE_PROCESS = {"feed": "all", "outputs": "last", "weights": None}
+
+
 def autosplit(
     model: nn.Module,
     devices: Any = 4,
@@ -57,6 +60,7 @@ def autosplit(
     mesh: Any = None,
     feed: str = "all",
     outputs: str = "last",
+    weights: Any = None,
 ) -> PipelinedModule:
     """Split a model over devices and return it as a pipelined ``torch.fx.GraphModule`` with the same state.
 
@@ -104,6 +108,9 @@ def autosplit(
             of the first stage with the inputs, and that of the last with ``target`` and ``loss_fn``.
         outputs: which processes get the model's output under "torchrun": "last", that of the last stage, others None;
             or "all".
+        weights: where a model on meta, which "torchrun" takes too, gets its values from: a state dict, a safetensors or
+            torch file, or the folder of a checkpoint; each process reads its part. None: its modules' own initialisers
+            give them, by torch's seed and the names, whatever the cut.
 
     Returns:
         The pipelined module. Calling it gives the model's outputs, transparent to autograd.
@@ -116,13 +123,12 @@ def autosplit(
         PlanError: the plan is of another model.
         ScheduleError: an action file is no legal schedule, or is made for other devices or chunks.
     """
-    _check_model(model)
     choose("precision", precision, (None,))
     choose("mesh", mesh, (None,))
-    choose("outputs", outputs, OUTPUTS)
-    choose("feed", feed, FEED)
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     world = _world() if isinstance(devices, str) and devices == TORCHRUN else None
+    ways = {"feed": choose("feed", feed, FEED), "outputs": choose("outputs", outputs, OUTPUTS), "weights": weights}
+    _check_model(model, world, ways)
     resolved = resolve_devices(devices) if world is None else (world.device,) * world.size
     asked = chosen(
         devices=len(resolved),
@@ -147,7 +153,7 @@ def autosplit(
         rng=resolve_rng(rng, resolved),
         batch_norm=choose("batch_norm", batch_norm, BATCH_NORM),
     )
-    return _piped(model, options, pinned, world, sample, feed, outputs)
+    return _piped(model, options, pinned, sample, world, ways)
 
 
 def _world() -> World:
@@ -158,7 +164,7 @@ def _world() -> World:
 
 
 def _piped(
-    model: nn.Module, options: Options, pinned: Plan | None, world: World | None, sample: Any, feed: str, outputs: str
+    model: nn.Module, options: Options, pinned: Plan | None, sample: Any, world: World | None, ways: dict[str, Any]
 ) -> PipelinedModule:
     """Return the pipe, or the part of this process; that is planned, so that its parameters are known."""
     if world is None:
@@ -170,7 +176,7 @@ def _piped(
     else:
         from autosplit.ranks import RankPipe
 
-        pipe = RankPipe(model, options, pinned, world, feed=feed, outputs=outputs)
+        pipe = RankPipe(model, options, pinned, world, **ways)
     if sample is not None:
         pipe.prepare(Sample.of(sample))
     return pipe
@@ -308,12 +314,19 @@ def _check_module(model: Any) -> None:
             raise InputError("the model is a pipeline already; split pipe.unsplit() instead")
 
 
-def _check_model(model: Any) -> None:
-    """Raise InputError for what cannot be split: no module, a pipeline, or one without values."""
+def _check_model(model: Any, world: World | None, ways: Mapping[str, Any]) -> None:
+    """Raise InputError for what cannot be split: no module, a pipeline, or one without values in one process."""
     _check_module(model)
+    names = [name for name, default in _ONE_PROCESS.items() if world is None and ways[name] != default]
+    if names:
+        raise InputError(f"{names[0]}={ways[names[0]]!r} is for devices='torchrun', with a process per device")
     on_meta = next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None)
-    if on_meta is not None:
+    if on_meta is not None and world is None:
         raise InputError(
             f"{on_meta} is on the meta device and has no values; build the model on a real device, or call "
-            "model.to_empty(device='cpu') and initialise it"
+            "autosplit.initialise(model)"
+        )
+    if on_meta is None and world is not None and ways["weights"] is not None:
+        raise InputError(
+            "weights= is for a model on the meta device; this one has values: load_state_dict gives it others"
         )

@@ -316,15 +316,8 @@ class Recordings:
 
     def _planned(self, key: Key, sample: Sample) -> Trace:
         """Record this kind of call, and plan if there is no plan yet."""
-        told = self.options.batch_dims
         with self.python.watched():
-            found = trace(
-                self.model,
-                sample,
-                batch_dims=told,
-                proofs=() if self.plan is None else self.plan.proofs,
-                whole_norms=self.options.batch_norm == "full",
-            )
+            found = self._trace(sample)
         if found.graph.asks_grad_mode and not key.rest[0][0].grad:
             raise TraceError(
                 f"forward asks whether gradients or inference mode are on ({found.graph.asks_grad_mode}) and is called "
@@ -341,6 +334,12 @@ class Recordings:
             if not self.kept and self.plan.edited:
                 self.plan = recosted(self.model, found, self.options, self.plan)
         return found
+
+    def _trace(self, sample: Sample) -> Trace:
+        """Record the model's forward."""
+        proofs = () if self.plan is None else self.plan.proofs
+        whole_norms = self.options.batch_norm == "full"
+        return trace(self.model, sample, batch_dims=self.options.batch_dims, proofs=proofs, whole_norms=whole_norms)
 
     def _check_plan(self, plan: Plan) -> None:
         """Raise PlanError where the caller's plan was made for another model."""

@@ -15,6 +15,7 @@ from torch import nn
 from autosplit.lower.split import Lowered
 from autosplit.options import Options
 from autosplit.planning.plan.plan import Plan
+from autosplit.trace.borrowed.blank import has_meta
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.objects import leaves_of, take_apart, tensors_in
 from autosplit.trace.inputs.signature import GradAutocastState
@@ -45,11 +46,13 @@ def pipe_facts(model: nn.Module, options: Options, plan: Plan | None, **ways: st
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     state = [f"{name}: {tensor.dtype}{list(tensor.shape)} {tensor.device.type}" for name, tensor in tensors.items()]
     values = [f"{name}: values with checksum {_ends(tensor)}" for name, tensor in tensors.items()]
+    seed = f"{torch.initial_seed()}" if has_meta(model) else "of no use"
     return {
         "their versions": "\n".join((*versions, f"python {platform.python_version()}")),
         "the arguments of autosplit()": "\n".join(f"{name}={value!r}" for name, value in asked.items()),
         "their models": "\n".join((*modules, *state)),
         "the values of their models (seed every process alike before the model is made)": "\n".join(values),
+        "torch.initial_seed(), by which a model on meta gets its values": seed,
         "their plans": "none" if plan is None else plan.to_json(),
     }
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from autosplit.distributed.watch import Watch
 from autosplit.errors import AutosplitError, DeviceError, InputError
@@ -226,7 +227,10 @@ def join() -> World:
                 f"devices='torchrun' is for a process that torchrun has started, and {', '.join(missing)} is not set; "
                 "run torchrun --nproc-per-node N script.py, or call torch.distributed.init_process_group first"
             )
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        store, rank, size = next(rendezvous("env://"))
+        attempt_number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restart may get the former one's store
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=PrefixStore(attempt_number, store), rank=rank, world_size=size)
     default = dist.group.WORLD
     if id(default) not in _JOINED:
         _JOINED.clear()

@@ -223,28 +223,27 @@ def place(model: nn.Module, lowered: Lowered, devices: Sequence[torch.device]) -
     State that no stage uses moves to the first device. Does nothing where everything lies on the right device already.
     """
     stages = owners(model, lowered)
-    move((tensor, devices[stages[name]]) for name, tensor in _state(model))
+    move((tensor, devices[stages.get(name, 0)]) for name, tensor in named_state(model))
 
 
 def owners(model: nn.Module, lowered: Lowered) -> dict[str, int]:
-    """Return the stage that holds each parameter and buffer, by name: the first that uses it, or else stage 0."""
+    """Return the stage that holds each parameter and buffer that is used, by all its names: the first that uses it."""
     stage_of: dict[int, int] = {}
-    named = dict(_state(model))
+    named = dict(named_state(model))
     for name, stage in lowered.layout.home.items():
         if name in named:
             stage_of[id(named[name])] = stage
     for stage, part in _parts(lowered):
         for tensor in (*part.parameters(), *part.buffers()):
             stage_of.setdefault(id(tensor), stage)
-    return {name: stage_of.get(id(tensor), 0) for name, tensor in named.items()}
+    return {name: stage_of[id(tensor)] for name, tensor in named.items() if id(tensor) in stage_of}
 
 
-def move_own(model: nn.Module, lowered: Lowered, stages: Collection[int], device: torch.device) -> None:
-    """Move to a device what these stages use, buffers that others use too among it, and what they hold."""
-    own = [t for stage, part in _parts(lowered) if stage in stages for t in (*part.parameters(), *part.buffers())]
-    named = dict(_state(model))
-    own += [named[name] for name, stage in owners(model, lowered).items() if stage in stages]
-    move((tensor, device) for tensor in own)
+def names_of(model: nn.Module, lowered: Lowered, stages: Collection[int]) -> list[str]:
+    """Return the parameters and buffers that stages use or hold; some that they use others may hold."""
+    own = {id(t) for stage, part in _parts(lowered) if stage in stages for t in (*part.parameters(), *part.buffers())}
+    held = owners(model, lowered)
+    return [name for name, tensor in named_state(model) if id(tensor) in own or held.get(name, 0) in stages]
 
 
 def _parts(lowered: Lowered) -> Iterator[tuple[int, RegionModule]]:
@@ -253,7 +252,7 @@ def _parts(lowered: Lowered) -> Iterator[tuple[int, RegionModule]]:
     yield from ((stage, part) for stage, part in parts if part is not None)
 
 
-def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and buffers by all their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
