@@ -64,7 +64,7 @@ def run(pipe: Any, training: Training) -> tuple[list[Tensor], list[Any]]:
 def compare(training: Training, options: Mapping[str, Any]) -> list[str]:
     """Train over all ranks and, on rank 0, in one process by the same plan; return what differs there."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    batch = without_gradients(training.batch(training.rows[0]))
+    batch = without_gradients(training.batch(max(training.rows)))
     sample = Sample(*batch.args, **batch.kwargs)
     pipe = autosplit(
         training.make(), devices="torchrun", chunks=training.chunks, sample=sample, outputs="all", **options
