@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.distributed.facts import call_text, contents, pipe_facts, state_of_several
+from autosplit.distributed.facts import call_text, contents, pipe_facts, program_text, state_of_several
 from autosplit.distributed.feed import bring, like_first, takers_of
 from autosplit.distributed.materialise import materialise
 from autosplit.distributed.messages import Sending
@@ -312,8 +312,8 @@ class RankPipe(PipelinedModule):
     def _facts(self, step: PreparedRankStep, args: Any, kwargs: Any) -> dict[str, Any]:
         """Return in what calls of all ranks have to agree."""
         facts: dict[str, Any] = {
-            "the call": call_text(self._core.model, args, kwargs),
-            "microbatches": str(step.sizes),
+            "the call": self._text_of(step.key, args, kwargs),
+            "what each stage runs": step.once("program", lambda: program_text(step.lowered)),
         }
         if self._feed == "all":
             facts["the batch's values"] = contents((args, kwargs))

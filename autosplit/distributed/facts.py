@@ -38,6 +38,17 @@ def state_of_several(lowered: Lowered, ranks: Sequence[int]) -> str | None:
     return next((name for name in changed if len(used[name]) > 1), None)
 
 
+def program_text(lowered: Lowered) -> str:
+    """Return what each stage runs, takes and gives: what travels is known by its place in a bundle."""
+    layout = lowered.layout
+    lines = [str(lowered.epilogue_inputs), str([node.name for node in layout.epilogue])]
+    for stage, prologue in zip(layout.stages, layout.prologues, strict=True):
+        lines += [f"{prologue.takes} {prologue.gives} {[node.name for node in prologue.nodes]}"]
+        lines += [f"{stage.inputs} {stage.shared} {sorted(stage.received.items())} {sorted(stage.sent.items())}"]
+        lines += [str([f"{node.name} {node.meta[INFO].name}" for node in stage.nodes])]
+    return "\n".join(lines)
+
+
 def pipe_facts(model: nn.Module, options: Options, plan: Plan | None, **ways: str) -> dict[str, Any]:
     """Return in what the pipes of all ranks have to agree, as texts: the first line that differs is shown."""
     versions = [f"{name} {version(name)}" for name in ("torch", "autosplit")]

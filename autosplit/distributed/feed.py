@@ -20,7 +20,7 @@ from autosplit.distributed.start import placeholders, slots_of
 from autosplit.distributed.world import World, attempt
 from autosplit.lower.split import Lowered
 from autosplit.runtime.step.step import Step
-from autosplit.trace.inputs.objects import mapped
+from autosplit.trace.inputs.objects import take_apart
 from autosplit.trace.reductions.own_loss import form_of
 
 
@@ -51,8 +51,9 @@ def like_first(world: World, first: int, args: Any, kwargs: Any) -> tuple[Any, A
         device = torch.device("cpu") if leaf.on_cpu else world.device
         return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=device)
 
-    blank = world.share(first, lambda: mapped(_Blank.of, (args, kwargs)))
-    return (args, kwargs) if world.rank == first else mapped(made, blank)
+    leaves, structure = take_apart((args, kwargs))
+    blank, structure = world.share(first, lambda: ([_Blank.of(leaf) for leaf in leaves], structure))
+    return (args, kwargs) if world.rank == first else structure([made(leaf) for leaf in blank])
 
 
 def bring(world: World, first: int, tensors: Sequence[torch.Tensor], takers: dict[int, set[int]]) -> None:

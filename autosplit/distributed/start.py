@@ -192,9 +192,13 @@ class _Beginning:
         return transfer((tensor,), lane.origin(tensor), lane)[0]
 
     def _take(self, slot: Slot, stage: int, taken: list[Taken]) -> torch.Tensor:
-        """Return a value for a graph of its own; one that another rank lends has none here."""
+        """Return a value for a graph of its own; one that another rank lends has none here.
+
+        A stage's own is taken as it is: what comes back for it comes in the same backward.
+        """
         value = self._value(slot, stage)
-        if slot not in self.values or self.start.home[id(value)] not in self.stages or not value.requires_grad:
+        home = self.start.home[id(value)] if slot in self.values else None
+        if home not in self.stages or not value.requires_grad or (home == stage and taken is not self.start.ended):
             return value
         leaf = value.detach().requires_grad_()
         taken.append(Taken(leaf, value))

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -183,7 +184,12 @@ def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 def digest(fact: Any) -> int:
     """Return a number for a fact, the same in every process; an int stands for itself."""
-    return fact if isinstance(fact, int) else zlib.crc32(_text(fact).encode())
+    return fact if isinstance(fact, int) else _checksum(_text(fact))
+
+
+@lru_cache(maxsize=64)
+def _checksum(text: str) -> int:
+    return zlib.crc32(text.encode())
 
 
 def _text(fact: Any) -> str:

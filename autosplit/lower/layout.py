@@ -120,7 +120,8 @@ class _Uses:
         self.stage_of = stage_of
         self.tied = set(self.traced.tied)
         output = next(iter(reversed(self.traced.graph.nodes)))
-        self.outputs = {n for n in output.all_input_nodes if INFO in n.meta and n.op != "placeholder"}
+        # in the graph's order, which is the same in every process; that of a set is not
+        self.outputs = dict.fromkeys(n for n in output.all_input_nodes if INFO in n.meta and n.op != "placeholder")
         self.consumers: dict[str, list[fx.Node]] = defaultdict(list)
         self.values: dict[str, fx.Node] = {}
         for node in self.traced.graph.nodes:
