@@ -20,7 +20,7 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 # The most lines of source: a change that needs more takes something out first, or says in its message why not.
-MOST_LINES := 46000
+MOST_LINES := 47500
 
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin

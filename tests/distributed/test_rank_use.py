@@ -1,0 +1,181 @@
+"""What a rank's pipe is for its user: who is called with the batch, outputs, clipping, state, models on meta."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autosplit import autosplit, initialise
+from autosplit.options import Sample
+from tests.distributed.models import TRAININGS, TiedGPT, few_targets, flat, next_token, tokens
+from tests.distributed.processes import Pool
+from tests.distributed.training import squares, without_gradients
+from tests.equivalence.equality import flatten
+
+FED = ["chain", "tied gpt of changing length", "relative bias", "rows that mix", "own loss", "keyword inputs"]
+
+
+def _everything(part: Any) -> dict[str, Tensor]:
+    """Return what all ranks hold, by name."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, part)
+    assert sum(map(len, every)) == len({name for own in every for name in own})
+    return {name: value for own in every for name, value in own.items()}
+
+
+def fed(name: str) -> bool:
+    """Train with the batch on the first rank and the target on the last, and compare with one process."""
+    training, rank, size = TRAININGS[name], dist.get_rank(), dist.get_world_size()
+    batch = without_gradients(training.batch(9))
+    how = {"devices": "torchrun", "chunks": 4, "sample": Sample(*batch.args, **batch.kwargs), "feed": "first_last"}
+    pipe = autosplit(training.make(), **how)
+    one = autosplit(training.make(), devices=["cpu"] * size, plan=pipe.plan) if rank == size - 1 else None
+    found = []
+    for step, rows in enumerate((9, 9, 7)):
+        batch = without_gradients(training.batch(rows))
+        given = {} if training.loss is None else {"target": training.target(batch, step), "loss_fn": training.loss}
+        state = torch.manual_seed(step).get_state()
+        inputs = (batch.args, batch.kwargs) if rank == 0 else ((), {})
+        loss = pipe.train_step(*inputs[0], **inputs[1], **(given if rank == size - 1 else {}))
+        output = pipe.eval_step(*inputs[0], **inputs[1])
+        if one is None:
+            found.append(output is None)
+            continue
+        torch.set_rng_state(state)
+        found.append(torch.equal(one.train_step(*batch.args, **batch.kwargs, **given), loss))
+        pairs = zip(flatten(output), flatten(one.eval_step(*batch.args, **batch.kwargs)), strict=True)
+        found += [torch.equal(a[1], b[1]) for a, b in pairs if isinstance(a[1], Tensor)]
+    return all(found)
+
+
+def loop_of_ones_own(clip: float) -> list[str]:
+    """Train by ``pipe(x)``, ``loss.backward()`` on every rank and clip; return what differs from the plain model."""
+    plain = TRAININGS["rows that mix"].make()
+    pipe = autosplit(
+        TRAININGS["rows that mix"].make(), devices="torchrun", chunks=4, sample=flat(8).args, outputs="all"
+    )
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (pipe, plain)]
+    found = []
+    for rows in (8, 8, 5):
+        batch = flat(rows).args
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses = [squares(module(*batch)) for module in (pipe, plain)]
+        for loss in losses:
+            loss.backward()
+        norms = pipe.clip_grad_norm_(clip), nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        for optimizer in optimizers:
+            optimizer.step()
+        if not torch.allclose(*losses) or not torch.allclose(*norms):
+            found.append(f"{losses} {norms}")
+    whole = _everything(pipe.state_dict())
+    return found + [n for n, value in plain.state_dict().items() if not torch.allclose(value, whole[n], atol=1e-6)]
+
+
+def clipped_bits() -> bool:
+    """Tell whether the norm has the bits of torch's on the same gradients."""
+    pipe = autosplit(TiedGPT(), devices="torchrun", chunks=4, sample=tokens(8).args)
+    torch.manual_seed(1)
+    pipe.train_step(*tokens(8).args, target=few_targets(tokens(8), 0), loss_fn=next_token)
+    every = _everything({name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None})
+    model = TiedGPT()
+    for name, parameter in model.named_parameters():
+        parameter.grad = every[name]
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    total = pipe.clip_grad_norm_(0.01)
+    clipped = _everything({name: p.grad for name, p in pipe.named_parameters() if p.grad is not None})
+    return torch.equal(total, expected) and all(torch.equal(p.grad, clipped[n]) for n, p in model.named_parameters())
+
+
+def loaded() -> bool:
+    """Load the whole model's state into every rank's part; tell whether the outputs are that model's."""
+    other = TiedGPT()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1)
+    pipe = autosplit(TiedGPT(), devices="torchrun", chunks=4, sample=tokens(8).args, outputs="all")
+    pipe.load_state_dict(other.state_dict())
+    with pytest.raises(RuntimeError, match=r"missing keys of rank \d: \['"):
+        pipe.load_state_dict({})
+    return torch.equal(pipe.eval_step(*tokens(8).args), other.eval()(*tokens(8).args))
+
+
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return TiedGPT()
+
+
+def from_meta(weights: bool) -> tuple[bool, int, int]:
+    """Train a model that was built on meta; return whether it is as in one process, and how many elements it holds."""
+    source = TiedGPT().state_dict() if weights else None
+    model, rank = _on_meta(), dist.get_rank()
+    torch.manual_seed(4)  # behind the constructor, which has a seed of its own
+    sample = torch.empty(8, 6, dtype=torch.long, device="meta")
+    pipe = autosplit(model, devices="torchrun", chunks=4, sample=sample, weights=source)
+    held = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
+    given = {"target": few_targets(tokens(8), 0), "loss_fn": next_token}
+    torch.manual_seed(1)
+    losses = [pipe.train_step(*tokens(8).args, **given) for _ in range(3)]
+    output = pipe.eval_step(*tokens(8).args)
+    if rank < dist.get_world_size() - 1:
+        return output is None, held, sum(p.numel() for p in pipe.parameters())
+    plain = _on_meta()
+    initialise(plain, 4)
+    if source is not None:
+        plain.load_state_dict(source)
+    one = autosplit(plain, devices=["cpu"] * dist.get_world_size(), plan=pipe.plan)
+    torch.manual_seed(1)
+    expected = [one.train_step(*tokens(8).args, **given) for _ in range(3)]
+    same = all(map(torch.equal, losses, expected)) and torch.equal(output, one.eval_step(*tokens(8).args))
+    return same, held, sum(p.numel() for p in pipe.parameters())
+
+
+def weights_of_a_real_model() -> str:
+    """Give weights for a model that has values."""
+    try:
+        autosplit(TiedGPT(), devices="torchrun", sample=tokens(8).args, weights={})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", FED)
+def test_only_the_first_and_the_last_rank_are_called_with_the_batch(ranks: Pool, name: str) -> None:
+    assert all(ranks(3).run(fed, name))
+
+
+@pytest.mark.parametrize("clip", [0.05, 1e9])
+def test_a_loop_of_the_users_own_on_every_rank(ranks: Pool, clip: float) -> None:
+    assert ranks(2).run(loop_of_ones_own, clip) == [[], []]
+
+
+def test_the_norm_has_the_bits_of_one_process(ranks: Pool) -> None:
+    assert all(ranks(3).run(clipped_bits))
+
+
+def test_the_whole_models_state_is_loaded_in_parts(ranks: Pool) -> None:
+    assert all(ranks(2).run(loaded))
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_model_on_meta_gets_the_values_of_a_ranks_part(ranks: Pool, weights: bool) -> None:
+    found = ranks(3).run(from_meta, weights)
+    assert all(same for same, *_ in found)
+    whole = sum(p.numel() for p in TiedGPT().parameters())
+    assert sum(own for *_, own in found) == whole
+    assert all(held == own < whole for _, held, own in found)
+
+
+def test_weights_are_for_models_on_meta(ranks: Pool) -> None:
+    assert all("has values" in text for text in ranks(2).run(weights_of_a_real_model))
+
+
+def test_without_torchrun_there_are_no_ranks() -> None:
+    with pytest.raises(Exception, match="RANK, WORLD_SIZE"):
+        autosplit(TiedGPT(), devices="torchrun", sample=tokens(8).args)
+    with pytest.raises(ValueError, match="feed='first_last' is for devices='torchrun'"):
+        autosplit(TiedGPT(), devices=2, feed="first_last")
