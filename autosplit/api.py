@@ -174,7 +174,7 @@ def _piped(
     elif sample is None:
         raise InputError("devices='torchrun' needs sample=: a process's parameters must be known before its optimizer")
     else:
-        from autosplit.ranks import RankPipe
+        from autosplit.ranks.pipe import RankPipe
 
         pipe = RankPipe(model, options, pinned, world, **ways)
     if sample is not None:

@@ -8,160 +8,35 @@ What one rank refuses, all refuse, with the same error, before the first message
 
 from __future__ import annotations
 
-import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from autosplit.distributed.facts import call_text, contents, pipe_facts, program_text, state_of_several
+from autosplit.distributed.facts import call_text, contents, pipe_facts, program_text
 from autosplit.distributed.feed import bring, like_first, takers_of
-from autosplit.distributed.materialise import materialise
 from autosplit.distributed.messages import Sending
 from autosplit.distributed.step import RankStep, WholeCall
 from autosplit.distributed.world import World, attempt, known_to_all
 from autosplit.errors import InputError, TraceError
-from autosplit.lower.split import Lowered, named_state, names_of, owners
 from autosplit.options import Options, Sample
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.plan import Plan
-from autosplit.recorded import PreparedStep, PreparedTree, Recent, Recorded
-from autosplit.recordings import Recordings
+from autosplit.ranks.recordings import RankRecordings
+from autosplit.recorded import PreparedStep, PreparedTree, Recent
 from autosplit.runtime.loss.parts import Parts
 from autosplit.runtime.loss.proof import identity
-from autosplit.runtime.optimizers import move
 from autosplit.runtime.step import engine, train_cells
 from autosplit.runtime.tape import Tape
-from autosplit.runtime.tree import TreeRun
-from autosplit.trace.borrowed.blank import has_meta, without_values
 from autosplit.trace.borrowed.state import borrowed, random_state
 from autosplit.trace.graph import INFO
-from autosplit.trace.inputs.objects import mapped, take_apart, tensors_in
+from autosplit.trace.inputs.objects import mapped, tensors_in
 from autosplit.trace.inputs.signature import Key
-from autosplit.trace.ladder import Trace, trace
-from autosplit.trace.recording.run import PythonRun
-from autosplit.trace.rows.findings import Findings
 
-_RECORD, _RUN = "records a new kind of call", "runs a kind of call that it knows"
-
-
-class RankRecordings(Recordings):
-    """The recordings of one rank: rank 0 plans and says what its probe found; the others record the same.
-
-    Attributes:
-        owner: the rank of each parameter and buffer that is used, by name; empty before the first recording.
-        sample: what is recorded in the place of a call's inputs, where a sample on meta was given.
-    """
-
-    def __init__(
-        self, model: nn.Module, options: Options, plan: Plan | None, world: World, *, own: bool, weights: Any = None
-    ) -> None:
-        super().__init__(model, options, plan, own=own)
-        self.world = world
-        self.owner: dict[str, int] = {}
-        self.sample: Sample | None = None
-        self._on_meta, self._weights = has_meta(model), weights
-        self._findings: Findings | None = None
-        self._placed: set[str] = set()
-        """The parameters and buffers that lie on this rank's device."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The rank of each stage."""
-        assert self.plan is not None
-        return tuple(stage.lane for stage in self.plan.stages)
-
-    def reads_no_values(self, args: Any, kwargs: Any) -> bool:
-        """Tell whether a kind of call is known, and its recording does not hang on the batch's values."""
-        known = self.kept.get(self.python.key_of(*take_apart((args, kwargs))), ())
-        return bool(known) and all(one.trace.guard is None and not one.changes_python for one in known)
-
-    def find(self, key: Key, sample: Sample) -> tuple[Recorded | TreeRun, PythonRun | None]:
-        """Return the recording for a call; a model that has values in part is recorded as one without."""
-        new = key not in self.kept
-        with without_values(self.model) if new and self._has_part else contextlib.nullcontext():
-            return super().find(key, sample)
-
-    @property
-    def _has_part(self) -> bool:
-        """Whether the model has values here in part."""
-        return bool(self.owner) and self._on_meta
-
-    def _planned(self, key: Key, sample: Sample) -> Trace:
-        self.world.agree(_RECORD, {"the call": call_text(self.model, sample.args, sample.kwargs)})
-        found = None
-        if self.world.rank == 0:
-            found, error = attempt(lambda: super(RankRecordings, self)._planned(key, sample))
-            plan = None if self.plan is None else self.plan.to_json()
-            self.world.send(0, (plan, found and found.findings), error)
-        else:
-            plan, self._findings = self.world.receive(0)
-            self.plan = Plan.model_validate_json(plan)
-            found = super()._planned(key, sample)
-            self._findings = None
-        self._check_size()
-        assert found is not None
-        return found
-
-    def _trace(self, sample: Sample) -> Trace:
-        """Record the model's forward; what rows it mixes is what rank 0 has found."""
-        options = self.options
-        blank = without_values(self.model) if self.sample is not None else contextlib.nullcontext()
-        with blank:
-            return trace(
-                self.model,
-                self.sample or sample,
-                batch_dims=options.batch_dims,
-                proofs=() if self.plan is None else self.plan.proofs,
-                whole_norms=options.batch_norm == "full",
-                made_up=True,
-                findings=self._findings,
-            )
-
-    def _check_size(self) -> None:
-        assert self.plan is not None
-        if len(self.plan.devices) != self.world.size:
-            raise InputError(
-                f"the plan is for {len(self.plan.devices)} devices, and torchrun has started {self.world.size} "
-                f"processes; start {len(self.plan.devices)}, or plan for {self.world.size}"
-            )
-
-    def _place(self, lowered: Lowered, devices: Sequence[torch.device]) -> None:
-        ranks, model = self.ranks, self.model
-        own = {name: ranks[stage] for name, stage in owners(model, lowered).items()}
-        self.owner = self.owner or own
-        held = (*dict(model.named_parameters(remove_duplicate=False)), *lowered.traced.written)
-        moved = next((name for name in held if own.get(name) not in (None, self.owner_of(name))), None)
-        if moved is not None:
-            raise TraceError(
-                f"{moved!r} belongs to rank {self.owner_of(moved)}, and in this kind of call rank {own[moved]} uses it "
-                "first; plan on a sample of a call that uses all parameters"
-            )
-        if (shared := state_of_several(lowered, ranks)) is not None:
-            raise TraceError(
-                f"{shared!r} is changed on one rank and used on another, which would not see it; give modules that "
-                "share state one stage by plan=, or run them in one process"
-            )
-        stages = [stage for stage, rank in enumerate(ranks) if rank == self.world.rank]
-        names = names_of(model, lowered, stages)
-        new = [name for name in names if name not in self._placed]
-        if self._on_meta and self._placed and new:
-            raise TraceError(
-                f"{new[0]!r} has no values on rank {self.world.rank}, which uses it in this kind of call and in no "
-                "earlier one; plan on a sample of a call that uses all parameters and buffers"
-            )
-        if self._on_meta and new:
-            materialise(model, new, device=self.world.device, seed=torch.initial_seed(), weights=self._weights)
-        named = dict(named_state(model))
-        move((named[name], self.world.device) for name in new)
-        self._placed.update(new)
-
-    def owner_of(self, name: str) -> int:
-        """Return the rank that holds a parameter or buffer; the first stage's has what no stage uses."""
-        return self.owner.get(name, self.ranks[0])
+_RUN = "runs a kind of call that it knows"
 
 
 @dataclass(kw_only=True)
