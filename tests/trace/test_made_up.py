@@ -19,7 +19,9 @@ from autosplit.trace.borrowed.blank import blank, without_values
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.inputs.objects import mapped
 from autosplit.trace.ladder import Trace, trace
+from autosplit.trace.rows import probe
 from autosplit.trace.rows.findings import Findings
+from autosplit.trace.rows.made_up import MadeUp
 from tests.models import lengths, named
 from tests.models.decoders import VOCABULARY, Decoder
 from tests.models.three_layers import Model
@@ -248,8 +250,19 @@ class Lengths(nn.Module):
         return last + 1e-3 * torch.ops.aten._safe_softmax.default(last, 0)
 
 
-def test_nan_hides_nothing() -> None:
-    assert full(assert_alike(Lengths(), Sample(torch.randn(6, 5, 8), torch.tensor([5, 2, 3, 1, 4, 5]))))
+def test_values_that_give_nan_are_made_up_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = Sample(torch.randn(6, 5, 8), torch.tensor([5, 2, 3, 1, 4, 5]))
+    assert full(assert_alike(Lengths(), sample))
+    ways, ask = [], probe.run_probe
+
+    def asked(*args: Any, values: MadeUp, **kwargs: Any) -> Findings:
+        seen = ask(*args, values=values, **kwargs)
+        ways.append((values.way.integers, values.hides))
+        return seen
+
+    monkeypatch.setattr(probe, "run_probe", asked)
+    trace(on_meta(Lengths()), on_meta(sample), made_up=True)
+    assert ways == [((0, 6), True), ((0, 1), True), ((1, 2), False)]
 
 
 def test_where_nothing_can_be_made_up_it_is_said() -> None:

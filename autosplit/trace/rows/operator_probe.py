@@ -82,11 +82,6 @@ class OperatorProbe:
             n in self.layouts.noted for n in (node, *([] if node.meta[INFO].tensors else changed_by(node)))
         )
 
-    def forget(self, node: fx.Node) -> None:
-        """Drop the values of a node that no later one takes."""
-        for places in self.places:
-            places.numbered.pop(node, None)
-
     def mixes(self, node: fx.Node, suspects: Collection[str]) -> bool:
         """Tell whether an operation lets rows influence each other in a way that no later operation puts right."""
         operands = [n for n in node.all_input_nodes if n in self.valued and INFO in n.meta]

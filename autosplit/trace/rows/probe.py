@@ -205,7 +205,6 @@ class _Lockstep:
                     self._visit(node)
             for gone in self.last[node]:
                 if INFO in gone.meta or gone.op == "get_attr":  # sizes are worked out at other numbers of rows
-                    self.operators.forget(gone)
                     for interpreter in self.runs.values():
                         interpreter.env.pop(gone, None)
         return Findings(True, frozenset(self.suspects), frozenset(self.mixing), frozenset(self.alone))
