@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from pathlib import Path
@@ -169,6 +170,26 @@ def test_the_folder_holds_complete_steps_and_nothing_else(ranks, tmp_path):
     assert latest(str(folder)) == 10
 
 
+def test_everything_is_on_the_disk_before_the_checkpoint_appears(tmp_path, monkeypatch):
+    order = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(handle: int) -> None:
+        order.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def renamed(path: Path, target: Path) -> Path:
+        order.append(f"{path.name} to {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    save(tmp_path, 1, Plain(1))
+    [temporary] = [name for name in order if name.startswith("step-1.") and name.endswith(".tmp")]
+    table = [".metadata.tmp", ".metadata.tmp to .metadata"]
+    assert order == ["__0_0.distcp", *table, temporary, f"{temporary} to step-1", tmp_path.name]
+
+
 def saved_five_times(folder: Path, group: str) -> tuple[int, int]:
     used = dist.new_group(backend="gloo") if group == "own" else None
     part = my_part(seed=1)
@@ -224,6 +245,25 @@ def test_training_goes_on_while_it_is_saved(ranks, tmp_path, size):
     assert restore(tmp_path, plain) == {"loader": [3]}
     check_same([saved for _, saved in found], state_of(plain))
     check_same([restored_and_trained(tmp_path, kind, 5)[0]], uninterrupted(kind, 5))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_checkpoint_of_a_gpu_is_restored_without_one(tmp_path, wait):
+    plain = Plain(1).cuda()
+    optimizer = torch.optim.AdamW(plain.parameters(), capturable=True)
+    for parameter in plain.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    save(tmp_path, 1, plain, optimizer, others={"seen": torch.ones(2, device="cuda")}, wait=wait).wait()
+    restored = Plain(2)
+    into = torch.optim.AdamW(restored.parameters(), capturable=True)
+    assert restore(tmp_path, restored, into)["seen"].device.type == "cpu"
+    check_same([state_of(restored)], state_of(plain.cpu()))
+    for one, other in zip(restored.parameters(), plain.parameters(), strict=True):
+        assert {key: value.tolist() for key, value in into.state[one].items()} == {
+            key: value.tolist() for key, value in optimizer.state[other].items()
+        }
 
 
 def memory_of_a_save(folder: Path, wait: bool) -> float:

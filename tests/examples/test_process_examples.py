@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from autosplit.distributed import checkpoint
 from examples.models import GPT, GPTConfig
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -52,17 +55,23 @@ def test_a_driver_trains_two_workers_by_remote_calls() -> None:
     assert re.search(r"^  loss +\S+  equal$", printed, flags=re.MULTILINE)
 
 
-def test_training_under_torchrun_has_the_numbers_of_one_process(tmp_path: Path) -> None:
-    printed = [
-        output(*TORCHRUN, size, EXAMPLES / "train_torchrun.py", "--steps", 4, "--folder", tmp_path / str(size))
-        for size in (1, 2)
-    ]
-    one, two = (re.findall(r"^step .*$", text, flags=re.MULTILINE) for text in printed)
-    assert [line.partition(":")[0] for line in one] == ["step 1", "step 2", "step 3", "step 4"]
+def trained(processes: int, folder: Path, *, start: int) -> list[str]:
+    """Run the training script for 4 steps; return what it prints of each, from the one after ``start``."""
+    size = ("--steps", 4, "--save-every", 2, "--folder", folder)
+    printed = output(*TORCHRUN, processes, EXAMPLES / "train_torchrun.py", *size)
+    assert re.findall(r"^goes on after step (\d)$", printed, flags=re.MULTILINE) == ([str(start)] if start else [])
+    lines = re.findall(r"^step .*$", printed, flags=re.MULTILINE)
+    assert [line.partition(":")[0] for line in lines] == [f"step {step}" for step in range(start + 1, 5)]
+    return lines
+
+
+def test_training_under_torchrun_and_after_a_restart_has_the_numbers_of_one_process(tmp_path: Path) -> None:
+    one, two = (trained(size, tmp_path / str(size), start=0) for size in (1, 2))
     assert two == one
-    whole = torch.load(tmp_path / "1" / "rank-0.pt")
-    parts = [torch.load(tmp_path / "2" / f"rank-{rank}.pt") for rank in (0, 1)]
-    assert all(parts)
-    assert whole.keys() == GPT(GPTConfig()).state_dict().keys()
-    assert sorted(name for part in parts for name in part) == sorted(whole)
-    assert all(torch.equal(whole[name], value) for part in parts for name, value in part.items())
+    model = GPT(GPTConfig())
+    checkpoint.restore(tmp_path / "1", model)
+    expected = copy.deepcopy(model.state_dict())
+    shutil.rmtree(tmp_path / "1" / "step-4")
+    assert trained(2, tmp_path / "1", start=2) == one[2:]
+    checkpoint.restore(tmp_path / "1", model)
+    assert all(torch.equal(expected[name], value) for name, value in model.state_dict().items())
