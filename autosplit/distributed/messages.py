@@ -127,7 +127,7 @@ class Messages:
             )
         with self._lanes[way.source].active():
             flat = [flattened(tensor.detach()) for tensor in message if tensor is not None and tensor.numel()]
-            works += [dist.isend(f, group=self._world.payload, group_dst=to, tag=tag) for f in flat]
+            works += [self._world.isend(tensor, to, tag) for tensor in flat]
         self._sending.add(works, flat)
 
     def _describe(self, description: Description, to: int, tag: int) -> list[Any]:
@@ -160,11 +160,7 @@ class Messages:
                 for one in description
                 if one is not None
             ]
-            works = [
-                dist.irecv(flattened(tensor), group=self._world.payload, group_src=source, tag=tag)
-                for tensor in made
-                if tensor.numel()
-            ]
+            works = [self._world.irecv(flattened(tensor), source, tag) for tensor in made if tensor.numel()]
         return made, works
 
     def recv(self, way: Way) -> Message:

@@ -22,7 +22,8 @@ from torch import fx
 from autosplit.distributed.messages import ENDING, SHARED
 from autosplit.lower.layout import Layout, Slot
 from autosplit.lower.program import ending_slots
-from autosplit.runtime.ops import CellContext, fork, split, transfer
+from autosplit.lower.split import Lowered
+from autosplit.runtime.ops import OUT, CellContext, fork, split, transfer
 from autosplit.runtime.step.step import Pairs, Start, Step
 from autosplit.runtime.transport import Transport, Way
 from autosplit.trace.graph import INFO
@@ -213,3 +214,15 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
 def slots_of(layout: Layout, stage: int) -> list[Slot]:
     """Return what a stage takes once per step: its shared nodes, and its cells."""
     return [*layout.prologues[stage].takes, *layout.stages[stage].shared]
+
+
+def pairs_of(lowered: Lowered, ranks: Sequence[int]) -> set[tuple[int, int]]:
+    """Return the ranks between which anything travels, as sender and receiver; gradients go the other way."""
+    layout, last = lowered.layout, len(ranks) - 1
+    ways = {(source, stage) for stage, own in enumerate(layout.stages) for source in own.received}
+    ways |= {(stage, last) for stage, own in enumerate(layout.stages) if OUT in own.sent}
+    slots = [(stage, slot) for stage in range(len(ranks)) for slot in slots_of(layout, stage)]
+    slots += [(last, slot) for slot in ending_slots(lowered)]
+    ways |= {(layout.home[slot.value], stage) for stage, slot in slots if slot.value in layout.home}
+    pairs = {(ranks[source], ranks[target]) for source, target in ways}
+    return {pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b}

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -39,7 +39,8 @@ class World:
         size: how many there are.
         device: this rank's device.
         control: the gloo group for what ranks tell each other.
-        payload: the group that carries tensors between devices.
+        payload: the group that carries tensors where no pair of ranks has one of its own.
+        pairs: the groups of sender and receiver; NCCL keeps the order of a group's messages, and has no tags.
         watch: ends every rank when one fails.
         hosts: the number of each rank's host, ascending.
     """
@@ -51,6 +52,27 @@ class World:
     payload: Any
     watch: Watch
     hosts: tuple[int, ...] = ()
+    pairs: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    def open(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Make a group for each sender and receiver, in one order on all ranks; its first use makes it ready."""
+        for pair in sorted(set(pairs) - self.pairs.keys()):
+            group = dist.new_group(sorted(pair))
+            self.pairs[pair] = group
+            if self.rank in pair:
+                probe = torch.zeros(1, device=self.device)
+                work = self.isend(probe, pair[1]) if self.rank == pair[0] else self.irecv(probe, pair[0])
+                work.wait()
+
+    def isend(self, tensor: torch.Tensor, target: int, tag: int = 0) -> Any:
+        """Send a tensor to a rank; return at once."""
+        group = self.pairs.get((self.rank, target), self.payload)
+        return dist.isend(tensor, target, group=group, tag=tag)
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:
+        """Receive a tensor from a rank; return at once."""
+        group = self.pairs.get((source, self.rank), self.payload)
+        return dist.irecv(tensor, source, group=group, tag=tag)
 
     @contextmanager
     def waiting(self, what: str, *ranks: int) -> Iterator[None]:

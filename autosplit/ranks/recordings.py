@@ -11,6 +11,7 @@ from torch import nn
 
 from autosplit.distributed.facts import call_text, state_of_several
 from autosplit.distributed.materialise import materialise
+from autosplit.distributed.start import pairs_of
 from autosplit.distributed.world import World, attempt
 from autosplit.errors import InputError, TraceError
 from autosplit.lower.split import Lowered, named_state, names_of, owners
@@ -127,6 +128,8 @@ class RankRecordings(Recordings):
                 f"{shared!r} is changed on one rank and used on another, which would not see it; give modules that "
                 "share state one stage by plan=, or run them in one process"
             )
+        if self.world.device.type != "cpu":
+            self.world.open(pairs_of(lowered, ranks))
         stages = [stage for stage, rank in enumerate(ranks) if rank == self.world.rank]
         names = names_of(model, lowered, stages)
         new = [name for name in names if name not in self._placed]

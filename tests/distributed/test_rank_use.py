@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit import autosplit, initialise
+from autosplit.distributed.world import join
 from autosplit.options import Sample
 from tests.distributed.models import TRAININGS, TiedGPT, few_targets, flat, next_token, tokens
 from tests.distributed.processes import Pool
-from tests.distributed.training import squares, without_gradients
+from tests.distributed.training import compare, squares, without_gradients
 from tests.equivalence.equality import flatten
 
 FED = ["chain", "tied gpt of changing length", "relative bias", "rows that mix", "own loss", "keyword inputs"]
@@ -179,3 +180,17 @@ def test_without_torchrun_there_are_no_ranks() -> None:
         autosplit(TiedGPT(), devices="torchrun", sample=tokens(8).args)
     with pytest.raises(ValueError, match="feed='first_last' is for devices='torchrun'"):
         autosplit(TiedGPT(), devices=2, feed="first_last")
+
+
+def by_pairs() -> list[str]:
+    """Train with a group for each sender and receiver, as NCCL has them; return what differs."""
+    world = join()
+    world.open((a, b) for a in range(world.size) for b in range(world.size) if a != b)
+    try:
+        return compare(TRAININGS["relative bias"], {"schedule": "interleaved", "virtual_stages": 2})
+    finally:
+        world.pairs.clear()
+
+
+def test_a_group_for_each_sender_and_receiver(ranks: Pool) -> None:
+    assert ranks(3).run(by_pairs)[0] == []
