@@ -62,7 +62,7 @@ def pipe_facts(model: nn.Module, options: Options, plan: Plan | None, **ways: st
         "their versions": "\n".join((*versions, f"python {platform.python_version()}")),
         "the arguments of autosplit()": "\n".join(f"{name}={value!r}" for name, value in asked.items()),
         "their models": "\n".join((*modules, *state)),
-        "the values of their models (seed every process alike before the model is made)": "\n".join(values),
+        "the values of their models (seed all alike; what was trained in parts is stale elsewhere)": "\n".join(values),
         "torch.initial_seed(), by which a model on meta gets its values": seed,
         "their plans": "none" if plan is None else plan.to_json(),
     }

@@ -11,10 +11,8 @@ what was sent when it has arrived.
 from __future__ import annotations
 
 import pickle
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -52,41 +50,15 @@ class Descriptions:
     complete: bool = False
 
 
-class Sending:
-    """Holds what is being sent, and lets go of it when it has arrived."""
+Sent = dict[Way, tuple[list[Any], list[torch.Tensor]]]
+"""What is on its way: the works to wait for, and the tensors, which are kept until they have arrived."""
 
-    def __init__(self) -> None:
-        self._under_way: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
-        self._left = 0
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
-        threading.Thread(target=self._free, name="autosplit sends", daemon=True).start()
 
-    def add(self, works: Iterable[Any], tensors: Any) -> None:
-        """Hold tensors until all of ``works`` are done."""
-        with self._changed:
-            self._left += 1
-        self._under_way.put((list(works), tensors))
-
-    def wait(self) -> None:
-        """Wait until everything has arrived; raise RuntimeError where something did not."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._left)
-            if self._error is not None:
-                raise RuntimeError(f"what was sent did not arrive: {self._error}") from self._error
-
-    def _free(self) -> None:
-        while True:
-            works, tensors = self._under_way.get()
-            try:
-                for work in works:
-                    work.wait()
-            except BaseException as error:
-                self._error = self._error or error
-            del works, tensors
-            with self._changed:
-                self._left -= 1
-                self._changed.notify_all()
+def arrived(sent: Sent, ways: Iterable[Way]) -> None:
+    """Let go of messages that have arrived; wait for those that have not."""
+    for way in ways:
+        for work in sent.pop(way, ([], []))[0]:
+            work.wait()
 
 
 class Messages:
@@ -100,12 +72,14 @@ class Messages:
         log: StepLog | None,
         *,
         known: Descriptions,
-        sending: Sending,
+        sent: Sent,
         detached: bool,
     ) -> None:
         """``ranks`` are those of the stages."""
         self._world, self._ranks, self._lanes, self._detached = world, ranks, lanes, detached
-        self._known, self._sending = known, sending
+        self._known, self._sent = known, sent
+        self.arrivals: Mapping[Way, Iterable[Way]] = {}
+        """For each message, those of this rank that have arrived when it is there."""
         self._inside = SharedMemory(lanes, log, detached=detached)
         self._posted: dict[Way, tuple[list[torch.Tensor], list[Any]]] = {}
 
@@ -128,7 +102,7 @@ class Messages:
         with self._lanes[way.source].active():
             flat = [flattened(tensor.detach()) for tensor in message if tensor is not None and tensor.numel()]
             works += [self._world.isend(tensor, to, tag) for tensor in flat]
-        self._sending.add(works, flat)
+        self._sent[way] = works, flat
 
     def _describe(self, description: Description, to: int, tag: int) -> list[Any]:
         data = torch.frombuffer(bytearray(pickle.dumps(description)), dtype=torch.uint8)
@@ -171,10 +145,11 @@ class Messages:
         with self._lanes[way.target].active(), self._world.waiting(_place(way), self._ranks[way.source]):
             for work in works:
                 work.wait()
-        arrived = iter(made)
+            arrived(self._sent, self.arrivals.get(way, ()))
+        there = iter(made)
         wants = self._detached and not way.backward
         return [
-            None if one is None else next(arrived).requires_grad_(wants and one.requires_grad)
+            None if one is None else next(there).requires_grad_(wants and one.requires_grad)
             for one in self._known.of[way]
         ]
 

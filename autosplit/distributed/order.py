@@ -124,6 +124,27 @@ def of_rank(order: Iterable[Entry], rank: int) -> tuple[Item, ...]:
     return tuple(item for owner, item in order if owner == rank)
 
 
+def arrivals(order: Sequence[Entry], rank: int) -> dict[Way, tuple[Way, ...]]:
+    """Return, for each message that a rank receives, those of its own that have been taken when it has that one.
+
+    The sender had taken them by then, since its actions come in their order.
+    """
+    own = {item.way for owner, item in order if owner == rank and isinstance(item, Receive)}
+    sent: dict[tuple[int, bool, int], list[Way]] = {}
+    taken: dict[int, list[Way]] = {}
+    found: dict[Way, tuple[Way, ...]] = {}
+    for owner, item in order:
+        if isinstance(item, Action):
+            if owner != rank and item.kind != "W":
+                ways = sent.pop((item.stage, item.kind != "F", item.microbatch), [])
+                taken.setdefault(owner, []).extend(ways)
+        elif isinstance(item, Send) and owner == rank:
+            sent.setdefault((item.way.target, item.way.backward, item.way.microbatch), []).append(item.way)
+        elif isinstance(item, Send) and item.way in own:
+            found[item.way] = tuple(taken.pop(owner, ()))
+    return found
+
+
 def check_order(order: Iterable[Entry], ranks: int, *, rendezvous: bool = True) -> None:
     """Prove that ranks which work through their entries of an order all come to their end, by running it once.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from autosplit.distributed.messages import Descriptions, Messages, Sending
-from autosplit.distributed.order import Item, Receive, of_rank, step_order
+from autosplit.distributed.messages import Descriptions, Messages, Sent, arrived
+from autosplit.distributed.order import Receive, arrivals, of_rank, step_order
 from autosplit.distributed.start import RankStart, begin
 from autosplit.distributed.world import World, attempt, known_to_all
 from autosplit.errors import DeviceError
@@ -33,7 +33,7 @@ class RankStep(Step):
     Attributes:
         world: the ranks.
         ranks: the rank of each stage.
-        sending: what is on its way to others, of all steps.
+        sent: what is on its way to others.
         whole: whether what comes behind the last cell runs: the merges, and what mixes rows.
         loss: what tells steps of the same signature apart: which loss ends them.
         step_s: the seconds that a step should take.
@@ -41,7 +41,7 @@ class RankStep(Step):
 
     world: World
     ranks: Sequence[int]
-    sending: Sending
+    sent: Sent = field(default_factory=dict)
     whole: bool = False
     loss: Any = None
     step_s: float = 0.0
@@ -60,10 +60,12 @@ class RankStep(Step):
         """Perform this rank's actions of a schedule, and post its receives where the global order has them."""
         late = getattr(cells, "loss_sources", frozenset[int]())
 
-        def own() -> Sequence[Item]:
-            return of_rank(step_order(schedule, cells.sources, late, rendezvous=False), self.world.rank)
+        def own() -> Any:
+            order = step_order(schedule, cells.sources, late, rendezvous=False)
+            return of_rank(order, self.world.rank), arrivals(order, self.world.rank)
 
-        for item in self.once(("order", schedule.name, schedule.microbatches, late), own):
+        items, cells.transport.arrivals = self.once(("order", schedule.name, schedule.microbatches, late), own)
+        for item in items:
             if isinstance(item, Action):
                 self.world.watch.doing(item)
                 cells.act(item)
@@ -79,8 +81,8 @@ class RankStep(Step):
 
     def transport(self, *, detached: bool) -> Messages:
         """Return what brings values from stage to stage, also of other ranks."""
-        known, sending = self.known, self.sending
-        return Messages(self.world, self.ranks, self.lanes, self.log, known=known, sending=sending, detached=detached)
+        known, sent = self.known, self.sent
+        return Messages(self.world, self.ranks, self.lanes, self.log, known=known, sent=sent, detached=detached)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -112,7 +114,7 @@ class RankStep(Step):
     def finish(self) -> None:
         """Wait until all that was sent has arrived, and leave the random numbers where the plain model leaves them."""
         with self.world.waiting("its messages to arrive", *self.world.others()):
-            self.sending.wait()
+            arrived(self.sent, list(self.sent))
         self.known.complete = True
         if self.state.tape is not None:
             self.state.tape.finish()

@@ -18,7 +18,6 @@ from torch import nn
 
 from autosplit.distributed.facts import call_text, contents, pipe_facts, program_text
 from autosplit.distributed.feed import bring, like_first, takers_of
-from autosplit.distributed.messages import Sending
 from autosplit.distributed.step import RankStep, WholeCall
 from autosplit.distributed.world import World, attempt, known_to_all
 from autosplit.errors import InputError, TraceError
@@ -74,9 +73,7 @@ class RankPipe(PipelinedModule):
         world.agree("makes a pipe", pipe_facts(model, options, plan, feed=feed, outputs=outputs))
         super().__init__(model, options, plan, own_plan)
         self._core.recordings = RankRecordings(model, options, plan, world, own=own_plan, weights=weights)
-        self.__dict__.update(
-            _world=world, _feed=feed, _outputs=outputs, _sending=Sending(), _losses={}, _texts=Recent()
-        )
+        self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _losses={}, _texts=Recent())
 
     @property
     def _recordings(self) -> RankRecordings:
@@ -131,6 +128,12 @@ class RankPipe(PipelinedModule):
             raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}, no number")
         torch.nn.utils.clip_grads_with_norm_(own.values(), max_norm, total)
         return total
+
+    def __reduce__(self) -> Any:
+        raise InputError(
+            f"rank {self._world.rank} holds a part of the model, and a copy of its pipe would be one of one process; "
+            "copy or save pipe.state_dict() (autosplit.distributed.checkpoint for a training)"
+        )
 
     # -- running -------------------------------------------------------------------------------------------------
     def prepare(self, sample: Sample) -> None:
@@ -191,7 +194,9 @@ class RankPipe(PipelinedModule):
             "what each stage runs": step.once("program", lambda: program_text(step.lowered)),
         }
         if self._feed == "all":
-            facts["the batch's values"] = contents((args, kwargs))
+            facts["the batch's values (give every rank the same batch, or feed='first_last')"] = contents(
+                (args, kwargs)
+            )
         if step.lowered.random:
             facts["torch's random state"] = zlib.crc32(torch.get_rng_state().numpy().data)
         return facts
@@ -216,7 +221,7 @@ class RankPipe(PipelinedModule):
         given = {own.name: getattr(step, own.name) for own in fields(PreparedStep)}
         ranks = self._recordings.ranks
         step_s = 0.0 if self.plan is None else self.plan.step_s
-        made = PreparedRankStep(**given, world=self._world, ranks=ranks, sending=self._sending, step_s=step_s)
+        made = PreparedRankStep(**given, world=self._world, ranks=ranks, step_s=step_s)
         if (tape := step.state.tape) is not None:
             layout, own = step.lowered.layout, made.stages
             here = {n.meta[INFO].name for s in own for p in (layout.stages, layout.prologues) for n in p[s].nodes}

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.distributed import order as module
-from autosplit.distributed.order import Entry, Item, Receive, Send, check_order, of_rank, step_order
+from autosplit.distributed.order import Entry, Item, Receive, Send, arrivals, check_order, of_rank, step_order
 from autosplit.errors import ScheduleError
 from autosplit.runtime.transport import Way
 from autosplit.schedule.action import Action, Schedule
@@ -161,6 +161,30 @@ def test_receives_posted_ahead_may_deadlock_where_they_block(name: str) -> None:
         assert is_proved(lists, chance, rendezvous=True) == expected
         verdicts[expected] += 1
     assert verdicts[False] or name in ("forward", "looped_bfs", "gpipe"), verdicts
+
+
+@NAMED
+@settings(max_examples=examples(60, few=15))
+@given(chance=CHANCE)
+def test_a_message_shows_which_of_ones_own_have_been_taken(name: str, chance: random.Random) -> None:
+    case = drawn(name, chance)
+    order, lists = case.order(rendezvous=False), case.lists(rendezvous=False)
+    made = {way: (maker, taker) for taker, ways in case.crossing().items() for way, maker in ways.items()}
+    place = {item: (rank, n) for rank, items in enumerate(lists) for n, item in enumerate(items)}
+    for rank in range(len(lists)):
+        found = arrivals(order, rank)
+        received = [item.way for item in lists[rank] if isinstance(item, Receive)]
+        sent = [item.way for item in lists[rank] if isinstance(item, Send)]
+        assert found.keys() == set(received)
+        assert len({way for ways in found.values() for way in ways}) == sum(map(len, found.values()))
+        expected: dict[Way, list[Way]] = {way: [] for way in received}
+        for way in sent:
+            peer, taken = place[made[way][1]]
+            later = [(place[made[own][0]][1], place[Send(own)][1], own) for own in received]
+            later = [entry for entry in later if place[Send(entry[2])][0] == peer and entry[0] >= taken]
+            if later:
+                expected[min(later, key=lambda entry: entry[1])[2]].append(way)
+        assert {way: set(ways) for way, ways in found.items()} == {way: set(ways) for way, ways in expected.items()}
 
 
 def text(items: Iterable[Item]) -> str:
