@@ -42,7 +42,7 @@ class _Blank:
         return cls(tuple(leaf.shape), dense.stride(), leaf.dtype, leaf.device.type == "cpu")
 
 
-def like_first(world: World, first: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def like_first(world: World, doing: str, first: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the batch of the first stage's rank; on other ranks its tensors have no values yet."""
 
     def made(leaf: Any) -> Any:
@@ -52,7 +52,8 @@ def like_first(world: World, first: int, args: Any, kwargs: Any) -> tuple[Any, A
         return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=device)
 
     leaves, structure = take_apart((args, kwargs))
-    blank, structure = world.share(first, lambda: ([_Blank.of(leaf) for leaf in leaves], structure))
+    own = ([_Blank.of(leaf) for leaf in leaves], structure) if world.rank == first else None
+    blank, structure = world.gather(doing, own)[first]
     return (args, kwargs) if world.rank == first else structure([made(leaf) for leaf in blank])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from threading import Event
 from typing import Any
 
 import torch
@@ -75,9 +76,11 @@ class RankStep(Step):
     @property
     def known(self) -> Descriptions:
         """What travels between stages in steps of this kind."""
-        lengths = tuple(self.lengths.values())
-        kind = "messages", self.sizes, lengths, self.whole, self.loss, torch.is_grad_enabled()
-        return self.once(kind, Descriptions)
+        return self.once(("messages", *self._kind, self.whole, self.loss, torch.is_grad_enabled()), Descriptions)
+
+    @property
+    def _kind(self) -> tuple[Any, ...]:
+        return self.sizes, tuple(self.lengths.values())
 
     def transport(self, *, detached: bool) -> Messages:
         """Return what brings values from stage to stage, also of other ranks."""
@@ -87,14 +90,16 @@ class RankStep(Step):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run a step or call: an error that this rank alone has ends all ranks, and so does an action that hangs."""
-        limit_s = max(_HANG_S, _STEPS * self.step_s) if self.known.complete else _FIRST_S
+        ran = self.once(("ran", *self._kind, torch.is_grad_enabled()), Event)
+        limit_s = max(_HANG_S, _STEPS * self.step_s) if ran.is_set() else _FIRST_S
         with self.world.watch.step(limit_s):
             try:
                 yield
-            except Exception as error:
+            except BaseException as error:
                 if not (known_to_all(error) or isinstance(error, DeviceError)):
                     self.world.watch.failed(error)
                 raise
+        ran.set()
 
     def start(self) -> RankStart:
         """Run what comes before this rank's first cell."""

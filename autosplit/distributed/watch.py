@@ -14,22 +14,23 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import os
 import select
 import signal
-import socket
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from autosplit.distributed.ends import exit_now, exit_within, is_lost_connection, machine, uncaught
 from autosplit.errors import DeviceError
 from autosplit.schedule.action import Action, describe
 
@@ -37,6 +38,7 @@ from autosplit.schedule.action import Action, describe
 _BEAT_S = 0.25  # how often a rank says what it is doing
 _SILENT_S = 60.0  # a rank that says nothing for so long is gone, also outside a step, where code may hold the GIL
 _LOST_S = 3.0  # the same for a rank of another machine, where a connection was lost
+_NOTE_S = 60.0  # when a rank says for whom it waits
 _START_S = 60.0  # how long a rank waits for the others' watches
 _EXPLAIN_S = 5.0  # how long a lost connection waits for a better cause
 _READ_S = 4.0  # how long a culprit, or who hosts the store, waits until the others have read what it says
@@ -96,6 +98,8 @@ class Watch:
         self._ends = select.poll()
         self._join()
         atexit.register(self._at_exit)
+        if multiprocessing.parent_process() is not None:  # such a process runs no atexit
+            Finalize(None, self._at_exit, exitpriority=0)
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
         self._thread = threading.Thread(target=self._watch, name="autosplit watch", daemon=True)
@@ -112,7 +116,7 @@ class Watch:
         self._store = PrefixStore(f"{attempt}/{number}", store)
         self._store.compare_set("cause", "", "")
         self._publish()
-        own = [_machine(), self._pid, os.environ.get("TORCHELASTIC_ERROR_FILE")]
+        own = [machine(), self._pid, os.environ.get("TORCHELASTIC_ERROR_FILE")]
         self._store.set(f"process/{self.rank}", json.dumps(own))
         keys = [f"process/{rank}" for rank in self._states]
         try:
@@ -121,8 +125,8 @@ class Watch:
             late = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
             raise DeviceError(f"rank {late} has not made the pipe within {_START_S:g} s; every rank must") from error
         for rank, text in enumerate(self._store.multi_get(keys)):
-            machine, pid, error_file = json.loads(text)
-            if machine == own[0]:
+            place, pid, error_file = json.loads(text)
+            if place == own[0]:
                 self._hold(rank, pid, error_file)
 
     def _hold(self, rank: int, pid: int, error_file: str | None) -> None:
@@ -167,12 +171,12 @@ class Watch:
         cause = _Cause(self.rank, f"rank {self.rank} raised {type(error).__name__}: {error}, {self._state().place}")
         with suppress(RuntimeError):  # the store is gone, which is another cause
             if not self._known.is_set() and self._blame(cause) == cause:
-                _exit_within(_READ_S + _UNWIND_S)
+                exit_within(_READ_S + _UNWIND_S)
                 self._tell(cause, "".join(traceback.format_exception(error)))
                 self._may_leave.set()
         self._may_leave.wait(_END_S + 1)
 
-    def explain(self, error: Exception) -> DeviceError:
+    def explain(self, error: BaseException) -> DeviceError:
         """Return the error to raise for a connection that was lost, which names the cause.
 
         Waits for the cause, since the connections of a process end before anybody knows why. Without a cause the lost
@@ -201,11 +205,14 @@ class Watch:
 
     def _at_exit(self) -> None:
         """Tell a script's end from an exception that nobody caught."""
-        error = getattr(sys, "last_value", None)
-        if error is not None and os.getpid() == self._pid:
-            self.failed(error)
-        elif os.getpid() == self._pid:
+        if os.getpid() != self._pid:
+            return
+        if (error := uncaught()) is None:
             self.close()
+        elif is_lost_connection(error):
+            self.explain(error)
+        else:
+            self.failed(error)
 
     def _on_sigterm(self, number: int, frame: object) -> None:
         """Die of SIGTERM, unless a cause is known: torchrun sends it to all as soon as one rank has failed."""
@@ -271,23 +278,30 @@ class Watch:
         own = self._states[self.rank]
         if own.late and not own.waits_for:
             return _Cause(self.rank, f"rank {self.rank} hangs {own.place} for {own.limit_s:g} s")
+        if own.waits_for and own.idle * _BEAT_S == _NOTE_S:
+            others = "; ".join(f"rank {rank} is {self._states[rank].place}" for rank in own.waits_for)
+            _say(f"rank {self.rank} has waited {_NOTE_S:g} s for {own.action}: {others}")
         return self._waits_in_vain(own)
 
     def _waits_in_vain(self, own: _State) -> _Cause | None:
-        """Return a cause where this rank waits for ranks that all wait themselves, or for one that has finished."""
+        """Return a cause where this rank waits for one that has finished, or for ranks that all wait themselves."""
+        gone = [rank for rank in own.waits_for if self._states[rank].closed]
+        if gone and (own.late or self._connection_lost):
+            return _Cause(self.rank, f"rank {self.rank} {own.place} waits for rank {gone[0]}, which has finished")
+        if not own.late:
+            return None
+        limit_s = own.limit_s or 0.0
         reached: dict[int, str] = {}
-        ahead = [(self.rank, self.rank)]
+        ahead = [self.rank]
         while ahead:
-            before, rank = ahead.pop()
+            rank = ahead.pop()
             state = self._states[rank]
-            if state.closed:
-                return _Cause(before, f"{reached[before]} waits for rank {rank}, which has finished")
-            if not (state.late and state.waits_for):
+            if state.closed or not (state.waits_for and state.idle * _BEAT_S > limit_s):
                 return None
             reached[rank] = f"rank {rank} {state.place}"
-            ahead += [(rank, other) for other in state.waits_for if other not in reached]
+            ahead += [other for other in state.waits_for if other not in reached]
         text = "; ".join(reached[rank] for rank in sorted(reached))
-        return _Cause(min(reached), f"ranks wait for each other for {own.limit_s:g} s: {text}")
+        return _Cause(min(reached), f"ranks wait for each other for {limit_s:g} s: {text}")
 
     def _blame(self, cause: _Cause) -> _Cause:
         """Make a cause the first one, unless there is one; return the first."""
@@ -327,13 +341,12 @@ class Watch:
         """End this process, a second after the culprit; one that raises ends by its exception."""
         if cause.rank == self.rank and self._failing:
             return
-        _exit_within(2 * _END_S)
-        with suppress(OSError):
-            os.write(2, f"autosplit: rank {self.rank} ends: {cause.text}\n".encode())
+        exit_within(2 * _END_S)
+        _say(f"rank {self.rank} ends: {cause.text}")
         with suppress(RuntimeError):
             if cause.rank == self.rank:
                 self._tell(cause)
-                _exit()
+                exit_now()
             self._cause = cause.text
             self._known.set()
             if has_store:
@@ -344,7 +357,7 @@ class Watch:
         self._report(self.rank, cause.text)
         self._may_leave.set()
         time.sleep(1.0)  # for the exception of a wait that was explained
-        _exit()
+        exit_now()
 
     def _has_ended(self, rank: int) -> bool:
         """Wait for the end of a process of this machine."""
@@ -372,12 +385,6 @@ class Watch:
                 self._end(_Cause(rank, text), has_store=False)
 
 
-def _machine() -> str:
-    """Return what processes have in common that know each other by the same numbers."""
-    own = "/proc/self/ns/pid"
-    return f"{socket.gethostname()} {os.readlink(own) if os.path.lexists(own) else ''}"
-
-
 def _host(store: Any) -> str:
     """Return whose end takes the store with it."""
     while isinstance(store, PrefixStore):
@@ -387,13 +394,6 @@ def _host(store: Any) -> str:
     return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
 
 
-def _exit_within(seconds: float) -> None:
-    (timer := threading.Timer(seconds, os._exit, [1])).daemon = True
-    timer.start()
-
-
-def _exit() -> None:
-    """End at once, with what was printed."""
-    (flush := threading.Thread(target=sys.stdout.flush, daemon=True)).start()
-    flush.join(0.5)  # who hangs may hold its lock
-    os._exit(1)
+def _say(text: str) -> None:
+    with suppress(OSError):
+        os.write(2, f"autosplit: {text}\n".encode())

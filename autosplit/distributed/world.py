@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,13 @@ _HEAD = 8
 _KNOWN = "known to all ranks"
 _SHOWN = 300
 """How many characters of a value that differs are shown."""
+
+
+class _Said(NamedTuple):
+    """What a rank says when all agree."""
+
+    facts: dict[str, int]
+    error: BaseException | None
 
 
 @dataclass(frozen=True)
@@ -88,9 +95,15 @@ class World:
         """Return the other ranks."""
         return tuple(rank for rank in range(self.size) if rank != self.rank)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank."""
-        own = _packed(value)
+    def gather(self, doing: str, value: Any) -> list[Any]:
+        """Return every rank's value, by rank; raise on every rank where they are about to do different things."""
+        rows = self._rows(doing, value)
+        if (found := _different_calls(rows)) is not None:
+            raise _known(found)
+        return [row for _, row in rows]
+
+    def _rows(self, doing: str, value: Any) -> list[tuple[str, Any]]:
+        own = _packed((doing, value))
         found = self._gathered(own[:_BLOCK], _BLOCK)
         ends = [_end(text) for text in found]
         if max(ends) > _BLOCK:
@@ -143,14 +156,18 @@ class World:
         `known_to_all`.
         """
         own = {name: digest(fact) for name, fact in facts.items()}
-        rows = self.gather((doing, own, _portable(error)))
-        found = self._raised(rows, error) or self._differing(rows, facts)
+        rows = self._rows(doing, _Said(own, _portable(error)))
+        said = [row for _, row in rows if isinstance(row, _Said)]
+        found = None
+        if len(said) == self.size:
+            found = self._raised(said, error) or self._differing(said, facts)
+        found = found or _different_calls(rows)
         if found is not None:
             raise _known(found)
 
-    def _raised(self, rows: list[Any], error: BaseException | None) -> BaseException | None:
+    def _raised(self, said: list[_Said], error: BaseException | None) -> BaseException | None:
         """Return the error of the first rank that has one."""
-        for rank, (*_, raised) in enumerate(rows):
+        for rank, (_, raised) in enumerate(said):
             if raised is not None and rank == self.rank:
                 return error
             if raised is not None:
@@ -158,18 +175,23 @@ class World:
                 return raised
         return None
 
-    def _differing(self, rows: list[Any], facts: Mapping[str, Any]) -> BaseException | None:
-        """Return in what a rank differs from rank 0."""
-        doing, own, _ = rows[0]
-        for rank, row in enumerate(rows):
-            if row[0] != doing:
-                return InputError(f"the ranks make different calls: rank 0 {doing}, rank {rank} {row[0]}")
-        for name in own:
-            other = next((rank for rank, row in enumerate(rows) if row[1][name] != own[name]), None)
+    def _differing(self, said: list[_Said], facts: Mapping[str, Any]) -> BaseException | None:
+        """Return in what a rank differs from rank 0, by the facts that all have."""
+        own = said[0].facts
+        for name in (name for name in own if all(name in row.facts for row in said)):
+            other = next((rank for rank, row in enumerate(said) if row.facts[name] != own[name]), None)
             if other is not None:
-                texts = self.gather(_text(facts[name]))
+                texts = self.gather(f"shows {name}", _text(facts[name]))
                 return InputError(_difference(name, texts[0], texts[other], other))
         return None
+
+
+def _different_calls(rows: list[tuple[str, Any]]) -> BaseException | None:
+    first = rows[0][0]
+    for rank, (does, _) in enumerate(rows):
+        if does != first:
+            return InputError(f"the ranks make different calls: rank 0 {first}, rank {rank} {does}")
+    return None
 
 
 def _known(error: BaseException) -> BaseException:
@@ -237,8 +259,8 @@ def _portable(error: BaseException | None) -> BaseException | None:
     return error
 
 
-_JOINED: dict[int, World] = {}
-"""The world of each default process group, by its identity: groups are made once."""
+_JOINED: dict[Any, World] = {}
+"""The world of the default process group, which is made once."""
 
 
 def join() -> World:
@@ -260,20 +282,21 @@ def join() -> World:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=PrefixStore(attempt_number, store), rank=rank, world_size=size)
     default = dist.group.WORLD
-    if id(default) not in _JOINED:
+    if default not in _JOINED:
         _JOINED.clear()
-        _JOINED[id(default)] = _joined()
-    return _JOINED[id(default)]
+        _JOINED[default] = _joined()
+    return _JOINED[default]
 
 
 def _joined() -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
+    watch = Watch(rank, size)
     control = dist.new_group(backend="gloo")
     device = _device(rank)
     config = dist.get_backend_config(dist.group.WORLD)
     payload = control if device.type == "cpu" else dist.group.WORLD
-    world = World(rank, size, device, control, payload, Watch(rank, size))
-    places = world.gather((os.uname().nodename, str(device), device.type != "cpu"))
+    world = World(rank, size, device, control, payload, watch)
+    places = world.gather("joins", (os.uname().nodename, str(device), device.type != "cpu"))
     for other, place in enumerate(places):
         if place[2] and places.index(place) != other:
             raise DeviceError(

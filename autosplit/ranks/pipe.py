@@ -35,8 +35,6 @@ from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.objects import mapped, tensors_in
 from autosplit.trace.inputs.signature import Key
 
-_RUN = "runs a kind of call that it knows"
-
 
 @dataclass(kw_only=True)
 class PreparedRankStep(RankStep, PreparedStep):
@@ -120,7 +118,7 @@ class RankPipe(PipelinedModule):
         own = {n: p for n, p in self.named_parameters() if p.grad is not None}
         norms = {n: torch.linalg.vector_norm(p.grad, norm_type).cpu() for n, p in own.items() if p.grad is not None}
         every: dict[str, torch.Tensor] = {}
-        for found in self._world.gather(norms):
+        for found in self._world.gather("clips gradients", norms):
             every |= found
         ordered = [every[n] for n, _ in self._core.model.named_parameters() if n in every]
         total = torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.tensor(0.0)
@@ -154,19 +152,19 @@ class RankPipe(PipelinedModule):
             self._recordings.sample = None
             if error is not None and known_to_all(error):
                 raise error
-            self._world.agree(_RUN, {}, error)
+            self._world.agree("has prepared a call", {}, error)
             assert step is not None
             self._show(step.recorded, self._program(step))
 
     def _agreed(
-        self, args: Any, kwargs: Any, facts: Mapping[str, Any], checks: Callable[[], None] = lambda: None
+        self, doing: str, args: Any, kwargs: Any, facts: Mapping[str, Any], checks: Callable[[], None] = lambda: None
     ) -> PreparedRankStep:
-        """Prepare a call that all ranks make; raise on every rank where one cannot, or where they differ."""
+        """Prepare what all ranks do; raise on every rank where one cannot, or where they differ."""
 
         recordings, alone = self._recordings, self._feed != "all"
         first = recordings.ranks[0]
         if alone:
-            args, kwargs = like_first(self._world, first, args, kwargs)
+            args, kwargs = like_first(self._world, doing, first, args, kwargs)
         tensors = tensors_in((args, kwargs))
         everywhere = {place: set(range(self._world.size)) for place in range(len(tensors))}
         unseen = alone and not recordings.reads_no_values(args, kwargs)
@@ -181,7 +179,7 @@ class RankPipe(PipelinedModule):
         if error is not None and known_to_all(error):
             raise error
         own = {} if step is None else self._facts(step, args, kwargs)
-        self._world.agree(_RUN, own if alone else {**own, **facts}, error)
+        self._world.agree(doing, own if alone else {**own, **facts}, error)
         assert step is not None
         if alone and not unseen:
             bring(self._world, first, step.tensors, takers_of(step, step.ranks))
@@ -230,7 +228,7 @@ class RankPipe(PipelinedModule):
         return made
 
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        step = self._agreed(args, kwargs, {})
+        step = self._agreed("calls the pipe", args, kwargs, {})
         every = self._outputs == "all"
         with torch.set_grad_enabled(torch.is_grad_enabled() and every), step.running():
             call = WholeCall(step)
@@ -248,7 +246,7 @@ class RankPipe(PipelinedModule):
             if self._feed == "all" or self._world.rank == self._recordings.ranks[-1]:
                 engine.check_loss(target, loss_fn, reduction)
 
-        step = self._agreed(args, kwargs, {"the target": contents(target)}, checks)
+        step = self._agreed("takes a step", args, kwargs, {"the target": contents(target)}, checks)
         step.log = log
         given = {"target": target, "loss_fn": loss_fn}
         with step.running():

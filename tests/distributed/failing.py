@@ -122,6 +122,24 @@ def explained() -> None:
     raise error
 
 
+def in_a_wait_of_ones_own() -> None:
+    """Rank 1 is killed while the others wait for it in a receive that the watch does not know."""
+    watch_module.machine = lambda: f"machine {dist.get_rank()}"  # nobody knows at once
+    Watch(dist.get_rank(), dist.get_world_size())
+    started()
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    dist.recv(torch.zeros(1), 1)
+
+
+def end_early() -> None:
+    """Rank 1 finishes while rank 0 waits for it outside a step."""
+    watch = Watch(dist.get_rank(), dist.get_world_size())
+    if dist.get_rank() == 0:
+        watch.doing("a receive", waits_for=(1,))
+        transfer(watch, dist.recv, 1)
+
+
 def alone() -> None:
     watch = Watch(0, 1)
     with watch.step(0.1):
@@ -139,7 +157,7 @@ def twice() -> None:
 
 def apart(function: str) -> None:
     """As if every rank ran on a machine of its own."""
-    watch_module._machine = lambda: f"machine {dist.get_rank()}"
+    watch_module.machine = lambda: f"machine {dist.get_rank()}"
     if function == "kill":
         pipeline()
     else:

@@ -2,7 +2,8 @@
 
 ``launch(function, 3, kill=Kill(1))`` runs a function of a module in three new processes of one gloo group, kills rank 1
 at a random moment after every rank has called ``started()``, and returns how they ended. ``torchrun=True`` starts them
-by torchrun; else rank 0 hosts the store, as it does under ``torch.multiprocessing``.
+by torchrun; else rank 0 hosts the store, as it does under ``torch.multiprocessing``. ``causes(ended)`` is what they
+said of it, ``root_cause(ended)`` what torchrun did.
 """
 
 from __future__ import annotations
@@ -11,27 +12,33 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "AUTOSPLIT_TEST_LAUNCH"
 _MAKE = multiprocessing.get_context("forkserver")
-_MAKE.set_forkserver_preload(["torch.distributed", "autosplit.distributed.watch"])
+_MAKE.set_forkserver_preload(["torch.distributed", "tests.distributed.dying"])
 
 
 class Kill(NamedTuple):
-    """A signal to a rank, between 0 and ``within_s`` seconds after all have started."""
+    """A signal to a rank, between 0 and ``within_s`` seconds after all have started.
+
+    ``at_start``: after the processes were made, before they have met.
+    """
 
     rank: int
     number: int = signal.SIGKILL
     within_s: float = 0.5
+    at_start: bool = False
 
 
 class Ended(NamedTuple):
@@ -41,7 +48,7 @@ class Ended(NamedTuple):
         codes: exit codes by rank, negative for a signal; under torchrun only its own.
         seconds: from the kill, or from the moment when all had started, until the last one ended.
         stderr: what all wrote, torchrun too.
-        left: ranks that still ran when time was out, or after torchrun; they are killed then.
+        left: processes that still ran when time was out, by rank, or after torchrun, by number; they are killed then.
     """
 
     codes: list[int | None]
@@ -51,8 +58,20 @@ class Ended(NamedTuple):
 
 
 def started() -> None:
-    """Say that this rank is at work."""
-    Path(os.environ[_FOLDER], f"started{os.environ['RANK']}").touch()
+    """Say that this rank is at work, where somebody waits for it."""
+    if _FOLDER in os.environ:
+        Path(os.environ[_FOLDER], f"started{os.environ['RANK']}").touch()
+
+
+def causes(run: Ended) -> dict[int, str]:
+    """Return what each rank said that was ended by its watch."""
+    return {int(rank): text for rank, text in re.findall(r"autosplit: rank (\d) ends: (.*)", run.stderr)}
+
+
+def root_cause(run: Ended) -> tuple[int, str]:
+    """Return the rank and the text of torchrun's report."""
+    [(rank, text)] = re.findall(r"Root Cause .*?rank +: (\d).*?traceback : (.*?)\n=====", run.stderr, re.DOTALL)
+    return int(rank), text
 
 
 def launch(
@@ -77,7 +96,8 @@ def launch(
             run = _Processes(folder, size, function, args)
         end = time.monotonic() + limit_s
         try:
-            while len(list(folder.glob("started*"))) < size and run.running and time.monotonic() < end:
+            awaited = "pid?" if kill is not None and kill.at_start else "started*"
+            while len(list(folder.glob(awaited))) < size and run.running and time.monotonic() < end:
                 time.sleep(0.01)
             begin = time.monotonic()
             if kill is not None:
@@ -142,13 +162,12 @@ class _Torchrun:
     def end(self) -> list[int]:
         self._agent.kill()
         self._agent.wait()
-        left = []
-        for path in self._folder.glob("pid*"):
-            try:
-                os.kill(int(path.read_text()), signal.SIGKILL)
-                left.append(int(path.name.removeprefix("pid")))
-            except ProcessLookupError:
-                pass
+        mark, left = f"{_FOLDER}={self._folder}".encode(), []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mark in path.read_bytes().split(b"\0"):
+                    left.append(int(path.parent.name))
+                    os.kill(left[-1], signal.SIGKILL)
         return left
 
 
@@ -159,6 +178,7 @@ def _forked(folder: Path, rank: int, size: int, function: Callable[..., None], a
         os.dup2(file.fileno(), 2)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     os.environ[_FOLDER] = str(folder)
+    _say_number(folder)
     place, new = folder / "port", folder / "port.new"
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
@@ -169,22 +189,28 @@ def _forked(folder: Path, rank: int, size: int, function: Callable[..., None], a
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(place.read_text()), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    _call(folder, function, args)
+    _call(function, args)
 
 
-def _call(folder: Path, function: Callable[..., None], args: Sequence[Any]) -> None:
+def _call(function: Callable[..., None], args: Sequence[Any]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    (folder / f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
     function(*args)
 
 
+def _say_number(folder: Path) -> None:
+    own = folder / f"pid{os.environ['RANK']}"
+    own.with_suffix(".new").write_text(str(os.getpid()))
+    own.with_suffix(".new").rename(own)
+
+
 if __name__ == "__main__":
+    _say_number(Path(os.environ[_FOLDER]))
     import torch.distributed as dist
 
     # torchrun may give a restart the store of the attempt before, with the addresses of ranks that have ended
     store, rank, size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    _call(Path(os.environ[_FOLDER]), *pickle.loads(Path(os.environ[_FOLDER], "call").read_bytes()))
+    _call(*pickle.loads(Path(os.environ[_FOLDER], "call").read_bytes()))

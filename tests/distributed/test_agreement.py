@@ -100,6 +100,30 @@ def a_call_beside_a_step() -> str:
     return _refused(lambda rank: calls[rank]())
 
 
+def an_output_beside_a_step() -> str:
+    """Ask for the output on rank 1 in the mode of training; the batch is on rank 0 only."""
+    pipe = _pipe(feed="first_last")
+    _step(pipe)
+    calls = [lambda: pipe.train_step(batch()), lambda: pipe()]
+    return _refused(lambda rank: calls[rank]())
+
+
+def clipping_beside_a_step() -> str:
+    """Clip gradients on rank 1 while rank 0 trains."""
+    pipe = _pipe()
+    _step(pipe)
+    calls = [lambda: _step(pipe), lambda: pipe.clip_grad_norm_(1.0)]
+    return _refused(lambda rank: calls[rank]())
+
+
+def other_dtype() -> str:
+    """Call with another dtype on rank 1: a kind of call that only rank 1 does not know."""
+    pipe = _pipe()
+    _step(pipe)
+    given = {"target": batch(), "loss_fn": F.mse_loss}
+    return _refused(lambda rank: pipe.train_step(batch().to((torch.float32, torch.float64)[rank]), **given))
+
+
 def loss_that_raises() -> str:
     """Raise in the loss function, which only the last stage's rank calls."""
     pipe = _pipe()
@@ -117,7 +141,10 @@ PIPES = {
     plan_for_three: ("3 lanes", "2"),
     without_sample: ("sample=",),
     one_rank_without_loss: ("the target",),
-    a_call_beside_a_step: ("rank 0", "rank 1"),
+    a_call_beside_a_step: ("the call", "rank 0", "rank 1"),
+    an_output_beside_a_step: ("the ranks make different calls: rank 0 takes a step, rank 1 calls the pipe",),
+    clipping_beside_a_step: ("the ranks make different calls: rank 0 takes a step, rank 1 clips gradients",),
+    other_dtype: ("the ranks differ in the call: rank 0 has torch.float32[8, 8]", "rank 1 has torch.float64[8, 8]"),
     loss_that_raises: ("no loss today",),
 }
 STEPS = {

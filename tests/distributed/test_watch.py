@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from tests.distributed import failing
-from tests.distributed.launching import Ended, Kill, launch
+from tests.distributed.launching import Ended, Kill, causes, launch, root_cause
 
 LIMIT_S = 2.0
 """Of an action, in tests in which one hangs."""
@@ -23,6 +23,9 @@ LAUNCHES: dict[str, Callable[[], Ended]] = {
     "torchrun raise outside": lambda: launch(failing.pipeline, 2, "raise outside", 1, torchrun=True),
     "alone": lambda: launch(failing.alone, 1),
     "leave": lambda: launch(failing.pipeline, 3, "leave", 2, LIMIT_S),
+    "raise outside": lambda: launch(failing.pipeline, 3, "raise outside", 1),
+    "end early": lambda: launch(failing.end_early, 2),
+    "own wait": lambda: launch(failing.in_a_wait_of_ones_own, 3, kill=Kill(1)),
     "go on": lambda: launch(failing.pipeline, 3, "raise and go on", 1),
     "raise 0": lambda: launch(failing.pipeline, 3, "raise", 0),
     "raise 1": lambda: launch(failing.pipeline, 3, "raise", 1),
@@ -60,11 +63,6 @@ def ended() -> Iterator[Callable[[str], Ended]]:
         yield of
         for future in futures.values():
             future.cancel()
-
-
-def causes(run: Ended) -> dict[int, str]:
-    """What each rank said that was ended by its watch."""
-    return {int(rank): text for rank, text in re.findall(r"autosplit: rank (\d) ends: (.*)", run.stderr)}
 
 
 def assert_all_end(run: Ended, culprit: int, cause: str, *, within_s: float, size: int = 3) -> None:
@@ -155,6 +153,23 @@ def test_waiting_for_a_rank_that_has_finished(ended):
     assert not run.left
 
 
+def test_a_process_of_multiprocessing_that_raises_outside_a_step(ended):
+    assert_all_end(
+        ended("raise outside"), 1, "rank 1 raised ValueError: no more data, outside a step", within_s=KILLED_S
+    )
+
+
+def test_a_process_of_multiprocessing_that_ends_too_early(ended):
+    run = ended("end early")
+    assert run.codes == [1, 0]
+    assert causes(run) == {0: "rank 0 in a receive waits for rank 1, which has finished"}
+
+
+def test_a_connection_lost_in_a_wait_of_the_users_own_is_no_cause(ended):
+    cause = r"rank 1 was killed or stopped \(no heartbeat for 3 s\), last seen outside a step"
+    assert_all_end(ended("own wait"), 1, cause, within_s=HUNG_S)
+
+
 def test_a_lost_connection_without_a_cause_is_one(ended):
     run = ended("lost")
     cause = "rank 0 raised RuntimeError: Connection closed by peer, between actions"
@@ -192,12 +207,6 @@ def test_a_rank_without_a_watch(ended):
 
 def test_a_watch_over_a_store_in_a_file(ranks):
     ranks(2).run(failing.pipeline, "", -1, LIMIT_S, 1)
-
-
-def root_cause(run: Ended) -> tuple[int, str]:
-    """The rank and the text of torchrun's report."""
-    [(rank, text)] = re.findall(r"Root Cause .*?rank +: (\d).*?traceback : (.*?)\n=====", run.stderr, re.DOTALL)
-    return int(rank), text
 
 
 def test_torchrun_reports_a_rank_that_is_killed(ended):

@@ -1,0 +1,40 @@
+"""How a process ends, and tells other processes of the same machine apart."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+
+import torch.distributed as dist
+
+
+def machine() -> str:
+    """Return what processes have in common that know each other by the same numbers."""
+    own = "/proc/self/ns/pid"
+    return f"{socket.gethostname()} {os.readlink(own) if os.path.lexists(own) else ''}"
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Tell whether an error is but the effect of another process's end."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def uncaught() -> BaseException | None:
+    """Return the exception that ends this process, None where its script has finished."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    return None if isinstance(error, SystemExit) else error
+
+
+def exit_within(seconds: float) -> None:
+    """End after some time, whatever the process does until then."""
+    (timer := threading.Timer(seconds, os._exit, [1])).daemon = True
+    timer.start()
+
+
+def exit_now() -> None:
+    """End at once, with what was printed."""
+    (flush := threading.Thread(target=sys.stdout.flush, daemon=True)).start()
+    flush.join(0.5)  # who hangs may hold its lock
+    os._exit(1)

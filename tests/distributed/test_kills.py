@@ -1,0 +1,203 @@
+"""Ranks of a training are killed at any moment: all end with the cause, and a restart goes on to the same losses."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from autosplit.distributed.checkpoint import latest, restore
+from tests.distributed import dying
+from tests.distributed.launching import Ended, Kill, causes, launch, root_cause
+from tests.distributed.models import TiedGPT, tokens
+from tests.distributed.moments import Moment
+from tests.distributed.processes import Pool
+
+ENDS_S = 30.0
+"""Within so many seconds all ranks have ended."""
+AT_WORK = r"in stage \d, (forward|backward), microbatch \d|between actions|outside a step|in \w.*"
+
+
+def tell(capfd: pytest.CaptureFixture[str], text: str) -> None:
+    """Print figures of a run whatever pytest captures."""
+    with capfd.disabled():
+        print(f"\n{text}")
+
+
+# -- all end, with the cause -------------------------------------------------------------------------------------------
+def killed(folder: Path, kill: Kill, size: int) -> Ended:
+    """Kill a rank of a training that saves nothing; check how all ended."""
+    folder.mkdir()
+    run = launch(dying.train, size, folder, 1000, kill=kill, torchrun=True, limit_s=120.0)
+    assert not run.left, run
+    assert run.codes == [1]
+    assert run.seconds < ENDS_S, run
+    rank, _ = root_cause(run)
+    assert rank == kill.rank, run.stderr
+    for text in causes(run).values():
+        assert re.fullmatch(f"rank {rank} was killed, last seen ({AT_WORK})", text), text
+    return run
+
+
+def test_a_kill_at_the_start_ends_all_ranks(tmp_path: Path) -> None:
+    killed(tmp_path / "run", Kill(1, within_s=2.0, at_start=True), 2)
+
+
+@pytest.mark.slow
+def test_20_kills(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    draw = random.Random(21)
+    kills = [Kill(draw.randrange(3), within_s=draw.choice((2.0, 12.0, 24.0)), at_start=n < 10) for n in range(20)]
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(lambda n: killed(tmp_path / str(n), kills[n], 3), range(20)))
+    for kill, run in zip(kills, runs, strict=True):
+        assert kill.at_start or set(causes(run)) == {0, 1, 2} - {kill.rank}
+    named = sum(bool(causes(run)) for run in runs)
+    tell(capfd, f"20 kills: all ended within {max(run.seconds for run in runs):.1f} s, {named} with the last action")
+
+
+# -- a restart goes on -------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def undisturbed(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The folder of a training that nobody disturbed, by the number of ranks."""
+    folders: dict[int, Path] = {}
+
+    def of(size: int) -> Path:
+        if size not in folders:
+            folders[size] = tmp_path_factory.mktemp("undisturbed")
+            ranks(size).run(dying.train, folders[size])
+        return folders[size]
+
+    return of
+
+
+def restarted(
+    folder: Path, rank: int, expected: list[tuple[int, str]], *, size: int, ready: int, within_s: float
+) -> int:
+    """Kill a rank once, some time after step ``ready``; return behind which step the training went on."""
+    folder.mkdir()
+    kill = Kill(rank, within_s=within_s)
+    run = launch(
+        dying.train, size, folder, dying.STEPS, ready, 0.2, kill=kill, torchrun=True, restarts=1, limit_s=240.0
+    )
+    assert run.codes == [0], run.stderr
+    assert not run.left
+    said = causes(run)
+    assert set(said) == set(range(size)) - {rank}, run.stderr
+    assert all(re.fullmatch(f"rank {rank} was killed, last seen ({AT_WORK})", text) for text in said.values()), said
+    first_start, begin = dying.starts(folder)
+    assert first_start == 0
+    for own in range(size):
+        found = dying.losses(folder, own)
+        assert set(found) <= set(expected), (found, expected)
+        assert found[begin - dying.STEPS :] == expected[begin:]
+        assert dying.starts(folder, own) == [0, begin]
+    assert begin > ready - dying.EVERY
+    return begin
+
+
+def test_a_restart_goes_on_to_the_same_losses(tmp_path: Path, undisturbed: Callable[[int], Path]) -> None:
+    expected = dying.losses(undisturbed(2))
+    assert [step for step, _ in expected] == list(range(1, dying.STEPS + 1))
+    restarted(tmp_path / "run", 1, expected, size=2, ready=3, within_s=0.5)
+
+
+@pytest.mark.slow
+def test_20_restarts(tmp_path: Path, undisturbed: Callable[[int], Path], capfd: pytest.CaptureFixture[str]) -> None:
+    draw = random.Random(23)
+    expected = dying.losses(undisturbed(3))
+    kills = [(draw.randrange(3), draw.randrange(1, 9)) for _ in range(20)]
+
+    def run(n: int) -> int:
+        rank, ready = kills[n]
+        return restarted(tmp_path / str(n), rank, expected, size=3, ready=ready, within_s=0.6)
+
+    with ThreadPoolExecutor(2) as pool:
+        begins = sorted(pool.map(run, range(20)))
+    tell(capfd, f"20 restarts went on behind steps {begins} of {dying.STEPS}")
+
+
+# -- a kill during a save ----------------------------------------------------------------------------------------------
+def killed_while_saving(folder: Path, moment: Moment, expected: dict[int, Tensor], *, size: int, wait: bool) -> int:
+    """Kill a rank in the third save; return the newest step, which a plain model loads."""
+    folder.mkdir()
+    run = launch(dying.save_and_die, size, folder, moment, wait, limit_s=120.0)
+    assert run.codes[moment.rank] == -signal.SIGKILL, run
+    assert not run.left
+    assert run.seconds < ENDS_S
+    for text in causes(run).values():
+        assert re.match(f"rank {moment.rank}(, which hosts the store,)? was killed", text)
+    step = latest(folder)
+    assert step in (2, 3)
+    plain = TiedGPT()
+    others = restore(folder, plain, torch.optim.AdamW(plain.parameters()))
+    assert others["step"] == step
+    assert torch.equal(plain.eval()(*tokens(8).args), expected[step])
+    return step
+
+
+@pytest.fixture(scope="module")
+def outputs(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Tensor]:
+    """What the model gives after every step, in eval mode."""
+    found: dict[int, Tensor] = ranks(2).run(dying.outputs, tmp_path_factory.mktemp("outputs"), 3)[-1]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("moment", "newest"),
+    [
+        (Moment(1, event="c_call", function="fsync"), 2),
+        pytest.param(Moment(0, event="c_return", function="rename", count=2), 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_kill_during_a_save_leaves_a_checkpoint(
+    tmp_path: Path, outputs: dict[int, Tensor], moment: Moment, newest: int
+) -> None:
+    assert killed_while_saving(tmp_path / "run", moment, outputs, size=2, wait=True) == newest
+
+
+@pytest.mark.slow
+def test_20_kills_during_a_save(tmp_path: Path, outputs: dict[int, Tensor], capfd: pytest.CaptureFixture[str]) -> None:
+    draw = random.Random(22)
+    moments = [Moment(draw.randrange(2), share=0.98 * draw.random()) for _ in range(20)]
+
+    def run(n: int) -> int:
+        return killed_while_saving(tmp_path / str(n), moments[n], outputs, size=2, wait=n % 2 == 0)
+
+    with ThreadPoolExecutor(2) as pool:
+        steps = list(pool.map(run, range(20)))
+    tell(capfd, f"20 kills during a save: {steps.count(2)} left the checkpoint before, {steps.count(3)} the new one")
+
+
+# -- what a stage or a loss does ---------------------------------------------------------------------------------------
+FAULTS = {
+    ("forward", "raise"): r"rank 1 raised ValueError: a bad row, in stage 1, forward, microbatch 0",
+    ("loss", "raise"): r"rank 1 raised ValueError: a bad row, in stage 1, forward, microbatch 0",
+    ("forward", "hang"): r"rank 1 hangs in stage 1, forward, microbatch 0 for 2 s",
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"), [pytest.param(*fault, marks=pytest.mark.slow if fault[0] == "loss" else ()) for fault in FAULTS]
+)
+def test_a_fault_of_one_stage_ends_all_ranks(tmp_path: Path, place: str, kind: str) -> None:
+    run = launch(dying.fault, 2, tmp_path, place, kind)
+    assert run.codes == [1, 1]
+    assert not run.left
+    assert run.seconds < ENDS_S
+    assert re.fullmatch(FAULTS[place, kind], causes(run)[0]), run.stderr
+
+
+@pytest.mark.slow
+def test_ranks_that_do_different_things_in_a_step_do_not_wait_for_ever(tmp_path: Path) -> None:
+    run = launch(dying.apart, 2, tmp_path)
+    assert run.codes == [1, 1]
+    assert not run.left
+    places = r"rank 0 in gradients of stage 1 for stage 0, microbatch \d; rank 1 in what ranks agree in"
+    assert re.fullmatch(f"ranks wait for each other for 2 s: {places}", causes(run)[0]), run.stderr
