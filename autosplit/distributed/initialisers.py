@@ -83,7 +83,7 @@ def initial_values(model: nn.Module, entries: list[Entry], wanted: list[Entry], 
     real = {*wanted, *(entry for entry in entries if _parametrized(model, entry) in units)}
     with _own_random_state(), _blanks(entries, real) as blanks:
         replay = _Replay(seed, blanks)
-        for call in _calls("", model, set()):
+        for call in _calls("", model):
             replay.run(call)
         values = {entry: entry.places[0].get() for entry in wanted}
     replaced = {entry for entry, value in values.items() if value is not blanks[entry].tensor}
@@ -110,19 +110,16 @@ def _is_filled(value: Tensor | None, like: Tensor, written: bool) -> bool:
     return not (value.numel() and bool(value.amax().isnan())) if value.dtype in _WITH_NAN else written
 
 
-def _calls(name: str, module: nn.Module, seen: set[nn.Module], in_hf: bool = False) -> Iterator[_Call]:
+def _calls(name: str, module: nn.Module, in_hf: bool = False) -> Iterator[_Call]:
     """Yield the initialisers in the order in which constructors call them, children first.
 
     In transformers, whose models have ``_initialize_weights``, ``_init_weights(module)`` gets what is inside and in no
     inner model, before weights are tied, and calls all else. Elsewhere it gets all that is inside, by ``apply`` or,
     with names, by timm's ``named_apply``; ``init_weights()`` stands for that where there is one.
     """
-    if module in seen:
-        return
-    seen.add(module)
     is_hf = _is_hf(module)
     for key, child in list(module.named_children()):
-        yield from _calls(f"{name}.{key}" if name else key, child, seen, in_hf or is_hf)
+        yield from _calls(f"{name}.{key}" if name else key, child, in_hf or is_hf)
     for methods in _OWN:
         yield from [_Call(name, module, method) for method in methods if _required(module, method) == 0][:1]
     whole = [] if in_hf or is_hf else [method for method in _WHOLE if _required(module, method) == 0]

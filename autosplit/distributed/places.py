@@ -21,7 +21,7 @@ class Place(NamedTuple):
         return self.module._parameters.get(self.key, self.module._buffers.get(self.key))
 
     def set(self, tensor: Tensor) -> None:
-        """Put a tensor there, by the module's own ``__setattr__``: an LSTM keeps a second list."""
+        """Put a tensor there, as an assignment to the module's attribute does."""
         setattr(self.module, self.key, tensor)
 
 

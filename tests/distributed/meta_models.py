@@ -142,6 +142,40 @@ class NamedApply(nn.Sequential):
             nn.init.normal_(module.weight, std=std if name == "1" else 2 * std)
 
 
+class InTransformersManner(nn.Module):
+    """A model's ``_init_weights`` is for what is in no inner model, and calls inner methods itself or leaves them."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.start = nn.Parameter(torch.empty(64)), nn.Parameter(torch.empty(4))
+            self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            nn.init.zeros_(self.start)
+
+        def init_weights(self) -> None:
+            nn.init.constant_(self.start, 9.0)
+
+    def __init__(self, std: float = 1.0, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.std, self.fc, self.tables, self.inner = std, nn.Linear(16, 16), self.Table(), inner
+        self._initialize_weights(self)
+
+    def _initialize_weights(self, module: nn.Module) -> None:
+        for child in module.children():
+            if not isinstance(child, InTransformersManner):
+                self._initialize_weights(child)
+        self._init_weights(module)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=self.std)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, self.Table):
+            nn.init.normal_(module.table, std=self.std)
+
+
 def frozen_and_bfloat16() -> nn.Module:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.PReLU(8)).to(torch.bfloat16)
     return model.requires_grad_(False)
@@ -168,6 +202,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied by apply": TiedByApply,
     "drawing": Drawing,
     "named apply": NamedApply,
+    "in transformers' manner": lambda: InTransformersManner(1.0, InTransformersManner(5.0)),
 }
 every_model = pytest.mark.parametrize("model", list(MODELS))
 

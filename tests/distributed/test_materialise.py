@@ -94,6 +94,66 @@ def test_the_callers_modes_do_not_matter():
     assert model.head(torch.ones(1, 16)).requires_grad
 
 
+def test_initialisers_make_their_tensors_on_the_cpu():
+    devices = []
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.empty(4))
+
+        def reset_parameters(self) -> None:
+            devices.append(torch.get_default_device())
+            nn.init.zeros_(self.table)
+
+    with torch.device("meta"):
+        initialise(Table())
+    assert devices == [CPU]
+
+
+def test_a_model_made_in_inference_mode_can_be_trained():
+    with torch.inference_mode():
+        model = on_meta(lambda: nn.Linear(4, 4))
+    assert model.weight.is_inference()
+    initialise(model)(torch.ones(1, 4)).sum().backward()
+    assert model.weight.grad.eq(1).all()
+
+
+def test_a_buffer_made_by_an_initialiser_has_the_dtype_of_the_model():
+    class Angles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            self.register_buffer("angles", torch.arange(4.0))
+
+    assert same(initialise(on_meta(Angles).double()).angles, torch.arange(4.0).double())
+
+
+def test_tensors_with_values_go_to_the_device():
+    model = nn.Linear(2, 2)
+    bias = model.bias
+    materialise(model, ["weight"], device=torch.device("meta"))  # another device than theirs
+    assert model.weight.is_meta
+    assert model.bias is bias
+
+
+def test_values_are_drawn_for_some_bytes_at_a_time(monkeypatch):
+    sizes = []
+    drawn = materialise_module.initial_values
+    monkeypatch.setattr(materialise_module, "_HOST_BYTES", 600)
+    monkeypatch.setattr(
+        materialise_module,
+        "initial_values",
+        lambda model, entries, group, seed: (
+            sizes.append([entry.tensor.nbytes for entry in group]) or drawn(model, entries, group, seed)
+        ),
+    )
+    initialise(on_meta(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 30))))
+    assert sizes == [[256, 32, 256, 32], [960], [120]]
+
+
 def test_attributes_and_classes_of_parameters_are_kept():
     class Sharded(nn.Parameter):
         pass

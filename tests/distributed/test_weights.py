@@ -49,7 +49,7 @@ def sharded_safetensors_of(values: dict[str, Tensor], folder: Path) -> Path:
 
 def folder_of_safetensors_of(values: dict[str, Tensor], folder: Path) -> Path:
     safetensors_of(values, folder).rename(folder / "model.safetensors")
-    save_file({"other": torch.zeros(1)}, folder / "adapter.safetensors")
+    save_file({next(iter(values)): torch.zeros(1)}, folder / "adapter.safetensors")
     return folder
 
 
@@ -183,6 +183,12 @@ class Half(nn.Linear):
             self.bias.zero_()
 
 
+class OtherShape(nn.BatchNorm1d):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.register_buffer("running_mean", torch.zeros(len(self.running_mean) + 1))
+
+
 class Failing(nn.Linear):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.bias)
@@ -222,6 +228,11 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = {
         ],
     ),
     "half an initialiser": (lambda: nn.Sequential(Half(3, 4)), {}, ["no initialiser", "'0.weight' (of Half) of"]),
+    "another shape": (
+        lambda: nn.Sequential(OtherShape(4)),
+        {},
+        ["no initialiser", "'0.running_mean' (of OtherShape) of"],
+    ),
     "no initialiser of a buffer in no checkpoint": (
         lambda: NoInitialiser(persistent=False),
         {"weights": {"fc.weight": torch.ones(4, 4), "fc.bias": torch.ones(4), "scale": torch.ones(4)}},
