@@ -87,6 +87,22 @@ def begin_at_sums(
         seeds.append(root.detach())
 
 
+def leaves_under(value: torch.Tensor, made: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    """Return the leaves of a value's graph, without what stands behind the tensors ``made``."""
+    found: list[torch.Tensor] = []
+    seen = {tensor.grad_fn for tensor in made if tensor.grad_fn is not None}
+    todo = [value.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.append(leaf)
+        todo += [following for following, _ in node.next_functions]
+    return found
+
+
 class InjectGradients(torch.autograd.Function):
     """Gives tensors gradients, and lets go of them: the engine adds to them in place."""
 

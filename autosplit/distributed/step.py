@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Event
@@ -14,7 +14,7 @@ from autosplit.distributed.messages import Descriptions, Messages, Sent, arrived
 from autosplit.distributed.order import Receive, arrivals, of_rank, step_order
 from autosplit.distributed.start import RankStart, begin
 from autosplit.distributed.world import World, attempt, known_to_all
-from autosplit.errors import DeviceError
+from autosplit.errors import DeviceError, InputError
 from autosplit.runtime.lanes.threads import backwards, forwards
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import OUT, Bundle
@@ -38,6 +38,7 @@ class RankStep(Step):
         whole: whether what comes behind the last cell runs: the merges, and what mixes rows.
         loss: what tells steps of the same signature apart: which loss ends them.
         step_s: the seconds that a step should take.
+        held: the parameters of this rank, by identity.
     """
 
     world: World
@@ -46,6 +47,7 @@ class RankStep(Step):
     whole: bool = False
     loss: Any = None
     step_s: float = 0.0
+    held: Set[int] = frozenset()
 
     @property
     def last(self) -> int:
@@ -107,6 +109,16 @@ class RankStep(Step):
             transport = self.transport(detached=torch.is_grad_enabled())
             return begin(self, transport, self.ranks, ending=self.whole)
 
+    def check_free(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Raise InputError where the loss reads what another rank holds, or has parameters that only this rank has."""
+        for leaf in leaves:
+            if id(leaf) not in self.held:
+                raise InputError(
+                    f"the loss reads a parameter of shape {list(leaf.shape)} that is not of the last stage: another "
+                    "rank holds it, or every rank has one of its own; make it part of the model, and a penalty on "
+                    "weights part of the optimizer (weight_decay)"
+                )
+
     def outcome(self, make: Callable[[], Any]) -> Any:
         """Return on every rank the number that is made where the last stage runs; its error is raised on every rank."""
         value, error = attempt(make) if self.world.rank == self.last else (None, None)
@@ -136,6 +148,11 @@ class WholeCall:
         self.cells = Cells(step, step.start(), parameters(step), detached=torch.is_grad_enabled())
         self.given: dict[Way, Bundle] = {}
         """What comes behind the last cell takes of the stages, on the last stage's rank; leaves with gradients on."""
+
+    @property
+    def leaves(self) -> set[int]:
+        """What comes behind the last cell takes, by identity."""
+        return {id(tensor) for bundle in (self.cells.start.kept, *self.given.values()) for tensor in bundle}
 
     def _ways(self) -> list[Way]:
         """Return the ways of what stages give the caller."""
@@ -168,6 +185,8 @@ class WholeCall:
                 cells.transport.send(way, cells.cells[way.source, way.microbatch].sent[OUT])
             update_statistics(step.state, step.lanes)
             flat = None
+        if step.state.tape is not None:
+            step.state.tape.finish()  # what the caller draws between forward and backward is the same on every rank
         if not cells.detached:
             step.finish()
         return flat

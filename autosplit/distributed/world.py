@@ -254,8 +254,8 @@ def _portable(error: BaseException | None) -> BaseException | None:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        kind = type(error) if isinstance(error, AutosplitError) else RuntimeError
-        return kind(f"{type(error).__name__}: {error}")
+        public = next((kind for kind in type(error).__mro__ if kind.__module__ == AutosplitError.__module__), None)
+        return public(str(error)) if public is not None else RuntimeError(f"{type(error).__name__}: {error}")
     return error
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from autosplit.backward import leaves_under
 from autosplit.distributed.facts import call_text, contents, pipe_facts, program_text
 from autosplit.distributed.feed import bring, like_first, takers_of
 from autosplit.distributed.step import RankStep, WholeCall
@@ -207,8 +208,13 @@ class RankPipe(PipelinedModule):
 
     def _on_rank(self, step: PreparedStep | PreparedTree) -> PreparedRankStep:
         if isinstance(step, PreparedTree):
-            why = "; ".join(self._core.recordings.notes().split("\n")[1:]) or "no graph can follow it"
-            raise TraceError(f"{type(self._core.model).__name__} runs by its own Python, in one process only: {why}")
+            raise TraceError(
+                f"{type(self._core.model).__name__} runs by its own Python, in one process only: {self._recordings.why}"
+            )
+        if (returned := next(map(_attribute, filter(_is_attribute, step.lowered.outputs)), None)) is not None:
+            raise TraceError(
+                f"the model returns its own {returned!r}, which one rank alone holds; this needs one process"
+            )
         if step.recorded.traced.kept:
             raise TraceError("the model keeps tensors of the whole batch for Python to read; this needs one process")
         wanting = next((t for t in step.tensors if t.requires_grad), None)
@@ -220,6 +226,7 @@ class RankPipe(PipelinedModule):
         ranks = self._recordings.ranks
         step_s = 0.0 if self.plan is None else self.plan.step_s
         made = PreparedRankStep(**given, world=self._world, ranks=ranks, step_s=step_s)
+        made.held = {id(parameter) for _, parameter in self.named_parameters(remove_duplicate=False)}
         if (tape := step.state.tape) is not None:
             layout, own = step.lowered.layout, made.stages
             here = {n.meta[INFO].name for s in own for p in (layout.stages, layout.prologues) for n in p[s].nodes}
@@ -293,6 +300,7 @@ class RankPipe(PipelinedModule):
 
             def loss() -> torch.Tensor:
                 value = engine.loss_of_whole(step.recorded.traced.unflatten(flat or []), target, loss_fn, step.lanes)
+                step.check_free([leaf for leaf in leaves_under(value) if id(leaf) not in call.leaves])
                 if not value.requires_grad:
                     raise RuntimeError("the loss does not depend on any parameter that requires a gradient")
                 return value
@@ -309,3 +317,11 @@ def _on_cpu(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.is_meta:
         return torch.zeros_like(leaf, device="cpu").requires_grad_(leaf.requires_grad)
     return leaf
+
+
+def _is_attribute(value: Any) -> bool:
+    return isinstance(value, fx.Node) and value.op == "get_attr"
+
+
+def _attribute(node: fx.Node) -> str:
+    return str(node.target)

@@ -104,12 +104,17 @@ class RankRecordings(Recordings):
                 findings=self._findings,
             )
 
+    @property
+    def why(self) -> str:
+        """Why no graph can follow the kind of call that was refused last."""
+        return next(reversed(self._refused.values()), "no graph can follow it")
+
     def _check_size(self) -> None:
         assert self.plan is not None
         if len(self.plan.devices) != self.world.size:
             raise InputError(
-                f"the plan is for {len(self.plan.devices)} devices, and torchrun has started {self.world.size} "
-                f"processes; start {len(self.plan.devices)}, or plan for {self.world.size}"
+                f"the model gives {len(self.plan.devices)} stages, and torchrun has started {self.world.size} "
+                f"processes; start {len(self.plan.devices)}"
             )
 
     def _place(self, lowered: Lowered, devices: Sequence[torch.device]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit import autosplit, initialise
-from autosplit.distributed.world import join
+from autosplit.distributed.world import attempt, join
+from autosplit.errors import TraceError
 from autosplit.options import Sample
 from tests.distributed.models import TRAININGS, TiedGPT, few_targets, flat, next_token, tokens
 from tests.distributed.processes import Pool
@@ -194,3 +197,104 @@ def by_pairs() -> list[str]:
 
 def test_a_group_for_each_sender_and_receiver(ranks: Pool) -> None:
     assert ranks(3).run(by_pairs)[0] == []
+
+
+class _Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers(value), self.layers[0].weight
+
+
+def _error(make: Any) -> str:
+    try:
+        make()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def returned_parameter() -> str:
+    """Split a model that returns a parameter of the first rank."""
+    return _error(lambda: autosplit(_Returning(), devices="torchrun", chunks=4, sample=flat(8).args))
+
+
+def unknown_error() -> list[str]:
+    """Share an error that cannot be unpickled."""
+
+    class Own(TraceError):
+        def __init__(self, reason: str, module: str) -> None:
+            super().__init__(f"{reason} in {module}")
+
+    def fail() -> None:
+        raise Own("no reason", "layers.0")
+
+    world = join()
+    return [_error(lambda: world.share(1, fail)), _error(lambda: world.agree("fails", {}, attempt(fail)[1]))]
+
+
+def drawn_between() -> list[float]:
+    """Draw a number between a call with dropout and its backward, and one behind that."""
+    pipe = autosplit(TiedGPT(), devices="torchrun", chunks=4, sample=tokens(8).args, outputs="all")
+    torch.manual_seed(3)
+    loss = squares(pipe(*tokens(8).args))
+    drawn = [float(torch.rand(()))]
+    loss.backward()
+    return [*drawn, float(torch.rand(()))]
+
+
+def copied() -> list[str]:
+    """Copy and pickle a rank's pipe."""
+    pipe = autosplit(TiedGPT(), devices="torchrun", chunks=4, sample=tokens(8).args)
+    return [_error(lambda: copy.deepcopy(pipe)), _error(lambda: pickle.dumps(pipe))]
+
+
+def penalty(name: str) -> str:
+    """Penalise a weight of the first rank in the loss."""
+    training = TRAININGS[name]
+    model, batch = training.make(), without_gradients(training.batch(8))
+    pipe = autosplit(model, devices="torchrun", chunks=4, sample=batch.args)
+    weight = next(p for n, p in model.named_parameters() if n.endswith("0.weight"))
+
+    def loss(output: Any, _: None = None) -> Tensor:
+        return squares(output) + 0.1 * weight.square().sum()
+
+    return _error(lambda: pipe.train_step(*batch.args, loss_fn=loss, loss_reduction="mean"))
+
+
+def test_a_model_that_returns_a_parameter_is_refused(ranks: Pool) -> None:
+    found = ranks(2).run(returned_parameter)
+    assert all("returns its own 'layers.0.weight'" in text for text in found), found
+
+
+def test_an_error_that_cannot_be_sent_is_raised_as_its_public_kind(ranks: Pool) -> None:
+    for rank, found in enumerate(ranks(2).run(unknown_error)):
+        assert all("no reason in layers.0" in text for text in found), (rank, found)
+
+
+def test_numbers_drawn_between_forward_and_backward_are_the_same_on_every_rank(ranks: Pool) -> None:
+    one, other = ranks(2).run(drawn_between)
+    assert one == other
+    assert len(set(one)) == 2
+
+
+def test_a_ranks_pipe_is_not_copied(ranks: Pool) -> None:
+    assert all("holds a part of the model" in text for found in ranks(2).run(copied) for text in found)
+
+
+def test_a_loss_that_reads_another_ranks_parameter_is_refused(ranks: Pool) -> None:
+    assert all("the loss reads a parameter" in text for text in ranks(2).run(penalty, "rows that mix"))
+
+
+def test_a_loss_of_microbatches_that_does_ends_all_ranks() -> None:
+    pool = Pool()
+    try:
+        found = pool(2).run(penalty, "chain")
+    except RuntimeError as error:  # they may have ended before they could answer
+        found = [str(error)]
+    finally:
+        pool.close()
+    assert not any("nothing was raised" in text for text in found)

@@ -67,6 +67,9 @@ class Step:
         """Return what brings values from stage to stage."""
         return SharedMemory(self.lanes, self.log, detached=detached)
 
+    def check_free(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Raise InputError for leaves under a loss, beside the outputs, that would not get their whole gradient."""
+
     def outcome(self, make: Callable[[], Any]) -> Any:
         """Return what is made where the last stage runs."""
         return make()

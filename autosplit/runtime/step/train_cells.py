@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autosplit.backward import leaves_under
 from autosplit.errors import InputError
 from autosplit.runtime.lanes.ambient import ThreadState
 from autosplit.runtime.lanes.threads import LaneThreads, Turns, turns
@@ -129,6 +130,7 @@ class _TrainCells(Cells):
             self.depends |= value.requires_grad
             given_names = {node.name for node in self.passed}
             free = self._free_leaves(state, [t for name, t in values.items() if name not in given_names], value)
+            self.step.check_free(free)
             self.free += free
             self.summed[stage] += free
             self.apart |= {id(leaf) for leaf in free}
@@ -158,19 +160,7 @@ class _TrainCells(Cells):
         """
         own = {id(t) for bundle in (*state.leaves.values(), *self.given.values()) for t in bundle}
         own |= {id(leaf) for leaf in (*self.parameters[-1], *self.free)}
-        found: list[torch.Tensor] = []
-        seen = {tensor.grad_fn for tensor in made if tensor.grad_fn is not None}
-        todo = [value.grad_fn]
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and id(leaf) not in own:
-                found.append(leaf)
-            todo += [following for following, _ in node.next_functions]
-        return found
+        return [leaf for leaf in leaves_under(value, made) if id(leaf) not in own]
 
     def _values(self, microbatch: int, last: CellState, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what stages give for one microbatch, by name; what earlier stages made has a state of its own.
