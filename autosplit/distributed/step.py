@@ -64,7 +64,7 @@ class RankStep(Step):
         late = getattr(cells, "loss_sources", frozenset[int]())
 
         def own() -> Any:
-            order = step_order(schedule, cells.sources, late, rendezvous=False)
+            order = step_order(schedule, cells.sources, late)
             return of_rank(order, self.world.rank), arrivals(order, self.world.rank)
 
         items, cells.transport.arrivals = self.once(("order", schedule.name, schedule.microbatches, late), own)

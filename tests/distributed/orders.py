@@ -28,11 +28,11 @@ class Case(NamedTuple):
     def ranks(self) -> int:
         return len(self.schedule.lanes)
 
-    def order(self, *, rendezvous: bool) -> tuple[Entry, ...]:
-        return step_order(self.schedule, self.sources, self.losses, rendezvous=rendezvous)
+    def order(self) -> tuple[Entry, ...]:
+        return step_order(self.schedule, self.sources, self.losses)
 
-    def lists(self, *, rendezvous: bool) -> Lists:
-        order = self.order(rendezvous=rendezvous)
+    def lists(self) -> Lists:
+        order = self.order()
         return [list(of_rank(order, rank)) for rank in range(self.ranks)]
 
     def takes(self, action: Action) -> dict[Way, Action]:
@@ -115,50 +115,45 @@ def drawn(name: str, chance: random.Random) -> Case:
 def ends(case: Case, lists: Lists, chance: random.Random, *, rendezvous: bool) -> bool:
     """Tell whether all ranks come to their end, in one random interleaving of what may happen.
 
-    From rank to rank leads a channel that knows no names: it brings the next message that is sent to the next receive.
-    Under rendezvous both ranks stand at it, otherwise both have posted it. What is sent must have been made, what
-    arrives must be what was wanted, and an action waits for all that it takes.
+    From rank to rank leads a channel that knows no names: it brings the next message that is sent to the next receive
+    that is posted. Under rendezvous a rank stands at its send until then, otherwise it goes on. What is sent must have
+    been made, what arrives must be what was wanted, and an action waits for all that it takes.
     """
     taken = case.crossing()
     maker = {way: action for ways in taken.values() for way, action in ways.items()}
     home = {item: rank for rank, items in enumerate(lists) for item in items}
     left = [deque(items) for items in lists]
     sent, wanted = defaultdict[Any, deque[Way]](deque), defaultdict[Any, deque[Way]](deque)
-    done, arrived = set[Action](), set[Way]()
-    while True:
-        if rendezvous:  # what a rank stands at is all that it has posted
-            for queues in (sent, wanted):
-                queues.clear()
-            for items in left:
-                for item in itertools.islice(items, 1):
-                    if not isinstance(item, Action):
-                        channel = home[Send(item.way)], home[Receive(item.way)]
-                        (sent if isinstance(item, Send) else wanted)[channel].append(item.way)
-        heads = [(rank, items[0]) for rank, items in enumerate(left) if items]
-        alone = [
-            (rank, item)
-            for rank, item in heads
-            if (arrived.issuperset(taken[item]) if isinstance(item, Action) else not rendezvous)
-        ]
+    done, arrived, begun = set[Action](), set[Way](), set[Way]()
+
+    def can_go_on(item: Item) -> bool:
+        if isinstance(item, Action):
+            return arrived.issuperset(taken[item])
+        return isinstance(item, Receive) or item.way not in begun or item.way in arrived
+
+    while any(left):
+        able = [rank for rank, items in enumerate(left) if items and can_go_on(items[0])]
         together = [channel for channel, ways in sent.items() if ways and wanted[channel]]
-        if not alone and not together:
-            return not heads
-        if together and (not alone or chance.random() < 0.5):
-            source, target = channel = chance.choice(together)
+        if not able and not together:
+            return False
+        if together and (not able or chance.random() < 0.5):
+            channel = chance.choice(together)
             way = sent[channel].popleft()
-            if wanted[channel].popleft() != way or maker[way] not in done:
+            if wanted[channel].popleft() != way:
                 return False
             arrived.add(way)
-            if rendezvous:
-                left[source].popleft()
-                left[target].popleft()
             continue
-        rank, item = chance.choice(alone)
-        left[rank].popleft()
+        rank = chance.choice(able)
+        item = left[rank][0]
         if isinstance(item, Action):
             done.add(item)
-        else:
-            channel = home[Send(item.way)], home[Receive(item.way)]
-            (sent if isinstance(item, Send) else wanted)[channel].append(item.way)
-            if isinstance(item, Send) and maker[item.way] not in done:
-                return False
+        elif item.way not in begun or isinstance(item, Receive):
+            (sent if isinstance(item, Send) else wanted)[home[Send(item.way)], home[Receive(item.way)]].append(item.way)
+            if isinstance(item, Send):
+                begun.add(item.way)
+                if maker[item.way] not in done:
+                    return False
+                if rendezvous:
+                    continue
+        left[rank].popleft()
+    return True
