@@ -160,13 +160,15 @@ class Messages:
 
 def described(tensor: torch.Tensor) -> Described:
     """Describe a tensor; one with gaps in its memory arrives without."""
-    dense = tensor if _is_dense(tensor) else torch.empty_like(tensor, device="meta")
+    dense = tensor if tensor.is_contiguous() or _is_dense(tensor) else torch.empty_like(tensor, device="meta")
     return Described(tuple(tensor.shape), dense.stride(), tensor.dtype, tensor.requires_grad)
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a tensor as bytes; of one with gaps a copy."""
     tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_contiguous():
+        return tensor.view(-1).view(torch.uint8)
     if not _is_dense(tensor):
         tensor = tensor.clone(memory_format=torch.preserve_format)
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

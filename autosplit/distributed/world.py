@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defin
 from autosplit.distributed.watch import Watch
 from autosplit.errors import AutosplitError, DeviceError, InputError
 
-_BLOCK = 512
+_BLOCK = 1024
 """Bytes of one rank's value in the first collective, its length among them."""
 _HEAD = 8
 _KNOWN = "known to all ranks"
@@ -35,6 +35,7 @@ class _Said(NamedTuple):
 
     facts: dict[str, int]
     error: BaseException | None
+    word: Any
 
 
 @dataclass(frozen=True)
@@ -149,25 +150,28 @@ class World:
             dist.broadcast(block, group_src=source, group=self.control)
         return block.numpy().tobytes()
 
-    def agree(self, doing: str, facts: Mapping[str, Any], error: BaseException | None = None) -> None:
+    def agree(
+        self, doing: str, facts: Mapping[str, Any], error: BaseException | None = None, word: Any = None
+    ) -> list[Any]:
         """Raise on every rank where one has an error, or where ranks differ in a fact: which, and what each has.
 
         ``doing`` says what a rank is about to do, where another may be about to do something else. What is raised is
-        `known_to_all`.
+        `known_to_all`. Returns each rank's ``word``.
         """
         own = {name: digest(fact) for name, fact in facts.items()}
-        rows = self._rows(doing, _Said(own, _portable(error)))
+        rows = self._rows(doing, _Said(own, _portable(error), word))
         said = [row for _, row in rows if isinstance(row, _Said)]
         found = None
         if len(said) == self.size:
-            found = self._raised(said, error) or self._differing(said, facts)
+            found = self._differing(said, facts) or self._raised(said, error)
         found = found or _different_calls(rows)
         if found is not None:
             raise _known(found)
+        return [row.word for row in said]
 
     def _raised(self, said: list[_Said], error: BaseException | None) -> BaseException | None:
         """Return the error of the first rank that has one."""
-        for rank, (_, raised) in enumerate(said):
+        for rank, (_, raised, _) in enumerate(said):
             if raised is not None and rank == self.rank:
                 return error
             if raised is not None:

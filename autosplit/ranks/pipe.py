@@ -8,10 +8,12 @@ What one rank refuses, all refuse, with the same error, before the first message
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx, nn
@@ -27,7 +29,6 @@ from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.plan import Plan
 from autosplit.ranks.recordings import RankRecordings
 from autosplit.recorded import PreparedStep, PreparedTree, Recent
-from autosplit.runtime.loss.parts import Parts
 from autosplit.runtime.loss.proof import identity
 from autosplit.runtime.step import engine, train_cells
 from autosplit.runtime.tape import Tape
@@ -48,6 +49,28 @@ class _Elsewhere:
 
     wants: frozenset[str] | None
     takes_values = True
+
+
+class _Word(NamedTuple):
+    """What the last stage's rank says of a loss.
+
+    Attributes:
+        in_cells: whether it adds up by microbatches.
+        wants: the outputs that it uses; None: all.
+        loss: a number of the loss.
+    """
+
+    in_cells: bool
+    wants: frozenset[str] | None
+    loss: int
+
+
+class _OthersNeeded(Exception):
+    """How a loss adds up is asked on outputs that all ranks have to make."""
+
+
+def _ask_others() -> Any:
+    raise _OthersNeeded
 
 
 class RankPipe(PipelinedModule):
@@ -72,7 +95,8 @@ class RankPipe(PipelinedModule):
         world.agree("makes a pipe", pipe_facts(model, options, plan, feed=feed, outputs=outputs))
         super().__init__(model, options, plan, own_plan)
         self._core.recordings = RankRecordings(model, options, plan, world, own=own_plan, weights=weights)
-        self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _losses={}, _texts=Recent())
+        self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _texts=Recent())
+        self.__dict__.update(_losses=Recent(), _numbers=itertools.count())
 
     @property
     def _recordings(self) -> RankRecordings:
@@ -158,44 +182,49 @@ class RankPipe(PipelinedModule):
             self._show(step.recorded, self._program(step))
 
     def _agreed(
-        self, doing: str, args: Any, kwargs: Any, facts: Mapping[str, Any], checks: Callable[[], None] = lambda: None
-    ) -> PreparedRankStep:
-        """Prepare what all ranks do; raise on every rank where one cannot, or where they differ."""
+        self,
+        doing: str,
+        args: Any,
+        kwargs: Any,
+        target: Any = None,
+        say: Callable[[PreparedRankStep], Any] = lambda step: None,
+    ) -> tuple[PreparedRankStep, list[Any]]:
+        """Prepare what all ranks do; raise on every rank where one cannot, or where they differ.
 
+        Returns the step, and what each rank says of it.
+        """
         recordings, alone = self._recordings, self._feed != "all"
         first = recordings.ranks[0]
         if alone:
             args, kwargs = like_first(self._world, doing, first, args, kwargs)
-        tensors = tensors_in((args, kwargs))
-        everywhere = {place: set(range(self._world.size)) for place in range(len(tensors))}
         unseen = alone and not recordings.reads_no_values(args, kwargs)
         if unseen:
-            bring(self._world, first, tensors, everywhere)
+            tensors = tensors_in((args, kwargs))
+            bring(self._world, first, tensors, {place: set(range(self._world.size)) for place in range(len(tensors))})
 
-        def prepared() -> PreparedRankStep:
-            checks()
-            return self._on_rank(self._prepare(args, kwargs))
-
-        step, error = attempt(prepared)
+        step, error = attempt(lambda: self._on_rank(self._prepare(args, kwargs)))
         if error is not None and known_to_all(error):
             raise error
-        own = {} if step is None else self._facts(step, args, kwargs)
-        self._world.agree(doing, own if alone else {**own, **facts}, error)
+        facts, word = {}, None
+        if step is not None:
+            facts = self._facts(step, args, kwargs, target)
+            word, error = attempt(lambda: say(step))
+        words = self._world.agree(doing, facts, error, word)
         assert step is not None
         if alone and not unseen:
             bring(self._world, first, step.tensors, takers_of(step, step.ranks))
-        return step
+        return step, words
 
-    def _facts(self, step: PreparedRankStep, args: Any, kwargs: Any) -> dict[str, Any]:
+    def _facts(self, step: PreparedRankStep, args: Any, kwargs: Any, target: Any) -> dict[str, Any]:
         """Return in what calls of all ranks have to agree."""
         facts: dict[str, Any] = {
             "the call": self._text_of(step.key, args, kwargs),
             "what each stage runs": step.once("program", lambda: program_text(step.lowered)),
         }
         if self._feed == "all":
-            facts["the batch's values (give every rank the same batch, or feed='first_last')"] = contents(
-                (args, kwargs)
-            )
+            given = "the batch's values (give every rank the same batch, or feed='first_last')"
+            facts[given] = contents(step.tensors)
+            facts["the target"] = contents(tensors_in(target))
         if step.lowered.random:
             facts["torch's random state"] = zlib.crc32(torch.get_rng_state().numpy().data)
         return facts
@@ -235,7 +264,7 @@ class RankPipe(PipelinedModule):
         return made
 
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        step = self._agreed("calls the pipe", args, kwargs, {})
+        step, _ = self._agreed("calls the pipe", args, kwargs)
         every = self._outputs == "all"
         with torch.set_grad_enabled(torch.is_grad_enabled() and every), step.running():
             call = WholeCall(step)
@@ -248,49 +277,63 @@ class RankPipe(PipelinedModule):
     def _train_step(
         self, args: Any, kwargs: Any, target: Any, loss_fn: Any, reduction: str, log: Any = None
     ) -> torch.Tensor:
-        def checks() -> None:
-            self._core.recordings.check_backward()
-            if self._feed == "all" or self._world.rank == self._recordings.ranks[-1]:
-                engine.check_loss(target, loss_fn, reduction)
-
-        step = self._agreed("takes a step", args, kwargs, {"the target": contents(target)}, checks)
-        step.log = log
         given = {"target": target, "loss_fn": loss_fn}
+        found: engine.Found | None = None
+
+        def find(step: PreparedRankStep, whole: Callable[[], Any] = _ask_others) -> _Word | None:
+            """Return how the loss adds up; None where that takes the whole batch's outputs."""
+            nonlocal found
+            if self._world.rank != step.last:
+                return None
+            with suppress(_OthersNeeded):
+                found = engine.find_loss(step, **given, reduction=reduction, proofs=self._core.proofs, whole=whole)
+                return _Word(found is not None, found and found[0].wants, self._number_of(loss_fn, found))
+            return None
+
+        def checked(step: PreparedRankStep) -> _Word | None:
+            self._core.recordings.check_backward()
+            if self._feed == "all" or self._world.rank == step.last:
+                engine.check_loss(target, loss_fn, reduction)
+            return find(step) if self._feed == "all" else None
+
+        step, words = self._agreed("takes a step", args, kwargs, target, checked)
+        step.log = log
         with step.running():
-            found, in_cells = self._loss(step, reduction, **given)
-            if in_cells:
-                loss = train_cells.run(step, found[0], found[1], None)
+            word = words[step.last]
+            if self._feed != "all":
+                word = self._world.share(step.last, lambda: find(step))
+            if word is None:
+                word = self._found_together(step, find)
+            step.loss = word.loss
+            if word.in_cells:
+                loss, check = found or (cast(train_cells.Loss, _Elsewhere(word.wants)), None)
+                value = train_cells.run(step, loss, check, None)
                 step.finish()
             else:
-                loss = self._whole(step, **given)
+                value = self._whole(step, **given)
         self._core.recordings.leave(step, ())
-        return loss
+        return value
 
-    def _loss(self, step: PreparedRankStep, reduction: str, *, target: Any, loss_fn: Any) -> tuple[Any, bool]:
-        """Return how the loss adds up, and whether it does so by microbatches; the last stage's rank finds out."""
-        world, core = self._world, self._core
-        if world.rank != step.last:
-            while (word := world.receive(step.last)) is None:
-                with borrowed(core.model), torch.no_grad():
-                    WholeCall(replace(step, state=step.state.fresh())).forward()
-            in_cells, wants, step.loss = word
-            return (_Elsewhere(wants), None), in_cells
+    def _found_together(self, step: PreparedRankStep, find: Callable[..., _Word | None]) -> _Word:
+        """Return how a loss adds up that the last stage's rank asks on the whole batch's outputs, which all make."""
 
         def whole() -> Any:
-            world.send(step.last, None)
             flat = WholeCall(replace(step, state=step.state.fresh())).forward()
-            return step.recorded.traced.unflatten(flat or [])
+            return None if flat is None else step.recorded.traced.unflatten(flat)
 
-        found, error = attempt(
-            lambda: engine.find_loss(
-                step, target=target, loss_fn=loss_fn, reduction=reduction, proofs=core.proofs, whole=whole
-            )
-        )
-        wants = found[0].wants if found is not None else None
-        kind = found[0].kind if found is not None and isinstance(found[0], Parts) else None
-        step.loss = self._losses.setdefault((identity(loss_fn), kind, wants), len(self._losses))
-        world.send(step.last, (found is not None, wants, step.loss), error)
-        return found, found is not None
+        if self._world.rank != step.last:
+            with borrowed(self._core.model), torch.no_grad():
+                whole()
+        word: _Word = self._world.share(step.last, lambda: find(step, whole))
+        return word
+
+    def _number_of(self, loss_fn: Any, found: engine.Found | None) -> int:
+        """Return a number for a loss, by which steps are told apart: in what its gradients are None."""
+        kind, wants = (getattr(found and found[0], name, None) for name in ("kind", "wants"))
+        key = identity(loss_fn, depth=2), kind, wants
+        number, _ = self._losses.get(key, (next(self._numbers), None))
+        self._losses[key] = number, loss_fn  # the loss too: what its identity names must live on
+        return number
 
     def _whole(self, step: PreparedRankStep, *, target: Any, loss_fn: Any) -> torch.Tensor:
         """Run a step whose loss wants the whole batch at once."""
