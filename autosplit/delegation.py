@@ -13,8 +13,8 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import fx, nn
@@ -31,6 +31,12 @@ _CALLS = frozenset(("forward", "_call_impl", "_wrapped_call_impl"))
 
 class Delegating:
     """The part of a pipe that answers for its model."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "generate": "generate() is not pipelined: it calls the model token by token; call "
+        "pipe.unsplit().generate(...), the model itself with the weights of the pipe"
+    }
+    """What the model's methods may not call on their ``self``, and why."""
 
     def _class(self) -> type:
         core = self.__dict__.get("_autosplit")
@@ -88,11 +94,17 @@ class Placed(nn.Module):
         """Do nothing when all stages are on that CUDA device; else refuse, as :meth:`to` does."""
         return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
 
+    @property
+    def _devices(self) -> Sequence[torch.device]:
+        """Where the stages lie that this process holds."""
+        return [torch.device(device) for device in self._core.options.devices]
+
     def _refuse_collapse(self, device: torch.device | None) -> None:
-        own = {str(d) for d in self._core.options.devices}
-        if device is not None and own != {str(device)} and own != {f"{device.type}:{device.index or 0}"}:
+        own = {(one.type, one.index or 0) for one in self._devices}
+        if device is not None and own != {(device.type, device.index or 0)}:
+            names = ", ".join(sorted({str(one) for one in self._devices}))
             raise DeviceError(
-                f"the stages lie on {', '.join(sorted(own))}; moving all to {device} would collapse the pipeline. "
+                f"the stages lie on {names}; moving all to {device} would collapse the pipeline. "
                 f"Take the model back with pipe.unsplit().to({str(device)!r}), or split it anew with devices="
             )
 
@@ -191,15 +203,14 @@ def _method(pipe: Any, method: types.MethodType) -> Callable[..., Any]:
 def _twin(pipe: Any, model: nn.Module) -> Any:
     kind = type(model)
     members: dict[str, Any] = {"__module__": kind.__module__, "_autosplit_pipe": weakref.ref(pipe)}
-    if hasattr(kind, "generate"):
-        members["generate"] = _refuse_generate
+    members |= {name: _refusal(why) for name, why in pipe.refused.items() if hasattr(kind, name)}
     twin: Any = object.__new__(types.new_class(kind.__name__, (_Twin, kind), {}, lambda space: space.update(members)))
     object.__setattr__(twin, "__dict__", model.__dict__)
     return twin
 
 
-def _refuse_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    raise InputError(
-        "generate() is not pipelined: it calls the model token by token; call pipe.unsplit().generate(...), the model "
-        "itself with the weights of the pipe"
-    )
+def _refusal(why: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise InputError(why)
+
+    return refuse

@@ -20,7 +20,6 @@ from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.objects import take_apart
 from autosplit.trace.inputs.signature import GradAutocastState
 
-_ENDS = 256
 _MANY_BYTES, _ROW_BYTES = 1 << 16, 512
 
 
@@ -57,7 +56,7 @@ def pipe_facts(model: nn.Module, options: Options, plan: Plan | None, **ways: st
     modules = [f"{path or 'the model'}: {type(own).__name__}" for path, own in model.named_modules()]
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     state = [f"{name}: {tensor.dtype}{list(tensor.shape)} {tensor.device.type}" for name, tensor in tensors.items()]
-    values = [f"{name}: values with checksum {_ends(tensor)}" for name, tensor in tensors.items()]
+    values = [f"{name}: values with checksum {contents([tensor])}" for name, tensor in tensors.items()]
     seed = f"{torch.initial_seed()}" if has_meta(model) else "of no use"
     return {
         "their versions": "\n".join((*versions, f"python {platform.python_version()}")),
@@ -67,14 +66,6 @@ def pipe_facts(model: nn.Module, options: Options, plan: Plan | None, **ways: st
         "torch.initial_seed(), by which a model on meta gets its values": seed,
         "their plans": "none" if plan is None else plan.to_json(),
     }
-
-
-def _ends(tensor: torch.Tensor) -> int:
-    """Return a checksum of a tensor's first and last elements; 0 where they cannot be read at once."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
-        return 0
-    flat = tensor.detach().reshape(-1)
-    return contents([flat[:_ENDS], flat[-_ENDS:]])
 
 
 def call_text(model: nn.Module, args: Any, kwargs: Any) -> str:

@@ -20,7 +20,7 @@ from autosplit.distributed.start import placeholders, slots_of
 from autosplit.distributed.world import World, attempt
 from autosplit.lower.split import Lowered
 from autosplit.runtime.step.step import Step
-from autosplit.trace.inputs.objects import take_apart
+from autosplit.trace.inputs.objects import one_tensor, take_apart
 from autosplit.trace.reductions.own_loss import form_of
 
 
@@ -52,9 +52,12 @@ def like_first(world: World, doing: str, first: int, args: Any, kwargs: Any) -> 
         return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=device)
 
     leaves, structure = take_apart((args, kwargs))
-    own = ([_Blank.of(leaf) for leaf in leaves], structure) if world.rank == first else None
-    blank, structure = world.gather(doing, own)[first]
-    return (args, kwargs) if world.rank == first else structure([made(leaf) for leaf in blank])
+    own = ([_Blank.of(leaf) for leaf in leaves], one_tensor(leaves), structure) if world.rank == first else None
+    blank, same, structure = world.gather(doing, own)[first]
+    if world.rank == first:
+        return args, kwargs
+    leaves = [made(leaf) for leaf in blank]
+    return structure([leaves[place] for place in same])
 
 
 def bring(world: World, first: int, tensors: Sequence[torch.Tensor], takers: dict[int, set[int]]) -> None:
@@ -69,8 +72,9 @@ def bring(world: World, first: int, tensors: Sequence[torch.Tensor], takers: dic
                 works.append(dist.isend(flat, group=group, group_dst=rank, tag=place))
             elif world.rank == rank:
                 works.append(dist.irecv(flat, group=group, group_src=first, tag=place))
-    for work in works:
-        work.wait()
+    with world.waiting("the batch", *(world.others() if world.rank == first else [first])):
+        for work in works:
+            work.wait()
 
 
 def takers_of(step: Step, ranks: Sequence[int]) -> dict[int, set[int]]:

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import fx, nn
@@ -98,6 +98,21 @@ class RankPipe(PipelinedModule):
         self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _texts=Recent())
         self.__dict__.update(_losses=Recent(), _numbers=itertools.count())
 
+    refused: ClassVar[Mapping[str, str]] = {
+        **PipelinedModule.refused,
+        "state_dict": "a method of the model asks for its whole state, and this process has a part; save with "
+        "autosplit.distributed.checkpoint, or pipe.state_dict() of every rank",
+    }
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """What DistributedDataParallel asks a module for before it gives every rank the values of rank 0."""
+        raise InputError("DistributedDataParallel wraps copies of one model, and every rank has other parameters here")
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        return [self._world.device]
+
     @property
     def _recordings(self) -> RankRecordings:
         recordings = self._core.recordings
@@ -109,19 +124,25 @@ class RankPipe(PipelinedModule):
         recordings = self._recordings
         return not recordings.owner or recordings.owner_of(name) == self._world.rank
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this rank, by their names in the model."""
-        yield from ((n, p) for n, p in self._core.model.named_parameters(*args, **kwargs) if self._is_own(n))
+        named = self._core.model.named_parameters(prefix, *args, **kwargs)
+        yield from ((n, p) for n, p in named if self._is_own(n.removeprefix(prefix and f"{prefix}.")))
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers of this rank, by their names in the model."""
-        yield from ((n, b) for n, b in self._core.model.named_buffers(*args, **kwargs) if self._is_own(n))
+        named = self._core.model.named_buffers(prefix, *args, **kwargs)
+        yield from ((n, b) for n, b in named if self._is_own(n.removeprefix(prefix and f"{prefix}.")))
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """Return this rank's part of the model's state, under the model's own names."""
-        prefix = kwargs.get("prefix", "")
-        whole = self._core.model.state_dict(*args, **kwargs)
-        return {name: value for name, value in whole.items() if self._is_own(name.removeprefix(prefix))}
+        before = set(destination or ())
+        found = self._core.model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for name in [n for n in found if n not in before and not self._is_own(n.removeprefix(prefix))]:
+            del found[name]
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's part of a state, which may be the whole model's."""
@@ -211,6 +232,8 @@ class RankPipe(PipelinedModule):
             word, error = attempt(lambda: say(step))
         words = self._world.agree(doing, facts, error, word)
         assert step is not None
+        if self._core.model.training or torch.is_grad_enabled():
+            recordings.trains()
         if alone and not unseen:
             bring(self._world, first, step.tensors, takers_of(step, step.ranks))
         return step, words
@@ -246,6 +269,7 @@ class RankPipe(PipelinedModule):
             )
         if step.recorded.traced.kept:
             raise TraceError("the model keeps tensors of the whole batch for Python to read; this needs one process")
+        self._recordings.check_fresh()
         wanting = next((t for t in step.tensors if t.requires_grad), None)
         if wanting is not None and torch.is_grad_enabled():
             raise InputError(
@@ -292,6 +316,11 @@ class RankPipe(PipelinedModule):
 
         def checked(step: PreparedRankStep) -> _Word | None:
             self._core.recordings.check_backward()
+            if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+                raise InputError(
+                    "the pipe has hooks, which want the batch and its output in one process; call the pipe with "
+                    "outputs='all', or put the hooks on modules of the model, which run where their stage does"
+                )
             if self._feed == "all" or self._world.rank == step.last:
                 engine.check_loss(target, loss_fn, reduction)
             return find(step) if self._feed == "all" else None

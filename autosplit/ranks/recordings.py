@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autosplit.distributed.facts import call_text, state_of_several
 from autosplit.distributed.materialise import materialise
@@ -29,6 +31,10 @@ from autosplit.trace.recording.run import PythonRun
 from autosplit.trace.rows.findings import Findings
 
 _RECORD = "records a new kind of call"
+_TRAINED: Any = WeakIdKeyDictionary()
+"""The rank that holds the values of a parameter or buffer, since a pipe has trained it."""
+_trained_last: weakref.ref[RankRecordings] | None = None
+"""The recordings of the pipe that has trained last."""
 
 
 class RankRecordings(Recordings):
@@ -43,6 +49,8 @@ class RankRecordings(Recordings):
         self, model: nn.Module, options: Options, plan: Plan | None, world: World, *, own: bool, weights: Any = None
     ) -> None:
         super().__init__(model, options, plan, own=own)
+        for _, tensor in named_state(model):
+            _TRAINED.pop(tensor, None)  # all ranks have the same values
         self.world = world
         self.owner: dict[str, int] = {}
         self.sample: Sample | None = None
@@ -148,6 +156,27 @@ class RankRecordings(Recordings):
         named = dict(named_state(model))
         move((named[name], self.world.device) for name in new)
         self._placed.update(new)
+
+    @property
+    def _trained_last(self) -> bool:
+        return _trained_last is not None and _trained_last() is self
+
+    def check_fresh(self) -> None:
+        """Raise TraceError where another pipe has trained a parameter or buffer on another rank than this one's."""
+        for name, tensor in () if self._trained_last else named_state(self.model):
+            rank, own = _TRAINED.get(tensor), self.owner_of(name)
+            if rank not in (None, own):
+                raise TraceError(
+                    f"another pipe has trained {name!r} on rank {rank}, and this one has it on rank {own}, where it is "
+                    "as before; give both pipes one cut by plan=, or every rank the whole state and split again"
+                )
+
+    def trains(self) -> None:
+        """Note which ranks hold what this pipe trains."""
+        global _trained_last
+        if not self._trained_last:
+            _trained_last = weakref.ref(self)
+            _TRAINED.update((tensor, self.owner_of(name)) for name, tensor in named_state(self.model))
 
     def owner_of(self, name: str) -> int:
         """Return the rank that holds a parameter or buffer; the first stage's has what no stage uses."""
