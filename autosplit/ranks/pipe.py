@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import fx, nn
@@ -27,6 +27,7 @@ from autosplit.errors import InputError, TraceError
 from autosplit.options import Options, Sample
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.plan import Plan
+from autosplit.ranks.loss import Elsewhere, OthersNeeded, Word, ask_others
 from autosplit.ranks.recordings import RankRecordings
 from autosplit.recorded import PreparedStep, PreparedTree, Recent
 from autosplit.runtime.loss.proof import identity
@@ -41,36 +42,6 @@ from autosplit.trace.inputs.signature import Key
 @dataclass(kw_only=True)
 class PreparedRankStep(RankStep, PreparedStep):
     """One call on one rank, and the recording that it follows."""
-
-
-@dataclass(frozen=True)
-class _Elsewhere:
-    """Stands for a loss that another rank computes; ``wants`` are the outputs that it uses."""
-
-    wants: frozenset[str] | None
-    takes_values = True
-
-
-class _Word(NamedTuple):
-    """What the last stage's rank says of a loss.
-
-    Attributes:
-        in_cells: whether it adds up by microbatches.
-        wants: the outputs that it uses; None: all.
-        loss: a number of the loss.
-    """
-
-    in_cells: bool
-    wants: frozenset[str] | None
-    loss: int
-
-
-class _OthersNeeded(Exception):
-    """How a loss adds up is asked on outputs that all ranks have to make."""
-
-
-def _ask_others() -> Any:
-    raise _OthersNeeded
 
 
 class RankPipe(PipelinedModule):
@@ -259,6 +230,8 @@ class RankPipe(PipelinedModule):
         return self._texts[key]
 
     def _on_rank(self, step: PreparedStep | PreparedTree) -> PreparedRankStep:
+        if self.graph in self._core.edited:
+            raise InputError("its graph was edited, and ranks run the cells of the plan; this needs one process")
         if isinstance(step, PreparedTree):
             raise TraceError(
                 f"{type(self._core.model).__name__} runs by its own Python, in one process only: {self._recordings.why}"
@@ -304,17 +277,17 @@ class RankPipe(PipelinedModule):
         given = {"target": target, "loss_fn": loss_fn}
         found: engine.Found | None = None
 
-        def find(step: PreparedRankStep, whole: Callable[[], Any] = _ask_others) -> _Word | None:
+        def find(step: PreparedRankStep, whole: Callable[[], Any] = ask_others) -> Word | None:
             """Return how the loss adds up; None where that takes the whole batch's outputs."""
             nonlocal found
             if self._world.rank != step.last:
                 return None
-            with suppress(_OthersNeeded):
+            with suppress(OthersNeeded):
                 found = engine.find_loss(step, **given, reduction=reduction, proofs=self._core.proofs, whole=whole)
-                return _Word(found is not None, found and found[0].wants, self._number_of(loss_fn, found))
+                return Word(found is not None, found and found[0].wants, self._number_of(loss_fn, found))
             return None
 
-        def checked(step: PreparedRankStep) -> _Word | None:
+        def checked(step: PreparedRankStep) -> Word | None:
             self._core.recordings.check_backward()
             if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
                 raise InputError(
@@ -335,7 +308,7 @@ class RankPipe(PipelinedModule):
                 word = self._found_together(step, find)
             step.loss = word.loss
             if word.in_cells:
-                loss, check = found or (cast(train_cells.Loss, _Elsewhere(word.wants)), None)
+                loss, check = found or (cast(train_cells.Loss, Elsewhere(word.wants)), None)
                 value = train_cells.run(step, loss, check, None)
                 step.finish()
             else:
@@ -343,7 +316,7 @@ class RankPipe(PipelinedModule):
         self._core.recordings.leave(step, ())
         return value
 
-    def _found_together(self, step: PreparedRankStep, find: Callable[..., _Word | None]) -> _Word:
+    def _found_together(self, step: PreparedRankStep, find: Callable[..., Word | None]) -> Word:
         """Return how a loss adds up that the last stage's rank asks on the whole batch's outputs, which all make."""
 
         def whole() -> Any:
@@ -353,7 +326,7 @@ class RankPipe(PipelinedModule):
         if self._world.rank != step.last:
             with borrowed(self._core.model), torch.no_grad():
                 whole()
-        word: _Word = self._world.share(step.last, lambda: find(step, whole))
+        word: Word = self._world.share(step.last, lambda: find(step, whole))
         return word
 
     def _number_of(self, loss_fn: Any, found: engine.Found | None) -> int:
