@@ -34,7 +34,7 @@ demo: $(INSTALLED)
 test: SELECTION := -m "not slow"
 test-all: SELECTION := --hypothesis-profile=full
 test test-all: browser $(if $(TORCH),,check) $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(SELECTION) $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(SELECTION) $(ARGS)
 
 # A page is tested where it is read. Without root, or on another system, its tests are skipped, and say so.
 browser:

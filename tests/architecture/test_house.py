@@ -82,7 +82,7 @@ def test_every_example_starts_from_the_same_seed():
     assert len(seen) == 1
 
 
-PYTEST = "-m pytest -n auto --maxprocesses 4 --dist loadfile"
+PYTEST = "-m pytest -n auto --maxprocesses 4 --dist worksteal"
 """A process per core, but not more than memory is sure to hold; a file's tests share what they made."""
 
 

@@ -8,7 +8,6 @@ said of it, ``root_cause(ended)`` what torchrun did.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import random
@@ -23,10 +22,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.distributed.processes import FORKS
+
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "AUTOSPLIT_TEST_LAUNCH"
-_MAKE = multiprocessing.get_context("forkserver")
-_MAKE.set_forkserver_preload(["torch.distributed", "tests.distributed.dying"])
 
 
 class Kill(NamedTuple):
@@ -116,7 +115,7 @@ class _Processes:
     """One process per rank, forked from one that has torch; rank 0 hosts the store."""
 
     def __init__(self, folder: Path, size: int, function: Callable[..., None], args: Sequence[Any]) -> None:
-        self._ranks = [_MAKE.Process(target=_forked, args=(folder, n, size, function, args)) for n in range(size)]
+        self._ranks = [FORKS.Process(target=_forked, args=(folder, n, size, function, args)) for n in range(size)]
         for process in self._ranks:
             process.start()
 

@@ -55,6 +55,20 @@ class UNet(nn.Module):
         return value
 
 
+class Block(nn.Module):
+    """Attention and a layer, with dropout in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.out, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
+
+    def forward(self, value: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(value)).chunk(3, -1)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2 * self.training, is_causal=True)
+        return value + self.drop(torch.relu(self.out(mixed)))
+
+
 class TiedGPT(nn.Module):
     """Token embedding and head are one weight; dropout inside."""
 
@@ -62,9 +76,7 @@ class TiedGPT(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(16, WIDTH)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.2, batch_first=True) for _ in range(4)
-        )
+        self.layers = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.tokens.weight
 
@@ -92,6 +104,20 @@ class Relative(nn.Module):
         return value
 
 
+class Dropping(nn.Module):
+    """Layers with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh()) for _ in range(6))
+        )
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.layers(value)
+
+
 class MixesRows(nn.Module):
     """The last layer sees the whole batch; an earlier stage's value is an output too."""
 
@@ -115,6 +141,11 @@ def flat(rows: int) -> Batch:
 def sequences(rows: int) -> Batch:
     """Return one input [rows, LENGTH, WIDTH]."""
     return Batch((torch.randn(rows, LENGTH, WIDTH, generator=_generator(rows)),))
+
+
+def sequences_of_changing_length(rows: int) -> Batch:
+    """Return one input whose length depends on the number of rows."""
+    return Batch((torch.randn(rows, 4 + rows % 3, WIDTH, generator=_generator(rows)),))
 
 
 def pictures(rows: int) -> Batch:
@@ -163,12 +194,17 @@ def zeros(batch: Batch, step: int) -> Tensor:
 
 def mixture() -> nn.Module:
     """Return a decoder with experts, whose loss has the routers' balance in it."""
-    return Decoder(experts="mixtral")
+    return Decoder(experts="mixtral", layers=2)
+
+
+def small_mixture() -> nn.Module:
+    """Return the same with a single layer."""
+    return Decoder(experts="mixtral", layers=1)
 
 
 def decoder() -> nn.Module:
     """Return a decoder that computes its own loss."""
-    return Decoder()
+    return Decoder(layers=2)
 
 
 def doubled(output: dict[str, Tensor], _: None = None) -> Tensor:
@@ -188,19 +224,38 @@ def half(output: Tensor, target: Tensor) -> Tensor:
 
 TRAININGS = {
     "chain": Training(CASES["chain"].build, CASES["chain"].batch, squares),
+    "ragged": Training(CASES["chain"].build, CASES["chain"].batch, squares, rows=(9, 3, 13, 6, 1, 4)),
     "skips": Training(UNet, pictures, F.mse_loss, u_net_target),
+    "dropout": Training(Dropping, flat, F.mse_loss, zeros),
     "tied gpt with dropout": Training(TiedGPT, tokens, next_token, few_targets),
     "tied gpt of changing length": Training(
         TiedGPT, tokens_of_changing_length, next_token, few_targets, rows=(9, 8, 10, 9)
     ),
     "batch norm": Training(Pictures, pictures, F.cross_entropy, classes),
     "relative bias": Training(Relative, sequences, half, zeros),
+    "relative bias of changing length": Training(
+        Relative, sequences_of_changing_length, half, zeros, rows=(9, 8, 10, 9)
+    ),
     "rows that mix": Training(MixesRows, flat, squares),
     "own loss": Training(decoder, labelled, None),
     "experts with a balance loss": Training(mixture, labelled, None),
+    "experts of one layer": Training(small_mixture, labelled, None),
     "experts, loss of the whole batch": Training(mixture, labelled, doubled),
     **{
         name: Training(CASES[name].build, CASES[name].batch, squares)
         for name in ("hub", "shared weight", "lstm time major", "dataclass output", "keyword inputs", "passthrough")
     },
 }
+LONG = [
+    "chain",
+    "skips",
+    "tied gpt with dropout",
+    "experts with a balance loss",
+    "batch norm",
+    "dropout",
+    "ragged",
+    "tied gpt of changing length",
+]
+"""Trainings that are compared over many steps."""
+DEAR = {*LONG[2:4], LONG[-1], "own loss", "experts, loss of the whole batch", "lstm time major"}
+"""Trainings that take long to record."""

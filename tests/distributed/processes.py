@@ -11,7 +11,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_MAKE = multiprocessing.get_context("spawn")
+FORKS = multiprocessing.get_context("forkserver")
+"""Starts processes in which torch, and what a first recording imports, are there already."""
+FORKS.set_forkserver_preload(["torch._dynamo", "torch.distributed", "autosplit.ranks", "tests.distributed.dying"])
 
 
 class Ranks:
@@ -48,8 +50,8 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"
         for rank in range(self.size):
-            own, other = _MAKE.Pipe()
-            process = _MAKE.Process(target=_serve, args=(rank, self.size, str(store), other), daemon=True)
+            own, other = FORKS.Pipe()
+            process = FORKS.Process(target=_serve, args=(rank, self.size, str(store), other), daemon=True)
             process.start()
             self._started.append((process, own))
             other.close()

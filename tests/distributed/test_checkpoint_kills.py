@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from autosplit.distributed.checkpoint import latest, restore, save
 from tests.distributed.moments import Moment, Watch
 from tests.distributed.parts import OPTIMIZERS, Plain, check_same, my_part, state_of, train, uninterrupted
+from tests.distributed.processes import FORKS
 
 
 def killed_while_saving(rank: int, size: int, folder: Path, moment: Moment, wait: bool) -> None:
@@ -34,10 +34,8 @@ def killed_while_saving(rank: int, size: int, folder: Path, moment: Moment, wait
 
 def saved_until_killed(folder: Path, moment: Moment, *, wait: bool, size: int = 3) -> int:
     """Return the newest step after a kill, which has to be whole; training goes on from there."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
     processes = [
-        context.Process(target=killed_while_saving, args=(rank, size, folder, moment, wait)) for rank in range(size)
+        FORKS.Process(target=killed_while_saving, args=(rank, size, folder, moment, wait)) for rank in range(size)
     ]
     for process in processes:
         process.start()

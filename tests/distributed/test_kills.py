@@ -46,6 +46,7 @@ def killed(folder: Path, kill: Kill, size: int) -> Ended:
     return run
 
 
+@pytest.mark.slow
 def test_a_kill_at_the_start_ends_all_ranks(tmp_path: Path) -> None:
     killed(tmp_path / "run", Kill(1, within_s=2.0, at_start=True), 2)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.models import TRAININGS
+from tests.distributed.models import DEAR, LONG, TRAININGS
 from tests.distributed.processes import Pool
 from tests.distributed.training import compare
 
@@ -22,33 +25,46 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 RECOMPUTE = ("always", "except_last", "block")
 
 
-def trained(name: str, options: dict[str, Any]) -> list[str]:
-    """Compare one of the trainings; called in every process."""
-    return compare(TRAININGS[name], options)
+def trained(name: str, options: dict[str, Any], steps: int | None = None) -> list[str]:
+    """Compare one of the trainings, over its own number of steps or another; called in every process."""
+    training = TRAININGS[name]
+    if steps is not None:
+        training = replace(training, rows=tuple(islice(cycle(training.rows), steps)))
+    return compare(training, options)
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+def _slow(values: Iterable[str], slow: Collection[str]) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.slow if value in slow else ()) for value in values]
+
+
+@pytest.mark.parametrize("name", _slow(TRAININGS, DEAR - {"tied gpt with dropout"}))
 def test_a_training_has_the_bits_of_one_process(ranks: Pool, name: str) -> None:
     assert ranks(3).run(trained, name, {})[0] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG)
+def test_20_steps_on_4_ranks_have_the_bits_of_one_process(ranks: Pool, name: str) -> None:
+    assert ranks(4).run(trained, name, {}, 20)[0] == []
+
+
+@pytest.mark.parametrize("name", _slow(["dropout", "relative bias", "tied gpt with dropout"], DEAR))
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["tied gpt with dropout", "relative bias"])
 def test_every_schedule_has_the_bits_of_one_process(ranks: Pool, schedule: str, name: str) -> None:
     assert ranks(2).run(trained, name, SCHEDULES[schedule])[0] == []
 
 
+@pytest.mark.parametrize("name", _slow(["dropout", "tied gpt with dropout"], DEAR))
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(s, marks=pytest.mark.slow if s != "1f1b" else ()) for s in SCHEDULES]
-)
-def test_recomputing_has_the_bits_of_one_process(ranks: Pool, schedule: str, recompute: str) -> None:
+@pytest.mark.parametrize("schedule", _slow(SCHEDULES, set(SCHEDULES) - {"1f1b"}))
+def test_recomputing_has_the_bits_of_one_process(ranks: Pool, schedule: str, recompute: str, name: str) -> None:
     options = {**SCHEDULES[schedule], "recompute": recompute}
-    assert ranks(2).run(trained, "tied gpt with dropout", options)[0] == []
+    assert ranks(2).run(trained, name, options)[0] == []
 
 
-def test_random_numbers_by_counter_have_the_bits_of_one_process(ranks: Pool) -> None:
-    assert ranks(2).run(trained, "tied gpt with dropout", {"rng": "counter"})[0] == []
+@pytest.mark.parametrize("name", _slow(["dropout", "tied gpt with dropout"], DEAR))
+def test_random_numbers_by_counter_have_the_bits_of_one_process(ranks: Pool, name: str) -> None:
+    assert ranks(2).run(trained, name, {"rng": "counter"})[0] == []
 
 
 def test_a_norm_of_the_whole_batch_has_the_bits_of_one_process(ranks: Pool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autosplit import autosplit
 from autosplit.distributed.world import attempt, join
 from autosplit.errors import TraceError
-from tests.distributed.models import TRAININGS, TiedGPT, flat, tokens
+from tests.distributed.models import TRAININGS, Dropping, flat
 from tests.distributed.processes import Pool
 from tests.distributed.training import squares, without_gradients
 
@@ -57,9 +57,9 @@ def unknown_error() -> list[str]:
 
 def drawn_between() -> list[float]:
     """Draw a number between a call with dropout and its backward, and one behind that."""
-    pipe = autosplit(TiedGPT(), devices="torchrun", chunks=4, sample=tokens(8).args, outputs="all")
+    pipe = autosplit(Dropping(), devices="torchrun", chunks=4, sample=flat(8).args, outputs="all")
     torch.manual_seed(3)
-    loss = squares(pipe(*tokens(8).args))
+    loss = squares(pipe(*flat(8).args))
     drawn = [float(torch.rand(()))]
     loss.backward()
     return [*drawn, float(torch.rand(()))]
@@ -67,7 +67,7 @@ def drawn_between() -> list[float]:
 
 def copied() -> list[str]:
     """Copy and pickle a rank's pipe."""
-    pipe = autosplit(TiedGPT(), devices="torchrun", chunks=4, sample=tokens(8).args)
+    pipe = autosplit(Dropping(), devices="torchrun", chunks=4, sample=flat(8).args)
     return [_error(lambda: copy.deepcopy(pipe)), _error(lambda: pickle.dumps(pipe))]
 
 

@@ -17,7 +17,7 @@ from tests.distributed.processes import Pool
 from tests.distributed.training import compare, squares, without_gradients
 from tests.equivalence.equality import flatten
 
-FED = ["chain", "tied gpt of changing length", "relative bias", "rows that mix", "own loss", "keyword inputs"]
+FED = ["chain", "relative bias of changing length", "relative bias", "rows that mix", "own loss", "keyword inputs"]
 
 
 def _everything(part: Any) -> dict[str, Tensor]:

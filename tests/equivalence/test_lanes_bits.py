@@ -26,7 +26,7 @@ from tests.properties import examples
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*stage:UserWarning"), pytest.mark.usefixtures("one_intra_op_thread")]
 
-RUNS = 12
+RUNS = examples(12, few=6)
 LONGEST_S = 0.002
 
 
@@ -209,7 +209,7 @@ def test_stages_that_wait_for_nothing(slow: int, monkeypatch: pytest.MonkeyPatch
         assert_same_bits(threaded, inline)
 
 
-@settings(max_examples=examples(50, few=8))
+@settings(max_examples=examples(50, few=4))
 @given(
     recipe=recipes(forms=("tensor",)),
     rows=st.integers(1, 13),

@@ -36,7 +36,13 @@ def output(*command: object, limit_s: float = 240.0) -> str:
     return printed
 
 
-@pytest.mark.parametrize(("start", "splits"), [((*TORCHRUN, 2), (1, 2, 4, 8)), ((), (2,))], ids=["torchrun", "spawn"])
+@pytest.mark.parametrize(
+    ("start", "splits"),
+    [
+        pytest.param((*TORCHRUN, 2), (1, 2, 4, 8), marks=pytest.mark.slow, id="torchrun"),
+        pytest.param((), (2,), id="spawn"),
+    ],
+)
 def test_dist_resnet50_prints_a_time_per_number_of_splits_and_has_the_plain_losses(
     start: tuple[object, ...], splits: tuple[int, ...]
 ) -> None:
