@@ -83,7 +83,7 @@ def test_every_example_starts_from_the_same_seed():
 
 
 PYTEST = "-m pytest -n auto --maxprocesses 4 --dist worksteal"
-"""A process per core, but not more than memory is sure to hold; a file's tests share what they made."""
+"""A process per core, but not more than memory is sure to hold; one that is done takes tests from the others."""
 
 
 def commands(*arguments: str) -> str:
