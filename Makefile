@@ -19,6 +19,9 @@ ARGS ?=
 # Two workers with a thread per core each spin on each other's locks: one thread per worker takes a third of the time.
 export OMP_NUM_THREADS ?= 1
 
+# Many tests start Python anew: it compiles what it imports once, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The most lines of source: a change that needs more takes something out first, or says in its message why not.
 MOST_LINES := 47500
 
