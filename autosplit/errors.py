@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 _OWN = str(Path(__file__).parent) + os.sep
+_LISTED = 3
+"""How many entries of a list a message names."""
 
 
 class AutosplitError(Exception):
@@ -57,6 +61,13 @@ class DeviceError(AutosplitError):
 
 class InputError(AutosplitError, ValueError):
     """An argument or a batch of inputs cannot be used."""
+
+
+def listed(entries: Iterable[Any]) -> str:
+    """Return the first entries as text, and how many more there are."""
+    texts = [str(entry) for entry in entries]
+    more = len(texts) - _LISTED
+    return (", ".join(texts[:_LISTED]) or "none") + (f" and {more} more" if more > 0 else "")
 
 
 def is_internal(error: Exception) -> bool:

@@ -19,8 +19,10 @@ under one key, raises a BaseException, and hangs where an error cannot be pickle
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -38,33 +40,40 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autosplit.distributed import optimizer_state
-from autosplit.distributed.optimizer_state import Optimizers, digest, listed, optimizer_list
-from autosplit.errors import AutosplitError, CheckpointError, InputError
+from autosplit.distributed.optimizer_state import (
+    Optimizers,
+    flattened,
+    optimized_parameters,
+    parameter_of,
+    state_dicts,
+)
+from autosplit.distributed.weights import read_checkpoint
+from autosplit.errors import AutosplitError, CheckpointError, InputError, listed
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
 class Saving:
     """A checkpoint that is being written; ``path`` is its folder when it is complete."""
 
-    def __init__(self, path: Path, written: Future[None] | None, close: Callable[[], None]) -> None:
-        self.path, self._written, self._close = path, written, close
+    path: Path
+    _written: Future[None] | None
+    _closing: ExitStack
 
     def wait(self) -> None:
         """Wait until it is complete; raise CheckpointError on every rank where one could not write.
 
-        Call it before the next save into the same group, and before ``destroy_process_group``.
+        Call it before the next save, and before ``destroy_process_group``.
         """
-        try:
+        with self._closing:
             if self._written is not None:
                 self._written.result()
-        finally:
-            self._close()
 
 
 def save(
@@ -75,7 +84,6 @@ def save(
     *,
     others: Mapping[str, Any] | None = None,
     wait: bool = True,
-    group: Any = None,
 ) -> Saving:
     """Save a training as ``folder/step-N``; every rank calls it with its own part of the model.
 
@@ -90,43 +98,38 @@ def save(
             of random generators. Keys that several ranks have need equal values, which are saved once; what differs
             from rank to rank, such as random states, needs a key per rank.
         wait: False returns when all values are copied to host memory; training goes on while they are written.
-        group: a gloo group of all ranks that nothing else uses until the checkpoint is complete; a new one by default.
 
     Raises InputError where the step exists, where two ranks save one key with different values, and where the
     optimizer has state that cannot go to another rank; CheckpointError where files cannot be written. What one rank
     raises is raised on every rank.
     """
-    ranks, others = _Ranks.of(group), others or {}
-    path = Path(folder) / f"step-{step}"
+    others, path = others or {}, Path(folder) / f"step-{step}"
     with ExitStack() as closing:
-        closing.callback(ranks.close)
+        ranks = closing.enter_context(_Ranks())
         ranks.check_same("step", step)
-        made = ranks.gather(ranks.run(lambda: _make_folder(path, step) if ranks.rank == 0 else ""))
+        temporary, *_ = ranks.run(lambda: _make_folder(path, step) if ranks.rank == 0 else "")
         # Without copies ahead, for which a thread would use the CUDA streams of device 0.
-        planner, writer = _Planner(), FileSystemWriter(path.with_name(made[0]), per_thread_copy_ahead=0)
-        plans = ranks.gather(ranks.run(lambda: _plan(planner, writer, part, optimizer_list(optimizer), others)))
+        planner, writer = DefaultSavePlanner(), FileSystemWriter(path.with_name(temporary), per_thread_copy_ahead=0)
+        plans = ranks.run(lambda: _plan(planner, writer, _state(part, optimizer, others, copied=not wait)))
         _check_owners(ranks, plans, planner.state_dict | {f"others.{key}": value for key, value in others.items()})
         plans, metadata = planner.create_global_plan(plans)
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank])
 
         def write() -> None:
             try:
-                results = ranks.gather(ranks.run(lambda: writer.write_data(plan, planner).value()))
+                results = ranks.run(lambda: writer.write_data(plan, planner).value())
                 ranks.run(lambda: _complete(writer, metadata, results, path) if ranks.rank == 0 else None)
             except CheckpointError:
                 shutil.rmtree(writer.path, ignore_errors=True)
                 raise
 
-        written = None
         if wait:
             write()
-        else:
-            ranks.run(lambda: planner.stage(plan))
-            pool = ThreadPoolExecutor(1, thread_name_prefix="autosplit checkpoint")
-            written = pool.submit(write)
-            pool.shutdown(wait=False)
-            closing.pop_all()
-    return Saving(path, written, ranks.close)
+            return Saving(path, None, closing.pop_all())
+        pool = ThreadPoolExecutor(1, thread_name_prefix="autosplit checkpoint")
+        written = pool.submit(write)
+        pool.shutdown(wait=False)
+        return Saving(path, written, closing.pop_all())
 
 
 def latest(folder: str | Path) -> int | None:
@@ -140,7 +143,6 @@ def restore(
     optimizer: Optimizers = None,
     *,
     step: int | None = None,
-    group: Any = None,
 ) -> dict[str, Any]:
     """Load a checkpoint into this rank's part and optimizer, in place; return ``others``, those of all ranks.
 
@@ -152,49 +154,39 @@ def restore(
         part: this rank's part, or the plain model; not on the meta device.
         optimizer: one or several over the part's parameters, grouped as the saved ones were.
         step: which checkpoint; by default the newest complete one that rank 0 sees.
-        group: a gloo group of all ranks; a new one by default.
 
     Raises InputError, before anything is loaded, where there is no such step, where keys are missing or have another
     shape, and where an optimizer is not as the saved one; CheckpointError where files cannot be read. What one rank
     raises is raised on every rank.
     """
-    ranks = _Ranks.of(group)
-    with ExitStack() as closing:
-        closing.callback(ranks.close)
+    with _Ranks() as ranks:
         ranks.check_same("step", step)
-        found = ranks.gather(ranks.run(lambda: _existing(Path(folder), step)))
-        path, optimizers = Path(folder) / f"step-{found[0]}", optimizer_list(optimizer)
-        load, others = ranks.run(lambda: _prepared(path, part, optimizers))
-        ranks.run(load)
-    return others
+        found, *_ = ranks.run(lambda: _existing(Path(folder), step))
+        restoring = _Restoring(Path(folder) / f"step-{found}", part)
+        ranks.run(lambda: restoring.prepare(optimizer))
+        ranks.run(restoring.load)
+    return restoring.others
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
-@dataclass
 class _Ranks:
-    """The processes that save or restore together; a process alone is rank 0 of 1."""
+    """The processes that save or restore together, in a group of their own; a process alone is rank 0 of 1."""
 
-    rank: int = 0
-    size: int = 1
-    group: Any = None
-    owned: bool = False
+    def __init__(self) -> None:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo") if several else None
+        self.rank, self._size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
 
-    @classmethod
-    def of(cls, group: Any) -> _Ranks:
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
-            return cls()
-        used = dist.new_group(backend="gloo") if group is None else group
-        return cls(dist.get_rank(used), dist.get_world_size(used), used, owned=group is None)
+    def __enter__(self) -> _Ranks:
+        return self
 
-    def gather(self, value: T) -> list[T]:
-        """Return every rank's value, by rank."""
-        values: list[Any] = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+    def __exit__(self, *error: object) -> None:
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
 
-    def run(self, make: Callable[[], T]) -> T:
-        """Return what a function returns here; raise on every rank what it raises on one."""
+    def run(self, make: Callable[[], T]) -> list[T]:
+        """Return what a function returns on every rank, by rank; raise on every rank what it raises on one."""
+        value: T | None = None
         error: AutosplitError | None = None
         try:
             value = make()
@@ -203,24 +195,22 @@ class _Ranks:
         except Exception as raised:
             error = CheckpointError(f"rank {self.rank}: {type(raised).__name__}: {raised}")
             error.__cause__ = raised
-        for rank, other in enumerate(self.gather(error)):
+        rows: list[Any] = [(value, error)] * self._size
+        if self._group is not None:
+            dist.all_gather_object(rows, (value, error), group=self._group)
+        rows[self.rank] = value, error  # with its traceback
+        for rank, (_, other) in enumerate(rows):
             if other is not None:
-                if error is None or rank != self.rank:
-                    error = other
-                    error.add_note(f"raised on rank {rank}")
-                raise error
-        return value
+                if rank != self.rank:
+                    other.add_note(f"raised on rank {rank}")
+                raise other
+        return [value for value, _ in rows]
 
     def check_same(self, what: str, value: Any) -> None:
-        first, *rest = self.gather(value)
+        first, *rest = self.run(lambda: value)
         for rank, other in enumerate(rest, 1):
             if other != first:
                 raise InputError(f"{what} is {first} on rank 0 and {other} on rank {rank}; it has to be the same")
-
-    def close(self) -> None:
-        if self.owned:
-            self.owned = False
-            dist.destroy_process_group(self.group)
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------
@@ -267,55 +257,44 @@ def _sync(folder: Path) -> None:
 
 
 # -- saving ----------------------------------------------------------------------------------------------------------
-class _Planner(DefaultSavePlanner):
-    """DCP's planner, which can hold copies of what this rank writes."""
-
-    staged: dict[Any, Any] | None = None
-
-    def stage(self, plan: SavePlan) -> None:
-        """Copy everything to host memory; a tensor of several names once."""
-        staged: dict[Any, Any] = {}
-        copies: dict[Any, torch.Tensor] = {}
-        for item in plan.items:
-            value = self.resolve_data(item)
-            if isinstance(value, torch.Tensor):
-                place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-                if place not in copies:
-                    copies[place] = value.detach().to("cpu", copy=True)
-                value = copies[place]
-            staged[item.index] = value
-        self.staged, self.state_dict = staged, {}
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        return super().resolve_data(write_item) if self.staged is None else self.staged[write_item.index]
-
-
-def _plan(
-    planner: _Planner,
-    writer: FileSystemWriter,
-    part: nn.Module,
-    optimizers: Sequence[Optimizer],
-    others: Mapping[str, Any],
-) -> SavePlan:
-    """Say what this rank has to save."""
-    if not Path(writer.path).is_dir():
-        raise InputError(f"rank 0 made {writer.path}, which is not on every rank; save to a disk that all ranks share")
+def _state(part: nn.Module, optimizer: Optimizers, others: Mapping[str, Any], *, copied: bool) -> Any:
+    """Return all that this rank saves, where asked for copied to host memory, a tied tensor once."""
     pickled: dict[str, bytes] = {}
     for key, value in others.items():
         torch.save(value, buffer := io.BytesIO())
         pickled[key] = buffer.getvalue()
-    state = {"model": part.state_dict(), "optimizer": optimizer_state.flattened(part, optimizers), "others": pickled}
+    state: Any = {
+        "model": part.state_dict(),
+        "optimizer": flattened(optimized_parameters(part, optimizer)),
+        "others": pickled,
+    }
+    if copied:
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        state = stager.stage(state)
+        stager.close()
+    return state
+
+
+def _plan(planner: DefaultSavePlanner, writer: FileSystemWriter, state: dict[str, Any]) -> SavePlan:
+    """Say what this rank writes."""
+    if not Path(writer.path).is_dir():
+        raise InputError(f"rank 0 made {writer.path}, which is not on every rank; save to a disk that all ranks share")
     planner.set_up_planner(state, writer.storage_meta(), is_coordinator=False)
+    if spread := [key for key in state["optimizer"] if f"optimizer.{key}" not in planner.state_dict]:
+        raise InputError(
+            "an optimizer's state cannot go to another rank where it is nested or of no single parameter: "
+            f"{listed(spread)}; save optimizer.state_dict() in `others` instead, under a key per rank"
+        )
     writer.set_up_storage_writer(False)
     return writer.prepare_local_plan(planner.create_local_plan())
 
 
 def _check_owners(ranks: _Ranks, plans: Sequence[SavePlan], values: Mapping[str, Any]) -> None:
     """Raise where two ranks have different values under one key; DCP would keep one of them."""
-    counts = Counter(key for plan in plans for key in {item.index.fqn for item in plan.items})
-    whole = {item.index.fqn for plan in plans for item in plan.items if item.type != WriteItemType.SHARD}
-    repeated = sorted(key for key in whole if counts[key] > 1)
-    digests = ranks.gather(ranks.run(lambda: {key: digest(values[key]) for key in repeated if key in values}))
+    items = (item for plan in plans for item in plan.items)
+    counts = Counter(item.index.fqn for item in items if item.type != WriteItemType.SHARD)
+    repeated = sorted(key for key in counts if counts[key] > 1)
+    digests = ranks.run(lambda: {key: _digest(values[key]) for key in repeated if key in values})
     different = [key for key in repeated if len({row[key] for row in digests if key in row}) > 1]
     if different:
         owners = [rank for rank, row in enumerate(digests) if different[0] in row]
@@ -325,51 +304,60 @@ def _check_owners(ranks: _Ranks, plans: Sequence[SavePlan], values: Mapping[str,
         )
 
 
+def _digest(value: Any) -> bytes:
+    """Return a digest of a value: equal for equal values, however they came to be."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        data = f"{value.dtype}{list(value.shape)}".encode() + flat.numpy().tobytes()
+    elif isinstance(value, Mapping):
+        data = b"".join(sorted(_digest(key) + _digest(entry) for key, entry in value.items()))
+    elif isinstance(value, list | tuple):
+        data = b"".join(map(_digest, value))
+    else:
+        data = pickle.dumps(value)
+    return hashlib.sha256(type(value).__name__.encode() + data).digest()
+
+
 # -- restoring -------------------------------------------------------------------------------------------------------
-def _prepared(
-    path: Path, part: nn.Module, optimizers: Sequence[Optimizer]
-) -> tuple[Callable[[], None], dict[str, Any]]:
-    """Read all but the model's values; return what loads, and the others. InputError where something does not fit."""
-    reader = FileSystemReader(path)
-    metadata = reader.read_metadata()
-    saved = metadata.state_dict_metadata
-    model, rows = part.state_dict(), optimizer_state.optimized_parameters(part, optimizers)
-    if meta := [key for key, value in model.items() if isinstance(value, torch.Tensor) and value.is_meta]:
-        raise InputError(f"on the meta device there is no memory to restore into: {listed(meta)}; materialise it")
+class _Restoring:
+    """A checkpoint that is being loaded: all but the model's values first."""
 
-    def planned(state: dict[str, Any]) -> DefaultLoadPlanner:
-        planner = DefaultLoadPlanner()
-        planner.set_up_planner(state, metadata)
-        return planner
+    def __init__(self, path: Path, part: nn.Module) -> None:
+        self._path, self._part = path, part
+        self._model: dict[str, Any] = part.state_dict()
+        self._optimizers: dict[Optimizer, dict[str, Any]] = {}
+        self.others: dict[str, Any] = {}
 
-    def read(planner: DefaultLoadPlanner) -> None:
-        reader.set_up_storage_reader(metadata, True)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
-        [plan] = reader.prepare_global_plan(planner.create_global_plan([plan]))
-        reader.read_data(planner.finish_plan(plan), planner).wait()
+    def prepare(self, optimizer: Optimizers) -> None:
+        """Read the others and the optimizers' state; raise InputError where something does not fit."""
+        meta = [key for key, value in self._model.items() if isinstance(value, torch.Tensor) and value.is_meta]
+        if meta:
+            raise InputError(f"on the meta device there is no memory to restore into: {listed(meta)}; materialise it")
+        metadata = FileSystemReader(self._path).read_metadata()
+        rows = optimized_parameters(self._part, optimizer)
+        rest = _placeholders(metadata.state_dict_metadata, {row.name: row.parameter for row in rows})
+        try:
+            planner = DefaultLoadPlanner()
+            planner.set_up_planner({"model": self._model}, metadata)
+            planner.create_local_plan()
+            if new := [row.name for row in rows if f"param_groups.{row.name}.class" not in rest["optimizer"]]:
+                raise ValueError(f"no optimizer had {listed(new)}")
+        except (RuntimeError, ValueError) as error:
+            raise InputError(
+                f"{self._path} does not fit: {error}; restore into the model and optimizer that were saved, or without "
+                "optimizer"
+            ) from error
+        read_checkpoint(self._path, rest)
+        self._optimizers = state_dicts(rows, rest["optimizer"])
+        for key, value in rest["others"].items():
+            self.others[key] = torch.load(io.BytesIO(value), map_location="cpu", weights_only=False)
 
-    model_planner = planned({"model": model})
-    rest = _placeholders(saved, {row.name: row.parameter for row in rows})
-    wrong = [text for key, value in model_planner.state_dict.items() if (text := _misfit(key, value, saved.get(key)))]
-    wrong += [f"no optimizer had {row.name}" for row in rows if not row.is_in(rest["optimizer"])]
-    if wrong:
-        raise InputError(
-            f"{path} does not fit: {listed(wrong)}; restore into the model and optimizer that were saved, or without "
-            "optimizer"
-        )
-    read(planned(rest))
-    states = optimizer_state.state_dicts(rows, rest["optimizer"])
-
-    def load() -> None:
-        read(model_planner)
-        part.load_state_dict(model)
-        for optimizer, state in states.items():
+    def load(self) -> None:
+        """Load what was prepared, and the model's values."""
+        read_checkpoint(self._path, {"model": self._model})
+        self._part.load_state_dict(self._model)
+        for optimizer, state in self._optimizers.items():
             optimizer.load_state_dict(state)
-
-    return load, {
-        key: torch.load(io.BytesIO(value), map_location="cpu", weights_only=False)
-        for key, value in rest["others"].items()
-    }
 
 
 def _placeholders(saved: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
@@ -377,22 +365,12 @@ def _placeholders(saved: Mapping[str, Any], parameters: Mapping[str, torch.Tenso
     rest: dict[str, dict[str, Any]] = {"optimizer": {}, "others": {}}
     for key, kind in saved.items():
         top, _, name = key.partition(".")
-        parameter = parameters.get(optimizer_state.owner(name)[1])
-        if top not in rest or (top == "optimizer" and parameter is None):
-            continue
-        if not isinstance(kind, TensorStorageMetadata):
-            rest[top][name] = None
-        elif isinstance(parameter, DTensor) and kind.size == parameter.shape:
-            rest[top][name] = torch.empty_like(parameter, dtype=kind.properties.dtype)  # sharded as the parameter
-        else:
-            rest[top][name] = torch.empty(kind.size, dtype=kind.properties.dtype)
+        parameter = parameters.get(parameter_of(name)[1])
+        if top == "others" or (top == "optimizer" and parameter is not None):
+            if not isinstance(kind, TensorStorageMetadata):
+                rest[top][name] = None
+            elif isinstance(parameter, DTensor) and kind.size == parameter.shape:
+                rest[top][name] = torch.empty_like(parameter, dtype=kind.properties.dtype)  # sharded as the parameter
+            else:
+                rest[top][name] = torch.empty(kind.size, dtype=kind.properties.dtype)
     return rest
-
-
-def _misfit(key: str, value: Any, kind: Any) -> str | None:
-    """Say how a value does not fit what was saved."""
-    here = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else "no tensor"
-    saved = "nothing" if kind is None else "no tensor"
-    if isinstance(kind, TensorStorageMetadata):
-        saved = f"shape {list(kind.size)}"
-    return None if here == saved else f"{key} ({saved} saved, {here} here)"

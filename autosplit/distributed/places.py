@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,12 +15,13 @@ class Place(NamedTuple):
     module: nn.Module
     key: str
 
-    def get(self) -> Tensor | None:
+    def get(self) -> Tensor:
         """Return what is there now."""
-        return self.module._parameters.get(self.key, self.module._buffers.get(self.key))
+        tensor: Tensor = getattr(self.module, self.key)
+        return tensor
 
     def set(self, tensor: Tensor) -> None:
-        """Put a tensor there, as an assignment to the module's attribute does."""
+        """Put a tensor there."""
         setattr(self.module, self.key, tensor)
 
 
@@ -40,7 +40,7 @@ class Entry:
     @property
     def shown(self) -> str:
         """What messages call it."""
-        return f"{self.name!r} (of {type(self.places[0].module).__name__})"
+        return f"{self.name} (of {type(self.places[0].module).__name__})"
 
     @property
     def persistent(self) -> bool:
@@ -60,8 +60,8 @@ def entries_of(model: nn.Module) -> list[Entry]:
     for owner, module in model.named_modules(remove_duplicate=False):
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
-                name = f"{owner}.{key}" if owner else key
-                entries.setdefault(id(tensor), Entry(tensor)).places.append(Place(name, module, key))
+                place = Place(f"{owner}.{key}".lstrip("."), module, key)
+                entries.setdefault(id(tensor), Entry(tensor)).places.append(place)
     return list(entries.values())
 
 
@@ -75,9 +75,3 @@ def replacement(old: Tensor, value: Tensor) -> Tensor:
         new.__class__ = type(old)
     new.__dict__.update(old.__dict__)
     return new
-
-
-def listed(names: Collection[str]) -> str:
-    """Return the first of some names for a message, and how many there are."""
-    shown = ", ".join(name if " " in name else repr(name) for name in list(names)[:4])
-    return f"{shown} ({len(names)} in all)" if len(names) > 4 else shown or "nothing"

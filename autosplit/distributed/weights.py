@@ -7,18 +7,18 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import api, filesystem, metadata, state_dict_loader
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from autosplit.errors import InputError
-
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def open_weights(weights: Mapping[str, Any] | str | PathLike[str]) -> Weights:
         if path.suffix == ".safetensors":
             return _safetensors([path])
         return _mapping(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-    except (Exception, api.CheckpointException) as error:
+    except Exception as error:
         raise InputError(
             f"weights={str(path)!r} cannot be read: {error}; give a mapping of tensors, a .safetensors file or a "
             "folder of them, a folder of torch.distributed.checkpoint, or a file of torch.save"
@@ -65,24 +65,35 @@ def common_prefix(keys: Collection[str], names: Collection[str]) -> str:
     found: Counter[str] = Counter()
     for key in keys:
         parts = key.split(".")
-        found.update(key[: len(key) - len(name)] for name in _endings(parts) if name in names)
-    most = max(found.values(), default=0)
-    best = sorted(prefix for prefix, number in found.items() if number == most)
+        endings = (".".join(parts[start:]) for start in range(len(parts)))
+        found.update(key.removesuffix(ending) for ending in endings if ending in names)
+    best = [prefix for prefix, number in found.items() if number == max(found.values())]
     if len(best) > 1 and "" not in best:
         raise InputError(
-            f"weights hold {most} of the model's names under each of {', '.join(map(repr, best))}: "
+            f"weights hold {found[best[0]]} of the model's names under each of {', '.join(map(repr, sorted(best)))}: "
             "give a mapping of the tensors that are meant"
         )
     return "" if not best or "" in best else best[0]
 
 
-def _endings(parts: Sequence[str]) -> Iterator[str]:
-    return (".".join(parts[start:]) for start in range(len(parts)))
+def read_checkpoint(folder: Path, state: dict[str, Any]) -> None:
+    """Read a state dict in place, in this process alone, from a folder of torch.distributed.checkpoint."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads by itself
+            state_dict_loader.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    except CheckpointException as error:  # which is no Exception
+        raise error.failures[0][0] from None
 
 
 def _mapping(weights: Mapping[str, Any]) -> Weights:
     tensors = dict(_flat(weights))
-    return Weights({key: tensor.shape for key, tensor in tensors.items()}, partial(_copy, tensors))
+
+    def read(targets: Mapping[str, Tensor]) -> None:
+        for key, target in targets.items():
+            target.copy_(tensors[key])
+
+    return Weights({key: tensor.shape for key, tensor in tensors.items()}, read)
 
 
 def _flat(weights: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -93,17 +104,12 @@ def _flat(weights: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, T
             yield f"{prefix}{key}", value
 
 
-def _copy(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    for key, target in targets.items():
-        target.copy_(tensors[key])
-
-
 def _files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder that belong together."""
-    if (folder / _INDEX).exists():
-        names = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         return [folder / name for name in dict.fromkeys(names)]
-    single = folder / "model.safetensors"
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise InputError("the folder has neither .safetensors files nor the .metadata of torch.distributed.checkpoint")
@@ -111,38 +117,26 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _safetensors(files: Sequence[Path]) -> Weights:
+    from safetensors import safe_open
+
     shapes: dict[str, torch.Size] = {}
     places: dict[str, Path] = {}
     for path in files:
-        with _open_safetensors(path) as file:
+        with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (it is no mapping)
                 if key in places:
                     raise InputError(f"{key!r} is in {places[key].name} and in {path.name}")
                 shapes[key], places[key] = torch.Size(file.get_slice(key).get_shape()), path
-    return Weights(shapes, partial(_read_safetensors, places))
 
+    def read(targets: Mapping[str, Tensor]) -> None:
+        for key, target in targets.items():
+            with safe_open(places[key], framework="pt") as file:  # anew: its pages are resident until it is closed
+                target.copy_(file.get_tensor(key))
 
-def _open_safetensors(path: Path) -> Any:
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise InputError("this needs the package safetensors (pip install safetensors)") from error
-    return safe_open(path, framework="pt")
-
-
-def _read_safetensors(places: Mapping[str, Path], targets: Mapping[str, Tensor]) -> None:
-    for key, target in targets.items():
-        with _open_safetensors(places[key]) as file:  # opened anew, as its pages count as resident until it is closed
-            target.copy_(file.get_tensor(key))
+    return Weights(shapes, read)
 
 
 def _checkpoint(folder: Path) -> Weights:
-    items = filesystem.FileSystemReader(folder).read_metadata().state_dict_metadata
-    shapes = {key: item.size for key, item in items.items() if isinstance(item, metadata.TensorStorageMetadata)}
-    return Weights(shapes, partial(_read_checkpoint, folder))
-
-
-def _read_checkpoint(folder: Path, targets: Mapping[str, Tensor]) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads by itself
-        state_dict_loader.load(dict(targets), storage_reader=filesystem.FileSystemReader(folder), no_dist=True)
+    items = FileSystemReader(folder).read_metadata().state_dict_metadata
+    shapes = {key: item.size for key, item in items.items() if isinstance(item, TensorStorageMetadata)}
+    return Weights(shapes, lambda targets: read_checkpoint(folder, dict(targets)))

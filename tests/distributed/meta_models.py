@@ -143,7 +143,10 @@ class NamedApply(nn.Sequential):
 
 
 class InTransformersManner(nn.Module):
-    """A model's ``_init_weights`` is for what is in no inner model, and calls inner methods itself or leaves them."""
+    """A model's ``_init_weights`` is for what is in no inner model, and calls inner methods itself or leaves them.
+
+    The outer model calls them all, once per module.
+    """
 
     class Table(nn.Module):
         def __init__(self) -> None:
@@ -160,13 +163,17 @@ class InTransformersManner(nn.Module):
     def __init__(self, std: float = 1.0, inner: nn.Module | None = None) -> None:
         super().__init__()
         self.std, self.fc, self.tables, self.inner = std, nn.Linear(16, 16), self.Table(), inner
+        self.initialize_weights()
+
+    def initialize_weights(self) -> None:
         self._initialize_weights(self)
 
     def _initialize_weights(self, module: nn.Module) -> None:
         for child in module.children():
-            if not isinstance(child, InTransformersManner):
-                self._initialize_weights(child)
-        self._init_weights(module)
+            (child if isinstance(child, InTransformersManner) else self)._initialize_weights(child)
+        if not getattr(module, "_is_hf_initialized", False):
+            self._init_weights(module)
+        module._is_hf_initialized = True
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):

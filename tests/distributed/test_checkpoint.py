@@ -190,19 +190,17 @@ def test_everything_is_on_the_disk_before_the_checkpoint_appears(tmp_path, monke
     assert order == ["__0_0.distcp", *table, temporary, f"{temporary} to step-1", tmp_path.name]
 
 
-def saved_five_times(folder: Path, group: str) -> tuple[int, int]:
-    used = dist.new_group(backend="gloo") if group == "own" else None
+def saved_five_times(folder: Path) -> tuple[int, int]:
     part = my_part(seed=1)
     counts = []
     for step in range(5):
-        save(folder, step, part, group=used, wait=step % 2 == 0).wait()
+        save(folder, step, part, wait=step % 2 == 0).wait()
         counts.append(len(list(Path("/proc/self/fd").iterdir())))
     return counts[1], counts[4]
 
 
-@pytest.mark.parametrize("group", ["own", "default"])
-def test_a_save_leaves_no_connections(ranks, tmp_path, group):
-    assert all(first == last for first, last in ranks(2).run(saved_five_times, tmp_path, group))
+def test_a_save_leaves_no_connections(ranks, tmp_path):
+    assert all(first == last for first, last in ranks(2).run(saved_five_times, tmp_path))
 
 
 # -- asynchronous ----------------------------------------------------------------------------------------------------

@@ -154,9 +154,10 @@ def errors_of_other_models(folder: Path) -> list[str]:
 def test_another_model_or_optimizer_is_an_error_on_every_rank_and_nothing_is_loaded(ranks, tmp_path):
     first, second = ranks(2).run(errors_of_other_models, tmp_path)
     assert first == second
-    assert "step-1 does not fit: model.second.weight (shape [6, 6] saved, shape [7, 7] here), " in first[0]
+    sizes = "saved torch.Size([6, 6]) and current: torch.Size([7, 7]) for model.second.weight"
+    assert f"step-1 does not fit: Size mismatch between {sizes}" in first[0]
     assert "; restore into the model and optimizer that were saved, or without optimizer" in first[0]
-    assert "model.0.weight (nothing saved, shape [1, 1] here)" in first[1]
+    assert "step-1 does not fit: Missing key in checkpoint state_dict: model.0.weight." in first[1]
     assert "was saved with the optimizer Adam and is in one of class SGD; restore with the former" in first[2]
     assert "step-2 does not fit: no optimizer had embed.weight" in first[3]
     assert "'embed.weight' and 'first.bias' are in one parameter group, and were saved with different opt" in first[4]

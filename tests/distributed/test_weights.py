@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
@@ -108,8 +109,8 @@ def test_only_the_named_tensors_are_read(tmp_path, monkeypatch):
     read: list[str] = []
 
     class File:
-        def __init__(self, path: Path) -> None:
-            self.file = opened(path)
+        def __init__(self, path: Path, framework: str) -> None:
+            self.file = opened(path, framework)
 
         def __enter__(self) -> File:
             return self
@@ -124,14 +125,14 @@ def test_only_the_named_tensors_are_read(tmp_path, monkeypatch):
             read.append(name)
             return self.file.get_tensor(name)
 
-    opened, loaded = weights_module._open_safetensors, dcp.FileSystemReader.read_data
+    opened, loaded = safetensors.safe_open, dcp.FileSystemReader.read_data
     values = {
         "0.weight": torch.rand(2, 2),
         "0.bias": torch.rand(2),
         "1.weight": torch.rand(2, 2),
         "1.bias": torch.rand(2),
     }
-    monkeypatch.setattr(weights_module, "_open_safetensors", File)
+    monkeypatch.setattr(safetensors, "safe_open", File)
     monkeypatch.setattr(
         dcp.FileSystemReader,
         "read_data",
@@ -216,37 +217,37 @@ def zero_head() -> nn.Module:
 
 
 FAULTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = {
-    "unknown name": (lambda: nn.Linear(2, 2), {"names": ["weight", "wieght"]}, ["'wieght'", "'weight', 'bias'"]),
+    "unknown name": (lambda: nn.Linear(2, 2), {"names": ["weight", "wieght"]}, ["wieght", "weight, bias"]),
     "no initialiser": (
         NoInitialiser,
         {},
         [
             "no initialiser",
-            "'scale' (of NoInitialiser), 'angles' (of NoInitialiser), 'mask' (of",
+            "scale (of NoInitialiser), angles (of NoInitialiser), mask (of",
             "init_weights",
             "weights=",
         ],
     ),
-    "half an initialiser": (lambda: nn.Sequential(Half(3, 4)), {}, ["no initialiser", "'0.weight' (of Half) of"]),
+    "half an initialiser": (lambda: nn.Sequential(Half(3, 4)), {}, ["no initialiser", "0.weight (of Half) of"]),
     "another shape": (
         lambda: nn.Sequential(OtherShape(4)),
         {},
-        ["no initialiser", "'0.running_mean' (of OtherShape) of"],
+        ["no initialiser", "0.running_mean (of OtherShape) of"],
     ),
     "no initialiser of a buffer in no checkpoint": (
         lambda: NoInitialiser(persistent=False),
         {"weights": {"fc.weight": torch.ones(4, 4), "fc.bias": torch.ones(4), "scale": torch.ones(4)}},
-        ["no initialiser", "'angles'", "'mask'"],
+        ["no initialiser", "angles (of", "mask (of"],
     ),
     "spectral norm": (
         lambda: nn.Sequential(spectral_norm(nn.Linear(3, 3))),
         {},
-        ["no initialiser", "'0.parametrizations.weight.0._u' (of _SpectralNorm)"],
+        ["no initialiser", "0.parametrizations.weight.0._u (of _SpectralNorm)"],
     ),
     "constructor writes": (
         zero_head,
         {},
-        ["has written to '1.weight' (of Linear) more often", "init_weights", "weights="],
+        ["has written to 1.weight (of Linear) more often", "init_weights", "weights="],
     ),
     "failing": (
         lambda: nn.Sequential(Failing(3, 4)),
@@ -261,7 +262,7 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = {
     "missing": (
         lambda: nn.Linear(2, 2),
         {"weights": {"weight": torch.ones(2, 2), "other": torch.ones(1)}},
-        ["no values of 'bias'", "'weight', 'other'"],
+        ["no values of bias", "weight, other"],
     ),
     "values on meta": (
         lambda: nn.Linear(2, 2),
@@ -271,7 +272,7 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = {
     "shape": (
         lambda: nn.Linear(2, 2),
         {"weights": {"weight": torch.ones(2, 3), "bias": torch.ones(2)}},
-        ["'weight' has shape (2, 2) in the model, (2, 3) in weights", "configuration"],
+        ["weight has shape (2, 2) in the model, (2, 3) in weights", "configuration"],
     ),
     "two models": (
         lambda: nn.Linear(2, 2),
@@ -315,5 +316,5 @@ def test_a_file_in_two_shards_of_one_name_and_a_missing_package_are_said(tmp_pat
     with pytest.raises(InputError, match=r"'weight' is in a\.safetensors and in b\.safetensors"):
         weights_module.open_weights(tmp_path)
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(InputError, match="pip install safetensors"):
+    with pytest.raises(InputError, match="cannot be read: import of safetensors halted"):
         weights_module.open_weights(tmp_path)
