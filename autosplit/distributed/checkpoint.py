@@ -223,7 +223,7 @@ def _existing(folder: Path, step: int | None) -> int:
     steps = _steps(folder)
     if not steps or step not in (None, *steps):
         asked = "a step" if step is None else f"step {step}"
-        raise InputError(f"{folder} has no complete checkpoint of {asked}; it has {listed(steps[::-1]) or 'none'}")
+        raise InputError(f"{folder} has no complete checkpoint of {asked}; it has {listed(steps[::-1])}")
     return steps[-1] if step is None else step
 
 
@@ -324,12 +324,13 @@ class _Restoring:
 
     def __init__(self, path: Path, part: nn.Module) -> None:
         self._path, self._part = path, part
-        self._model: dict[str, Any] = part.state_dict()
+        self._model: dict[str, Any] = {}
         self._optimizers: dict[Optimizer, dict[str, Any]] = {}
         self.others: dict[str, Any] = {}
 
     def prepare(self, optimizer: Optimizers) -> None:
         """Read the others and the optimizers' state; raise InputError where something does not fit."""
+        self._model = self._part.state_dict()
         meta = [key for key, value in self._model.items() if isinstance(value, torch.Tensor) and value.is_meta]
         if meta:
             raise InputError(f"on the meta device there is no memory to restore into: {listed(meta)}; materialise it")

@@ -67,7 +67,7 @@ def initial_values(
     groups: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         groups[_owner(model, entry)].append(entry)
-    calls = list(_calls("", model))
+    calls = list(_calls(model))
     values: dict[Entry, Tensor] = {}
     unfilled: list[str] = []
     unknown: list[str] = []
@@ -103,33 +103,31 @@ def _owner(model: nn.Module, entry: Entry) -> str:
 
 
 # -- what is called --------------------------------------------------------------------------------------------------
-def _calls(name: str, module: nn.Module, in_hf: bool = False) -> Iterator[_Call]:
+def _calls(model: nn.Module) -> Iterator[_Call]:
     """Yield the initialisers in the order in which constructors call them, children first.
 
     Models of transformers, which have ``_initialize_weights``, initialise all that is inside, other such models too,
     before weights are tied. ``_init_weights(module)`` of others gets all that is inside, by ``apply`` or, with names,
     by timm's ``named_apply``; ``init_weights()`` stands for that where there is one.
     """
-    is_hf = hasattr(module, "_initialize_weights")
-    for path, child in _children(name, module):
-        yield from _calls(path, child, in_hf or is_hf)
-    for methods in _OWN:
-        yield from [_Call(name, module, method) for method in methods if _required(module, method) == 0][:1]
-    if not in_hf and (whole := [method for method in _WHOLE if _required(module, method) == 0]):
-        yield _Call(name, module, whole[0], tied=not is_hf)
-    elif not in_hf and (number := _required(module, "_init_weights")) in (1, 2):
-        for path, inner in _children_first("", module):
-            full = f"{name}.{path}".strip(".")
-            yield _Call(full, module, "_init_weights", (inner, path)[:number], tied=True)
-
-
-def _children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((f"{name}.{key}".lstrip("."), child) for key, child in module.named_children())
+    hf = [module for module in model.modules() if hasattr(module, "_initialize_weights")]
+    in_hf = {inner for outer in hf for inner in outer.modules() if inner is not outer}
+    for name, module in _children_first("", model):
+        for methods in _OWN:
+            yield from [_Call(name, module, method) for method in methods if _required(module, method) == 0][:1]
+        if module in in_hf:
+            continue
+        if whole := [method for method in _WHOLE if _required(module, method) == 0]:
+            yield _Call(name, module, whole[0], tied=module not in hf)
+        elif (number := _required(module, "_init_weights")) in (1, 2):
+            for path, inner in _children_first("", module):
+                full = f"{name}.{path}".strip(".")
+                yield _Call(full, module, "_init_weights", (inner, path)[:number], tied=True)
 
 
 def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, child in _children(name, module):
-        yield from _children_first(path, child)
+    for key, child in module.named_children():
+        yield from _children_first(f"{name}.{key}".lstrip("."), child)
     yield name, module
 
 
