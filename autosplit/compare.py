@@ -162,7 +162,12 @@ def _parts(values: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _numbers(part: torch.Tensor) -> torch.Tensor:
-    """Return sum, weighted sum, count of what is not finite, and norm of every block."""
+    """Return sum, weighted sum, count of what is not finite, and norm of every block, whatever autocast is on."""
+    with torch.autocast(part.device.type, enabled=False):
+        return _precise_numbers(part)
+
+
+def _precise_numbers(part: torch.Tensor) -> torch.Tensor:
     half = part.dtype in (torch.float16, torch.bfloat16)
     if part.dtype != torch.float32:
         part = part.to(torch.float32 if half else torch.float64)

@@ -164,11 +164,16 @@ class Region:
         return self.graph.call_function(alias, (value,)) if info.tensors[0].differentiable else value
 
     def _placed(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Send devices named in the recording to the region's own device."""
-        if self.device.type == "cpu":
+        """Send devices named in the recording to the region's own device; on the CPU a model on meta stays there."""
+        on_cpu = self.device.type == "cpu"
+
+        def own(value: Any) -> Any:
+            moves = isinstance(value, torch.device) and not (on_cpu and value.type == "meta")
+            return self.device if moves else value
+
+        args, kwargs = fx.node.map_aggregate((args, kwargs), own)
+        if on_cpu:
             return args, kwargs
-        swap = fx.node.map_aggregate
-        args, kwargs = swap((args, kwargs), lambda v: self.device if isinstance(v, torch.device) else v)
         constructors = torch.utils._device._device_constructors()
         target = args[1] if node.target is under and len(args) > 1 else node.target
         if target in constructors and kwargs.get("device") is None:

@@ -17,7 +17,7 @@ from torch import fx, nn
 from autosplit.errors import AutosplitError, TraceError, is_internal
 from autosplit.options import Sample
 from autosplit.trace.borrowed import state
-from autosplit.trace.borrowed.blank import has_meta
+from autosplit.trace.borrowed.blank import has_meta, home_of
 from autosplit.trace.check import check_recording
 from autosplit.trace.graph import INFO, LEAST, InputInfo, Length, NodeClass, TracedGraph
 from autosplit.trace.inputs.inputs import batch_rows, flatten
@@ -89,14 +89,16 @@ def trace(
     A recording that one of ``proofs`` is about is not proved again, nor is one whose ``findings`` are given: those of
     an equal recording, made in another process, say. With ``whole_norms`` norms that keep batch statistics are full.
     With ``made_up`` a model on meta is recorded as it would be on the CPU, and probed on values that are made up;
-    without it the structure alone says which rows it mixes: enough for a plan, not for a run.
+    without it the structure alone says which rows it mixes: enough for a plan, not for a run. A model that lies on
+    several devices, or on another one than its inputs, is recorded on the CPU too, and probed on copies.
 
     Raises TraceError when a graph cannot follow the model, InputError for inputs without a batch, and the model's own
     exception when its forward raises.
     """
     flat = flatten(model, sample, batch_dims)
+    on_cpu = flat.lie_apart(model) or (made_up and has_meta(model))
     try:
-        gathered = gather(model, flat, scope=Scope(whole_norms=whole_norms, on_cpu=made_up and has_meta(model)))
+        gathered = gather(model, flat, scope=Scope(whole_norms=whole_norms, on_cpu=on_cpu, home=home_of(model)))
     except Unexpected as error:
         _raise_own(model, flat, error.error)
     raw = _decomposed(model, gathered)
@@ -114,17 +116,12 @@ def trace(
     return Trace(graph, flat, findings, guard, gathered, proof=proof)
 
 
-def _is_spread(model: nn.Module) -> bool:
-    """Tell whether a model lies on several devices, as after its first recording: it cannot run by itself then."""
-    return len({tensor.device for tensor in (*model.parameters(), *model.buffers())}) > 1
-
-
 def _check(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered: Gathered) -> None:
-    """Raise Refusal where a recording is not what the model does; made without values, what it does on two rows."""
+    """Raise Refusal where a recording is not what the model does; where that cannot run, what it does on two rows."""
     if gathered.scope.on_cpu:
         gathered.check_rows(model, flat, 2)
         return
-    difference = None if _is_spread(model) else _difference(model, graph, flat, gathered)
+    difference = _difference(model, graph, flat, gathered)
     if difference is not None:
         raise Refusal(
             f"the recorded graph does not reproduce the model: {difference}; the forward does something that a graph "
@@ -199,7 +196,7 @@ def _opaque_once(graph: TracedGraph) -> set[str]:
 
 def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
     """Raise the model's own exception if it raises on the sample itself, else say what the recording ran into."""
-    if not any(p.is_meta for p in model.parameters()):
+    if not any(p.is_meta for p in model.parameters()) and not flat.lie_apart(model):
         with state.borrowed(model), state.written_back(model):
             try:
                 args, kwargs = flat.rebuild(flat.leaves)

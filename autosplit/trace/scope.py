@@ -71,7 +71,8 @@ class Scope:
         answers: the values of the reads that are recorded, in order.
         deciding: lines of code in which a number that is read does more than to be kept.
         whole_norms: whether batch norms that keep running statistics see the whole batch at once.
-        on_cpu: whether all tensors are taken to lie on the CPU, those on the meta device too.
+        on_cpu: whether all tensors are taken to lie on the CPU, wherever they lie.
+        home: the device that the model lay on when it was recorded; None: on several, or it has no tensors.
     """
 
     entered: frozenset[str] = frozenset()
@@ -80,6 +81,7 @@ class Scope:
     deciding: frozenset[str] = frozenset()
     whole_norms: bool = False
     on_cpu: bool = False
+    home: torch.device | None = None
 
     def only_keeps(self, read: str, line: str) -> bool:
         """Tell whether a read of a value in a line of code is taken to keep the number and no more."""

@@ -73,7 +73,7 @@ def probe_loss(output: Any) -> Tensor:
     for _, leaf in flatten(output):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             weight = torch.arange(1, leaf.numel() + 1, dtype=leaf.dtype).cos().add(0.1).reshape(leaf.shape)
-            total = total + (leaf * weight).sum() / max(1, leaf.shape[0] if leaf.dim() else 1)
+            total = total + (leaf * weight.to(leaf.device)).sum() / max(1, leaf.shape[0] if leaf.dim() else 1)
     return total
 
 

@@ -92,7 +92,7 @@ class Numpy(Stack):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](self.begin(x))
-        scale = np.sqrt(np.abs(x.detach().numpy()).mean() + 1.0)
+        scale = np.sqrt(np.abs(x.detach().cpu().numpy()).mean() + 1.0)
         for block in list(self.blocks)[1:]:
             x = block(x) * float(scale)
         return self.head(x)

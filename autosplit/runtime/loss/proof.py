@@ -155,7 +155,7 @@ def _check_gradients(
         largest = gradient.abs().max().item() if gradient.numel() else 0.0
         if not math.isfinite(largest):
             continue
-        apart = difference(torch.stack(of_parts).sum(0), gradient, floor=_TINY).share
+        apart = difference(torch.stack(of_parts).sum(0, dtype=gradient.dtype), gradient, floor=_TINY).share
         if apart > 10 * _tolerance(gradient.dtype):
             raise InputError(
                 f"the loss has the value of a {_WORDS[parts.kind]}, its gradient is none: it is up to {largest:.3g} on "

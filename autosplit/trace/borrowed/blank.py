@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autosplit.trace.borrowed.holders import Holders
+
+_CPU = torch.device("cpu")
 
 
 def blank(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -23,12 +25,12 @@ def blank(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
     return made.requires_grad_(tensor.requires_grad)
 
 
-def fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """Return a fake twin of a tensor, on the CPU."""
-    if tensor.device.type == "cpu":
+def fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device = _CPU) -> torch.Tensor:
+    """Return a fake twin of a tensor, on a device."""
+    if tensor.device == device:
         own = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
         return mode.from_tensor(own, static_shapes=True)
-    twin = FakeTensor(mode, blank(tensor).detach().requires_grad_(tensor.requires_grad), torch.device("cpu"))
+    twin = FakeTensor(mode, blank(tensor).detach().requires_grad_(tensor.requires_grad), device)
     if isinstance(tensor, nn.Parameter):
         twin._is_param = True  # what makes isinstance(twin, Parameter) true, as torch's own conversion does
     return twin
@@ -37,6 +39,23 @@ def fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 def has_meta(model: nn.Module) -> bool:
     """Tell whether a model has a parameter or buffer on meta."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def home_of(model: nn.Module) -> torch.device | None:
+    """Return the device that a model lies on; None where it lies on several, or has no parameters and buffers."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def lies_apart(model: nn.Module, inputs: Iterable[torch.Tensor]) -> bool:
+    """Tell whether a model cannot run by itself, for it lies on several devices or on another one than its inputs.
+
+    So it is after its first recording. Inputs on the CPU beside others on the model's device are as the model wants
+    them, lengths for example. What is on meta lies nowhere.
+    """
+    held = {t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta}
+    given = {t.device for t in inputs if not t.is_meta}
+    return len(held) > 1 or bool(held and given and not held <= given <= held | {_CPU})
 
 
 @contextlib.contextmanager

@@ -156,12 +156,11 @@ def norm_dropout_eval(model: nn.Module) -> None:
 
 
 def fake_tensors(
-    model: nn.Module, mode: FakeTensorMode | None, *, on_cpu: Holders | None = None
+    model: nn.Module, mode: FakeTensorMode | None, holders: Holders, *, device: torch.device | None
 ) -> dict[int, torch.Tensor]:
     """Replace parameters and buffers by fake ones, inside of :func:`attributes`; return the real ones by their ids.
 
-    Without a mode they stay as they are. With the model's holders all of them are taken to lie on the CPU, wherever
-    they are held.
+    Without a mode they stay as they are. With a device all of them are taken to lie there, wherever they are held.
     """
     real: dict[int, torch.Tensor] = {}
     twins: dict[int, torch.Tensor] = {}
@@ -185,13 +184,12 @@ def fake_tensors(
                     )
                 if tensor is not None:
                     own = twins.setdefault(id(tensor), _with_own_gradient(tensor))
-                    if mode is not None and on_cpu is not None:
-                        entries[name] = fakes.setdefault(id(tensor), fake(own, mode))
+                    if mode is not None and device is not None:
+                        entries[name] = fakes.setdefault(id(tensor), fake(own, mode, device))
                     else:
                         entries[name] = own if mode is None else mode.from_tensor(own, static_shapes=True)
                     real[id(entries[name])] = tensor
-    if on_cpu is not None:
-        on_cpu.swap(fakes)
+    holders.swap(fakes)
     return real
 
 

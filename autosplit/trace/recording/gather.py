@@ -203,11 +203,11 @@ def _enterable(module: nn.Module) -> bool:
 
 # -- real runs ---------------------------------------------------------------------------------------------------------
 def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Watcher | None:
-    """Run the model on ``rows`` real rows and note what its opaque modules give; None when it has none, or no values.
+    """Run the model on ``rows`` real rows and note what its opaque modules give; None when it has none, or cannot run.
 
     The model and the random states are as before at the end. Raises Unexpected for an exception of the model's own.
     """
-    if not scope.opaque or any(parameter.is_meta for parameter in model.parameters()):
+    if not scope.opaque or any(parameter.is_meta for parameter in model.parameters()) or inputs.lie_apart(model):
         return None
     pairs = zip(inputs.leaves, inputs.batch_dims, strict=True)
     leaves = [leaf if dim is None else probe_rows(leaf, dim, range(rows)) for leaf, dim in pairs]

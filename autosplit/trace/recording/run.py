@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from autosplit.trace.borrowed import side_effects, state
+from autosplit.trace.borrowed.blank import lies_apart
 from autosplit.trace.borrowed.holders import HOOK_TABLES, Holder
 from autosplit.trace.borrowed.logged import Decides
 from autosplit.trace.borrowed.side_effects import check_given
@@ -70,6 +71,10 @@ class FlatInputs:
     def shapes(self) -> list[tuple[int, ...]]:
         """Return the shapes of the tensors."""
         return [tuple(self.leaves[index].shape) for index in self.tensors()]
+
+    def lie_apart(self, model: nn.Module) -> bool:
+        """Tell whether the model cannot run on these inputs by itself, for where it and they lie."""
+        return lies_apart(model, (self.leaves[index] for index in self.tensors()))
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments made of other leaves; those that were one tensor are one again."""
@@ -116,15 +121,18 @@ def run_python(
         raise FirstCall(lazy)
     with state.random_state(), state.attributes(model) as holders:
         tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in holders.tensors.values())]
+        device = torch.device("cpu") if scope.on_cpu else None
+        if device is None and inputs.lie_apart(model):
+            device = scope.home or torch.device("cpu")
         if symbols is not None:
             mode: FakeTensorMode | None = symbols.fake_mode()
-        elif not scope.on_cpu and tensors and all(tensor.is_meta for tensor in tensors):
+        elif device is None and tensors and all(tensor.is_meta for tensor in tensors):
             mode = None  # a model without values runs as it is, on the meta device
         else:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
-        real = state.fake_tensors(model, mode, on_cpu=holders if scope.on_cpu else None)
+        real = state.fake_tensors(model, mode, holders, device=device)
         recorder = Recorder(model, scope, reader=reader or Recall(scope.answers), observed=observed, holders=holders)
-        return _run(model, inputs, symbols, mode, rows=rows, recorder=recorder, real=real)
+        return _run(model, inputs, symbols, mode, rows=rows, recorder=recorder, real=real, device=device)
 
 
 def _run(
@@ -136,8 +144,12 @@ def _run(
     rows: int,
     recorder: Recorder,
     real: dict[int, torch.Tensor],
+    device: torch.device | None,
 ) -> PythonRun:
-    """Record one run of a model whose tensors are fake; it is left as the run leaves it."""
+    """Record one run of a model whose tensors are fake; it is left as the run leaves it.
+
+    ``device``: where all tensors are taken to lie; None: where they do.
+    """
     seed, holders = torch.initial_seed(), recorder.holders
     before = holders.read()
     random.seed(rows)  # each recording has other Python draws: what hangs on them shows as a difference
@@ -148,7 +160,7 @@ def _run(
         shape = [rows if dim == batch_dim else size for dim, size in enumerate(leaf.shape)]
         if symbols is not None:
             shape = symbols.shape(position, leaf, batch_dim)
-        leaves[index] = _fake(leaf, shape, mode, torch.device("cpu") if recorder.scope.on_cpu else leaf.device)
+        leaves[index] = _fake(leaf, shape, mode, device or leaf.device)
         real[id(leaves[index])] = leaf
     for index in inputs.tensors():
         recorder.add_input(inputs.names[index], leaves[index])

@@ -70,7 +70,7 @@ class BackwardProbe:
             dim = _batch_dim(operand)
             if dim is not None and len(found) < len(parts):  # an expert that no row of a piece takes has no gradient
                 return False
-            together = torch.stack(found).sum(0) if dim is None else torch.cat(found, dim)
+            together = torch.stack(found).sum(0, dtype=gradient.dtype) if dim is None else torch.cat(found, dim)
             if not same_reordered(gradient, together):
                 return False
         return True

@@ -1,6 +1,7 @@
-"""Values for a model on the meta device, made up for one node of a graph at a time and dropped again.
+"""Values for a model that has none where it is probed, for one node of a graph at a time; they are dropped again.
 
     node       on meta ─► its parameters and buffers get values ─► three runs and all questions ─► on meta again
+               on several devices ─► copies on the CPU          ─► likewise
     sample     on meta ─► rows that differ
     buffers that the forward changes ─► values that stay for the whole probe, as a run carries them on
 
@@ -71,7 +72,7 @@ class MadeUp:
         self._now: dict[int, torch.Tensor] = {}
 
     def interpreter(self) -> fx.Interpreter:
-        """Return an interpreter that reads made-up values where those of the model are on meta."""
+        """Return an interpreter that reads values on the CPU in the places of the model's own elsewhere."""
         return _Run(self)
 
     @contextlib.contextmanager
@@ -97,20 +98,21 @@ class MadeUp:
 
     @contextlib.contextmanager
     def _held(self, holders: Holders, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Put values in the places of tensors on meta, wherever they are held."""
-        pairs = [(tensor, self.value(tensor)) for tensor in tensors if tensor.is_meta]
-        holders.swap({id(blank): made for blank, made in pairs})
+        """Put values in the places of tensors that are not on the CPU, wherever they are held."""
+        pairs = [(tensor, self.value(tensor)) for tensor in tensors if tensor.device.type != "cpu"]
+        holders.swap({id(own): made for own, made in pairs})
         try:
             yield
         finally:
-            holders.swap({id(made): blank for blank, made in pairs})
+            holders.swap({id(made): own for own, made in pairs})
 
     def value(self, own: Any) -> Any:
-        """Return the values of a tensor on meta, equal ones each time; anything else is returned as it is."""
-        if not isinstance(own, torch.Tensor) or not own.is_meta:
+        """Return the values of a tensor that is not on the CPU, equal ones each time; anything else as it is."""
+        if not isinstance(own, torch.Tensor) or own.device.type == "cpu":
             return own
         if id(own) not in self._now:
-            made = self._filled(own, self._names.get(id(own), ""), given=False)
+            meta = own.is_meta
+            made = self._filled(own, self._names.get(id(own), ""), given=False) if meta else own.detach().cpu()
             parameter = isinstance(own, nn.Parameter)
             self._now[id(own)] = nn.Parameter(made, own.requires_grad) if parameter else made
         return self._now[id(own)]

@@ -232,10 +232,8 @@ def _is_kept(
 ) -> bool:
     """Tell whether a row has equal values in two results."""
     for old, new, layout in zip(before, after, layouts, strict=True):
-        if layout is not None:
-            at = layout.entries(row)
-            if not same(new.index_select(layout.dim, at), old.index_select(layout.dim, at)):
-                return False
+        if layout is not None and not same(layout.select(new, row), layout.select(old, row)):
+            return False
     return True
 
 

@@ -72,15 +72,22 @@ class Layout:
         """Whether the rows follow each other."""
         return all(a <= b for a, b in zip(self.rows, self.rows[1:], strict=False))
 
-    def entries(self, row: int) -> torch.Tensor:
-        """Return the positions along the batch dimension that belong to a row."""
-        return torch.tensor([entry for entry, owner in enumerate(self.rows) if owner == row])
+    def select(self, tensor: torch.Tensor, row: int) -> torch.Tensor:
+        """Return a row's entries of a tensor."""
+        return tensor.index_select(self.dim, self._entries(row, tensor.device))
+
+    def put(self, tensor: torch.Tensor, row: int, entries: torch.Tensor) -> torch.Tensor:
+        """Write entries to the places of a row in a tensor, and return that."""
+        return tensor.index_copy_(self.dim, self._entries(row, tensor.device), entries)
+
+    def _entries(self, row: int, device: torch.device) -> torch.Tensor:
+        return torch.tensor([entry for entry, owner in enumerate(self.rows) if owner == row], device=device)
 
     def numbers(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return row numbers in the shape of a tensor."""
         shape = [1] * tensor.dim()
         shape[self.dim] = len(self.rows)
-        return torch.tensor(self.rows, dtype=torch.int32).reshape(shape).expand(tensor.shape)
+        return torch.tensor(self.rows, dtype=torch.int32, device=tensor.device).reshape(shape).expand(tensor.shape)
 
     def after(self, dim: int, size: int) -> Layout | None:
         """Return the layout of a result with this batch dimension, computed entry by entry; None for another size."""
@@ -221,7 +228,7 @@ class Layouts:
 
         def numbered(tensor: torch.Tensor) -> torch.Tensor:
             layout = next(layouts, None)
-            return torch.full(tensor.shape, -1, dtype=torch.int32) if layout is None else layout.numbers(tensor)
+            return torch.full_like(tensor, -1, dtype=torch.int32) if layout is None else layout.numbers(tensor)
 
         return rebuild([numbered(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
 
@@ -313,8 +320,7 @@ def with_neighbours(
         made = tensor.clone().copy_(_random(tensor, generator, _FAR if kind == "far" else 1.0))
         if kept is None:
             return made
-        at = layout.entries(kept)
-        return made.index_copy_(layout.dim, at, tensor.index_select(layout.dim, at))
+        return layout.put(made, kept, layout.select(tensor, kept))
 
     flat, rebuild = take_apart(value)
     rest = iter(layouts)
@@ -329,7 +335,7 @@ def with_neighbours(
 def _from_rows(tensor: torch.Tensor, layout: Layout, sources: Sequence[int]) -> torch.Tensor:
     made = tensor.clone()
     for row, source in enumerate(sources):
-        made.index_copy_(layout.dim, layout.entries(row), tensor.index_select(layout.dim, layout.entries(source)))
+        layout.put(made, row, layout.select(tensor, source))
     return made
 
 
