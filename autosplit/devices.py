@@ -6,7 +6,7 @@ something ran is every allocation and every release, in order, with its bytes. T
 scratch that kernels allocate inside.
 
 Private torch API: ``torch.cuda._sleep``, the one kernel that takes a time and nothing else; torch's own tests of
-streams use it. It is there in torch 2.11 to 2.15; not run on a GPU. ``experimental_event_tree`` of the profiler's
+streams use it. It is there in torch 2.11 to 2.15; run on 2.11. ``experimental_event_tree`` of the profiler's
 results is undocumented, but torch has no public way to the events in their order (``profile.events()`` adds them up by
 operation); torch's own ``torch.profiler._memory_profiler`` reads the same tree. Tried on torch 2.11 to 2.15.
 """

@@ -42,7 +42,7 @@ def _measure(subject: Subject, setting: Setting, found: Found, *, repeats: int) 
                 "profile_s": profile_s,
                 "alone_s": cell_s,
                 "forward_s": alone.seconds["F"][stage.index],
-                "backward_s": alone.seconds["B"][stage.index],
+                "backward_s": cell_s - alone.seconds["F"][stage.index],
                 "error": errors[-1],
             }
         )

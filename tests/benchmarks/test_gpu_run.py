@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.gpu import part, run, step, subjects
+from benchmarks.gpu import measured, part, run, step, subjects
 from benchmarks.gpu.part import Found, Setting
 
 CPU = Setting(torch.device("cpu"), small=True)
@@ -143,3 +143,13 @@ def test_a_file_of_a_card_says_nothing_of_a_dry_run(tmp_path, monkeypatch):
 def test_a_device_that_is_not_there_is_said(arguments, said):
     with pytest.raises(SystemExit, match=said):
         run.main(arguments)
+
+
+def test_a_plan_that_splits_backwards_is_measured(monkeypatch):
+    pipe = subjects.Made.pipe
+    monkeypatch.setattr(subjects.Made, "pipe", lambda made, devices: pipe(made, devices, schedule="zb_h1"))
+    found = measured.run(CPU)
+    assert found.failed == []
+    assert all(
+        figure["forward_s"] + figure["backward_s"] == pytest.approx(figure["alone_s"]) for figure in found.figures
+    )
