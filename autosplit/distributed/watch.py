@@ -16,7 +16,6 @@ import atexit
 import json
 import multiprocessing
 import os
-import select
 import signal
 import threading
 import time
@@ -24,6 +23,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
@@ -69,8 +69,11 @@ class _State(NamedTuple):
 
 
 class _Cause(NamedTuple):
+    """Why all ranks end: a rank, -1 for none of them, and its fault; ``stopped``: it cannot end by itself."""
+
     rank: int
     text: str
+    stopped: bool = False
 
 
 class Watch:
@@ -86,7 +89,9 @@ class Watch:
         self._last: object = self._now
         self._limit_s: float | None = None
         self._beats = self._idle = 0
-        self._failing = self._connection_lost = False
+        self._connection_lost = False
+        self._raised: _Cause | None = None
+        self._stack = ""
         self._states = {other: _State() for other in range(size)}
         self._others = [other for other in range(size) if other != rank]
         self._silent = dict.fromkeys(self._others, 0)
@@ -95,7 +100,6 @@ class Watch:
         self._handles: dict[int, int] = {}
         self._error_files: dict[int, str | None] = {}
         self._ended: set[int] = set()
-        self._ends = select.poll()
         self._join()
         atexit.register(self._at_exit)
         if multiprocessing.parent_process() is not None:  # such a process runs no atexit
@@ -127,13 +131,12 @@ class Watch:
         for rank, text in enumerate(self._store.multi_get(keys)):
             place, pid, error_file = json.loads(text)
             if place == own[0]:
-                self._hold(rank, pid, error_file)
+                self._error_files[rank] = error_file
+                self._hold(rank, pid)
 
-    def _hold(self, rank: int, pid: int, error_file: str | None) -> None:
-        self._error_files[rank] = error_file
+    def _hold(self, rank: int, pid: int) -> None:
         try:
             self._handles[rank] = os.pidfd_open(pid)
-            self._ends.register(self._handles[rank], select.POLLIN)
         except ProcessLookupError:
             self._ended.add(rank)
         except (AttributeError, OSError):
@@ -165,15 +168,12 @@ class Watch:
         Returns for the exception to go on: when the others know it or, after another's failure, when that rank has
         ended. The process ends a few seconds later, whatever becomes of the exception.
         """
-        if not self._others:
+        if not self._others or not self._thread.is_alive():
             return
-        self._failing = True
-        cause = _Cause(self.rank, f"rank {self.rank} raised {type(error).__name__}: {error}, {self._state().place}")
-        with suppress(RuntimeError):  # the store is gone, which is another cause
-            if not self._known.is_set() and self._blame(cause) == cause:
-                exit_within(_READ_S + _UNWIND_S)
-                self._tell(cause, "".join(traceback.format_exception(error)))
-                self._may_leave.set()
+        if self._raised is None:
+            text = f"rank {self.rank} raised {type(error).__name__}: {error}, {self._state().place}"
+            self._stack = "".join(traceback.format_exception(error))
+            self._raised = _Cause(self.rank, text)  # the watching thread tells the others
         self._may_leave.wait(_END_S + 1)
 
     def explain(self, error: BaseException) -> DeviceError:
@@ -198,7 +198,7 @@ class Watch:
             with suppress(ValueError):  # another thread than the main one
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._thread.join(_UNWIND_S)
-        if self.rank == 0 and self._host == "rank 0" and not self._failing:
+        if self.rank == 0 and self._host == "rank 0" and self._raised is None:
             self._await("left", len(self._states))  # the store may end with this process
         for handle in self._handles.values():
             os.close(handle)
@@ -223,13 +223,13 @@ class Watch:
     def _watch(self) -> None:
         try:
             while not self._closing.is_set():
-                for handle, _ in self._ends.poll(1000 * _BEAT_S):
-                    self._ends.unregister(handle)
-                    self._ended.update(rank for rank, other in self._handles.items() if other == handle)
+                running = {handle: rank for rank, handle in self._handles.items() if rank not in self._ended}
+                ended = wait(list(running), _BEAT_S)
+                self._ended.update(rank for handle, rank in running.items() if handle in ended)
                 cause = self._beat()
                 if not cause and self._host == "rank 0" and self._states[0].closed:
                     break  # and the store with it
-                if not cause and (found := self._judge()):
+                if not cause and (found := self._raised or self._judge()):
                     cause = self._blame(found)
                 if cause:
                     return self._end(cause)
@@ -272,9 +272,8 @@ class Watch:
             lost = self._connection_lost and rank not in self._handles
             limit_s = _LOST_S if lost else state.limit_s or _SILENT_S
             if silent * _BEAT_S > limit_s:
-                self._kill(rank)  # it cannot end by itself
                 text = f"rank {rank} was killed or stopped (no heartbeat for {limit_s:g} s), last seen {state.place}"
-                return _Cause(rank, text)
+                return _Cause(rank, text, stopped=True)
         own = self._states[self.rank]
         if own.late and not own.waits_for:
             return _Cause(self.rank, f"rank {self.rank} hangs {own.place} for {own.limit_s:g} s")
@@ -291,17 +290,14 @@ class Watch:
         if not own.late:
             return None
         limit_s = own.limit_s or 0.0
-        reached: dict[int, str] = {}
-        ahead = [self.rank]
-        while ahead:
-            rank = ahead.pop()
-            state = self._states[rank]
-            if state.closed or not (state.waits_for and state.idle * _BEAT_S > limit_s):
-                return None
-            reached[rank] = f"rank {rank} {state.place}"
-            ahead += [other for other in state.waits_for if other not in reached]
-        text = "; ".join(reached[rank] for rank in sorted(reached))
-        return _Cause(min(reached), f"ranks wait for each other for {limit_s:g} s: {text}")
+        waiting = {rank: set(state.waits_for) for rank, state in self._states.items() if not state.closed}
+        stuck = {rank for rank, others in waiting.items() if others and self._states[rank].idle * _BEAT_S > limit_s}
+        while free := {rank for rank in stuck if not waiting[rank] <= stuck}:
+            stuck -= free
+        if self.rank not in stuck:
+            return None
+        text = "; ".join(f"rank {rank} {self._states[rank].place}" for rank in sorted(stuck))
+        return _Cause(min(stuck), f"ranks wait for each other for {limit_s:g} s: {text}")
 
     def _blame(self, cause: _Cause) -> _Cause:
         """Make a cause the first one, unless there is one; return the first."""
@@ -319,13 +315,6 @@ class Watch:
                     json.dump({"message": {"message": text, "extraInfo": extra}}, file)
                 os.replace(file.name, path)
 
-    def _tell(self, cause: _Cause, stack: str = "") -> None:
-        """Tell launcher and ranks that this rank is the culprit; return when those that run have read it."""
-        self._cause = cause.text
-        self._known.set()
-        self._report(self.rank, cause.text, stack)
-        self._await("read", sum(not self._states[rank].closed for rank in self._others))
-
     def _await(self, key: str, ranks: int) -> None:
         """Wait until so many ranks have said so."""
         end = time.monotonic() + _READ_S
@@ -339,33 +328,35 @@ class Watch:
 
     def _end(self, cause: _Cause, *, has_store: bool = True) -> None:
         """End this process, a second after the culprit; one that raises ends by its exception."""
-        if cause.rank == self.rank and self._failing:
-            return
         exit_within(2 * _END_S)
-        _say(f"rank {self.rank} ends: {cause.text}")
-        with suppress(RuntimeError):
-            if cause.rank == self.rank:
-                self._tell(cause)
-                exit_now()
-            self._cause = cause.text
-            self._known.set()
-            if has_store:
-                self._store.add("read", 1)
-        if not self._has_ended(cause.rank):
-            self._kill(cause.rank)
-        time.sleep(1.0)
-        self._report(self.rank, cause.text)
+        raised = cause.rank == self.rank and self._raised is not None
+        if not raised:
+            _say(f"rank {self.rank} ends: {cause.text}")
+        self._cause = cause.text
+        self._known.set()
+        if cause.rank == self.rank:
+            self._report(self.rank, cause.text, self._stack)
+            with suppress(RuntimeError):  # the store is gone, which is another cause
+                self._await("read", sum(not self._states[rank].closed for rank in self._others))
+        else:
+            with suppress(RuntimeError):
+                if has_store:
+                    self._store.add("read", 1)
+            if cause.stopped or not self._has_ended(cause.rank):
+                self._kill(cause.rank)
+            time.sleep(1.0)
+            self._report(self.rank, cause.text)
         self._may_leave.set()
-        time.sleep(1.0)  # for the exception of a wait that was explained
+        if raised:
+            exit_within(_UNWIND_S)
+            return
+        if cause.rank != self.rank:
+            time.sleep(1.0)  # for the exception of a wait that was explained
         exit_now()
 
     def _has_ended(self, rank: int) -> bool:
         """Wait for the end of a process of this machine."""
-        if rank not in self._handles:
-            return False
-        end = select.poll()
-        end.register(self._handles[rank], select.POLLIN)
-        return bool(end.poll(1000 * _END_S))
+        return rank in self._handles and bool(wait([self._handles[rank]], _END_S))
 
     def _lost_store(self) -> _Cause:
         if self._host == "rank 0" and self._has_ended(0):
@@ -380,9 +371,8 @@ class Watch:
             limit_s = self._limit_s or _SILENT_S
             if silent * _BEAT_S > limit_s:
                 rank = 0 if self._host == "rank 0" else -1
-                self._kill(rank)
                 text = f"{self._host}, which hosts the store, was killed or stopped (no answer for {limit_s:g} s)"
-                self._end(_Cause(rank, text), has_store=False)
+                self._end(_Cause(rank, text, stopped=True), has_store=False)
 
 
 def _host(store: Any) -> str:
