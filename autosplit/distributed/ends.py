@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -38,3 +40,22 @@ def exit_now() -> None:
     (flush := threading.Thread(target=sys.stdout.flush, daemon=True)).start()
     flush.join(0.5)  # who hangs may hold its lock
     os._exit(1)
+
+
+def call_on_sigterm(call: Callable[[], None]) -> None:
+    """Have a thread call something on SIGTERM: a handler runs when the main thread does, not while that waits in gloo.
+
+    Does nothing where somebody else is woken by signals, asyncio for one.
+    """
+    seen, written = os.pipe()
+    os.set_blocking(written, False)
+    if (others := signal.set_wakeup_fd(written, warn_on_full_buffer=False)) != -1:
+        signal.set_wakeup_fd(others)
+        return
+
+    def wait() -> None:
+        while signal.SIGTERM not in os.read(seen, 1):
+            pass
+        call()
+
+    threading.Thread(target=wait, name="autosplit signals", daemon=True).start()

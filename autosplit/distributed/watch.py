@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from autosplit.distributed.ends import exit_now, exit_within, is_lost_connection, machine, uncaught
+from autosplit.distributed.ends import call_on_sigterm, exit_now, exit_within, is_lost_connection, machine, uncaught
 from autosplit.errors import DeviceError
 from autosplit.schedule.action import Action, describe
 
@@ -106,6 +106,7 @@ class Watch:
             Finalize(None, self._at_exit, exitpriority=0)
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
+            call_on_sigterm(self._end_of_sigterm)
         self._thread = threading.Thread(target=self._watch, name="autosplit watch", daemon=True)
         self._thread.start()
         threading.Thread(target=self._watch_store, name="autosplit store watch", daemon=True).start()
@@ -219,6 +220,11 @@ class Watch:
         if os.getpid() != self._pid or not self._known.wait(4 * _BEAT_S):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+    def _end_of_sigterm(self) -> None:
+        """End where the handler has not: the main thread waits in a library."""
+        if not self._known.wait(8 * _BEAT_S) and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            exit_now()
 
     def _watch(self) -> None:
         try:

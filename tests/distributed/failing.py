@@ -132,6 +132,15 @@ def in_a_wait_of_ones_own() -> None:
     dist.recv(torch.zeros(1), 1)
 
 
+def terminated_in_a_wait() -> None:
+    """Rank 1 gets SIGTERM while it waits for rank 0 in gloo, where no handler of Python's runs."""
+    Watch(dist.get_rank(), dist.get_world_size())
+    started()
+    if dist.get_rank() == 0:
+        time.sleep(1000)
+    dist.recv(torch.zeros(1), 0)
+
+
 def end_early() -> None:
     """Rank 1 finishes while rank 0 waits for it outside a step."""
     watch = Watch(dist.get_rank(), dist.get_world_size())

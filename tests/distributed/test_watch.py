@@ -42,6 +42,7 @@ LAUNCHES: dict[str, Callable[[], Ended]] = {
     "apart kill": lambda: launch(failing.apart, 3, "kill", kill=Kill(1)),
     "apart raise": lambda: launch(failing.apart, 3, "raise"),
     "terminate": lambda: launch(failing.pipeline, 3, kill=Kill(1, signal.SIGTERM)),
+    "terminate in a wait": lambda: launch(failing.terminated_in_a_wait, 2, kill=Kill(1, signal.SIGTERM)),
     "not all": lambda: launch(failing.not_all, 2),
     "twice": lambda: launch(failing.twice, 2),
     "cost": lambda: launch(failing.cost, 1),
@@ -106,6 +107,12 @@ def test_a_rank_that_gets_sigterm(ended):
     run = ended("terminate")
     assert run.codes == [1, -signal.SIGTERM, 1]
     assert all(text.startswith("rank 1 was killed, last seen") for text in causes(run).values())
+
+
+def test_a_rank_that_gets_sigterm_while_it_waits_in_gloo(ended):
+    assert_all_end(
+        ended("terminate in a wait"), 1, "rank 1 was killed, last seen outside a step", within_s=KILLED_S, size=2
+    )
 
 
 def test_ranks_of_other_machines_are_known_by_their_heartbeat_alone(ended):
