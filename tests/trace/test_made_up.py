@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -348,6 +349,25 @@ def test_nothing_stays_of_an_error() -> None:
     with pytest.raises(TraceError):
         trace(model, Sample(torch.randn(ROWS, WIDTH)), made_up=True)
     assert {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()} == before
+
+
+@pytest.mark.parametrize("words", [9, 2], ids=["first", "second"])
+def test_a_probe_leaves_no_values_for_the_garbage_collector(words: int) -> None:
+    """The first way to make integers up gives words that a table of two lacks, so the second one is taken."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(words, 4), nn.Linear(4, 4))
+        sample = Sample(torch.zeros(8, 5, dtype=torch.long))
+    trace(model, sample, made_up=True)
+    gc.collect()
+    gc.disable()
+    try:
+        before = {id(each) for each in gc.get_objects() if type(each) is Tensor}
+        found = trace(model, sample, made_up=True)
+        new = [each for each in gc.get_objects() if type(each) is Tensor and id(each) not in before]
+        assert found.findings.probed
+        assert not [tuple(each.shape) for each in new if not each.is_meta]
+    finally:
+        gc.enable()
 
 
 class Same(torch.autograd.Function):

@@ -54,21 +54,33 @@ def counts_of_rows(graph: fx.Graph, rows: int, sample_rows: int) -> list[int]:
     return sorted({few, max(few, sample_rows), 2 * max(constants) + 4 * rows + 1})
 
 
+class _Repeated(Layouts):
+    """How rows lie in values on ``count`` rows: those of a run on fewer, repeated."""
+
+    def __init__(self, root: nn.Module, few: Layouts, *, count: int) -> None:
+        super().__init__(root, few.run, rows=count, valued=few.valued)
+        self.few = few.rows
+        drawn = torch.randint(self.few, (count - self.few,), generator=torch.Generator().manual_seed(0))
+        # the first in place: an index of theirs names them here too
+        self.sources = [*range(self.few), *drawn.tolist()]
+        self.numbered: dict[fx.Node, Any] = {}
+        """Values, at this number of rows, of nodes that depend on the number of rows alone."""
+
+    def value_of(self, node: fx.Node) -> Any:
+        """Return a node's value at this number of rows as if they lay one after the other."""
+        if node in self.numbered:
+            return copied(self.numbered[node])
+        return rows_of(node, self.run, self.few, self.sources)
+
+
 class MoreRows:
     """The operations of one graph, asked one after the other at ``count`` rows; a run on ``rows`` has the values."""
 
     def __init__(self, root: nn.Module, few: Layouts, *, count: int, lengths: Mapping[str, int]) -> None:
         self.few, self.run, self.valued = few, few.run, few.valued
         self.rows, self.count, self.lengths = few.rows, count, lengths
-        drawn = torch.randint(self.rows, (count - self.rows,), generator=torch.Generator().manual_seed(0))
-        # the first in place: an index of theirs names them here too
-        self.sources = [
-            *range(self.rows),
-            *drawn.tolist(),
-        ]
-        self.layouts = Layouts(root, self.run, self._stack, rows=count, valued=self.valued)
-        self.numbered: dict[fx.Node, Any] = {}
-        """Values, at this number of rows, of nodes that depend on the number of rows alone."""
+        self.layouts = _Repeated(root, few, count=count)
+        self.sources = self.layouts.sources
         self.unknown: set[fx.Node] = set()
         """Nodes that depend on the number of rows, or whose rows are moved, of which nothing is known at this one."""
 
@@ -120,7 +132,7 @@ class MoreRows:
         if any(t.shape != i.shape_at(self.count, self.lengths) for t, i in zip(many, infos, strict=True)):
             return None
         if node not in self.valued:
-            self.numbered[node] = made
+            self.layouts.numbered[node] = made
         layouts = zip(self.few.of_result(node, plain), self.layouts.of_result(node, many), strict=True)
         expected = (from_layout(t, *pair, self.rows, self.sources) for t, pair in zip(plain, layouts, strict=True))
         return any(not same_reordered(a, b) for a, b in zip(many, expected, strict=True))
@@ -128,15 +140,9 @@ class MoreRows:
     def _value(self, node: fx.Node) -> Any:
         """Return a node's value at this number of rows, which lie in it as followed."""
         if node not in self.few.noted and node not in self.layouts.noted:
-            return self._stack(node)
+            return self.layouts.value_of(node)
         layouts = zip(self.few.of(node), self.layouts.of(node), strict=True)
         return copied(self.run.env[node], lambda t: from_layout(t, *next(layouts), self.rows, self.sources))
-
-    def _stack(self, node: fx.Node) -> Any:
-        """Return a node's value at this number of rows as if they lay one after the other."""
-        if node in self.numbered:
-            return copied(self.numbered[node])
-        return rows_of(node, self.run, self.rows, self.sources)
 
     def _elements(self, node: fx.Node) -> Iterator[int]:
         for n in (node, *node.all_input_nodes):

@@ -67,7 +67,7 @@ class OperatorProbe:
         self.root, self.run, self.rows = root, run, rows
         self.lengths = lengths
         self.valued = _valued(graph, root)
-        self.layouts = Layouts(root, run, run.env.__getitem__, rows=rows, valued=self.valued)
+        self.layouts = Layouts(root, run, rows=rows, valued=self.valued)
         self.answers: dict[Any, bool] = {}
         self.numbered: set[fx.Node] = set()
         """Nodes that depend on the number of rows alone, and are not equal for all places."""
@@ -160,23 +160,35 @@ class OperatorProbe:
                 raise
             return False
         generator = torch.Generator().manual_seed(0)
-        for draw, kind in enumerate(KINDS if self._is_light(node) else FEW_KINDS):
-            kept = (draw + 1) % self.rows
-            base: Values = {}
-            if kind == "all random":
-                base = self._with_neighbours(operands, {}, None, kind, generator)
-            values = self._with_neighbours(operands, base, kept, kind, generator)
-            try:
-                made = result_of(node, self.run, values)
-                before = result_of(node, self.run, base) if base else plain
-            except Exception as error:  # the operation takes no such values
-                if is_internal(error) and not isinstance(error, IndexError):
-                    raise
-                continue
-            same = same_rounded if is_opaque(node, self.root) else same_bits
-            if not _is_kept(kept, before, made, self.layouts.of_result(node, plain), same):
-                return True
-        return False
+        kinds = KINDS if self._is_light(node) else FEW_KINDS
+        return any(
+            self._changes_row((draw + 1) % self.rows, node, operands, plain, kind, generator)
+            for draw, kind in enumerate(kinds)
+        )
+
+    def _changes_row(
+        self,
+        kept: int,
+        node: fx.Node,
+        operands: Sequence[fx.Node],
+        plain: Sequence[torch.Tensor],
+        kind: str,
+        generator: torch.Generator,
+    ) -> bool:
+        """Tell whether a row has another result beside neighbours of a kind; the values of a draw live in here only."""
+        base: Values = {}
+        if kind == "all random":
+            base = self._with_neighbours(operands, {}, None, kind, generator)
+        values = self._with_neighbours(operands, base, kept, kind, generator)
+        try:
+            made = result_of(node, self.run, values)
+            before = result_of(node, self.run, base) if base else plain
+        except Exception as error:  # the operation takes no such values
+            if is_internal(error) and not isinstance(error, IndexError):
+                raise
+            return False
+        same = same_rounded if is_opaque(node, self.root) else same_bits
+        return not _is_kept(kept, before, made, self.layouts.of_result(node, plain), same)
 
     def _with_neighbours(
         self, operands: Sequence[fx.Node], base: Values, kept: int | None, kind: str, generator: torch.Generator

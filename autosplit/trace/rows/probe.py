@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -99,7 +100,7 @@ def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int, values: MadeUp | 
         except Exception as error:  # the model's, for tokens or flags that are made up
             if not vary or is_internal(error):
                 raise
-            return _Lockstep(raw, _leaves(inputs, runs, False), runs, count, values).run()
+        return _Lockstep(raw, _leaves(inputs, runs, False), runs, count, values).run()
 
 
 def run_probe_made_up(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Findings:
@@ -117,6 +118,7 @@ def run_probe_made_up(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Findin
         except Exception as error:  # the model's or torch's, for values that it does not take
             if isinstance(error, AutosplitError) or is_internal(error):
                 raise
+            traceback.clear_frames(error.__traceback__)  # they hold the values that were made up
             errors.append(error)
             continue
         if not values.hides:

@@ -97,23 +97,16 @@ class Layout:
 
 
 class Layouts:
-    """How rows lie in the values of a run; ``valued``: the nodes whose values depend on rows' values.
+    """How rows lie in the values of a run; ``valued``: the nodes whose values depend on rows' values."""
 
-    ``value_of`` gives a node's value on ``rows`` rows.
-    """
-
-    def __init__(
-        self,
-        root: nn.Module,
-        run: fx.Interpreter,
-        value_of: Callable[[fx.Node], Any],
-        *,
-        rows: int,
-        valued: Collection[fx.Node],
-    ) -> None:
-        self.root, self.run, self.value_of, self.rows, self.valued = root, run, value_of, rows, valued
+    def __init__(self, root: nn.Module, run: fx.Interpreter, *, rows: int, valued: Collection[fx.Node]) -> None:
+        self.root, self.run, self.rows, self.valued = root, run, rows, valued
         self.noted: dict[fx.Node, list[Layout | None]] = {}
         """How rows lie in nodes that are no stacks; None: in no order along the batch dimension."""
+
+    def value_of(self, node: fx.Node) -> Any:
+        """Return a node's value on this number of rows."""
+        return self.run.env[node]
 
     def of(self, node: fx.Node) -> list[Layout | None]:
         """Return how rows lie in each tensor of a node that has been run; None for tensors without rows."""
