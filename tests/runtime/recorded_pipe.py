@@ -85,9 +85,7 @@ class RecordedPipe:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Log what is called in here; what the caller gives comes from the caller's lane."""
-        spread = mock.patch.object(
-            ladder, "_is_spread", return_value=True
-        )  # on the lanes' devices, which are not there
+        spread = mock.patch.object(ladder, "_difference", return_value=None)  # the lanes' devices are not there
         caller = mock.patch.object(recorded, "caller_lane", return_value=self.caller)
         with self.engine.recording(), caller, spread:
             yield
