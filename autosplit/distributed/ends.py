@@ -45,12 +45,14 @@ def exit_now() -> None:
 def call_on_sigterm(call: Callable[[], None]) -> None:
     """Have a thread call something on SIGTERM: a handler runs when the main thread does, not while that waits in gloo.
 
-    Does nothing where somebody else is woken by signals, asyncio for one.
+    Does nothing where somebody else is woken by signals, asyncio for one. Signals to forked processes are theirs.
     """
     seen, written = os.pipe()
     os.set_blocking(written, False)
     if (others := signal.set_wakeup_fd(written, warn_on_full_buffer=False)) != -1:
         signal.set_wakeup_fd(others)
+        os.close(seen)
+        os.close(written)
         return
 
     def wait() -> None:
@@ -58,4 +60,9 @@ def call_on_sigterm(call: Callable[[], None]) -> None:
             pass
         call()
 
+    def let_go() -> None:
+        if (now := signal.set_wakeup_fd(-1)) != written:
+            signal.set_wakeup_fd(now)
+
+    os.register_at_fork(after_in_child=let_go)
     threading.Thread(target=wait, name="autosplit signals", daemon=True).start()

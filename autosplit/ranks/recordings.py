@@ -49,6 +49,8 @@ class RankRecordings(Recordings):
         self, model: nn.Module, options: Options, plan: Plan | None, world: World, *, own: bool, weights: Any = None
     ) -> None:
         super().__init__(model, options, plan, own=own)
+        global _trained_last
+        _trained_last = None  # who trains on notes it anew
         for _, tensor in named_state(model):
             _TRAINED.pop(tensor, None)  # all ranks have the same values
         self.world = world

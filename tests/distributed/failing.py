@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import time
@@ -139,6 +140,20 @@ def terminated_in_a_wait() -> None:
     if dist.get_rank() == 0:
         time.sleep(1000)
     dist.recv(torch.zeros(1), 0)
+
+
+def terminated_child() -> None:
+    """Rank 0 forks a process, which gets SIGTERM, and goes on until long after."""
+    watch = Watch(dist.get_rank(), dist.get_world_size())
+    if dist.get_rank() == 0:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+        child.start()
+        time.sleep(0.5)
+        child.terminate()
+        child.join()
+        time.sleep(3.0)
+    dist.barrier()
+    watch.close()
 
 
 def end_early() -> None:
