@@ -125,7 +125,7 @@ def save(
 
         if wait:
             write()
-            return Saving(path, None, closing.pop_all())
+            return Saving(path, None, ExitStack())
         pool = ThreadPoolExecutor(1, thread_name_prefix="autosplit checkpoint")
         written = pool.submit(write)
         pool.shutdown(wait=False)

@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+_on_sigterm: list[Callable[[], None]] = []
+"""What a thread calls on SIGTERM, once it waits for that."""
+
 
 def machine() -> str:
     """Return what processes have in common that know each other by the same numbers."""
@@ -45,8 +48,12 @@ def exit_now() -> None:
 def call_on_sigterm(call: Callable[[], None]) -> None:
     """Have a thread call something on SIGTERM: a handler runs when the main thread does, not while that waits in gloo.
 
-    Does nothing where somebody else is woken by signals, asyncio for one. Signals to forked processes are theirs.
+    It is called in place of what was given before. Does nothing where somebody else is woken by signals, asyncio for
+    one. Signals to forked processes are theirs.
     """
+    if _on_sigterm:
+        _on_sigterm[:] = [call]
+        return
     seen, written = os.pipe()
     os.set_blocking(written, False)
     if (others := signal.set_wakeup_fd(written, warn_on_full_buffer=False)) != -1:
@@ -56,13 +63,14 @@ def call_on_sigterm(call: Callable[[], None]) -> None:
         return
 
     def wait() -> None:
-        while signal.SIGTERM not in os.read(seen, 1):
-            pass
-        call()
+        while True:
+            if signal.SIGTERM in os.read(seen, 1):
+                _on_sigterm[0]()
 
     def let_go() -> None:
         if (now := signal.set_wakeup_fd(-1)) != written:
             signal.set_wakeup_fd(now)
 
+    _on_sigterm.append(call)
     os.register_at_fork(after_in_child=let_go)
     threading.Thread(target=wait, name="autosplit signals", daemon=True).start()

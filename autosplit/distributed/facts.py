@@ -96,10 +96,9 @@ def _condensed(flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
     A value that differs changes both, and so do values that change places.
     """
-    many = flat.numel() // _ROW_BYTES * _ROW_BYTES
-    if flat.numel() < _MANY_BYTES or flat.storage_offset() % 8:
-        many = 0
+    many = flat.numel() // _ROW_BYTES * _ROW_BYTES if flat.numel() >= _MANY_BYTES else 0
     if many:
+        flat = flat.clone() if flat.storage_offset() % 8 else flat  # words are read where they are aligned
         table = flat[:many].view(torch.int64).view(-1, _ROW_BYTES // 8)
         yield from (table.sum(0), table.sum(1))
     yield flat[many:]

@@ -134,7 +134,8 @@ def in_a_wait_of_ones_own() -> None:
 
 
 def terminated_in_a_wait() -> None:
-    """Rank 1 gets SIGTERM while it waits for rank 0 in gloo, where no handler of Python's runs."""
+    """Rank 1, with its second watch, gets SIGTERM while it waits in gloo, where no handler of Python's runs."""
+    Watch(dist.get_rank(), dist.get_world_size()).close()
     Watch(dist.get_rank(), dist.get_world_size())
     started()
     if dist.get_rank() == 0:
