@@ -90,15 +90,16 @@ def trace(
     an equal recording, made in another process, say. With ``whole_norms`` norms that keep batch statistics are full.
     With ``made_up`` a model on meta is recorded as it would be on the CPU, and probed on values that are made up;
     without it the structure alone says which rows it mixes: enough for a plan, not for a run. A model that lies on
-    several devices, or on another one than its inputs, is recorded on the CPU too, and probed on copies.
+    several devices is recorded on the CPU too, and probed on copies; one that lies on another device than its inputs is
+    recorded on copies of the inputs there.
 
     Raises TraceError when a graph cannot follow the model, InputError for inputs without a batch, and the model's own
     exception when its forward raises.
     """
-    flat = flatten(model, sample, batch_dims)
+    flat, home = _at_home(flatten(model, sample, batch_dims), model), home_of(model)
     on_cpu = flat.lie_apart(model) or (made_up and has_meta(model))
     try:
-        gathered = gather(model, flat, scope=Scope(whole_norms=whole_norms, on_cpu=on_cpu, home=home_of(model)))
+        gathered = gather(model, flat, scope=Scope(whole_norms=whole_norms, on_cpu=on_cpu, home=home))
     except Unexpected as error:
         _raise_own(model, flat, error.error)
     raw = _decomposed(model, gathered)
@@ -111,9 +112,15 @@ def trace(
     refuse_hiding(model, gathered.scope, _opaque_once(graph))
     if not proved:
         _check(model, graph, flat, gathered)
-    guard = guard_of(model, gathered.recording, gathered.scope.answers)
+    guard = guard_of(model, gathered.recording, gathered.scope)
     proof = known or (Proof.of(own, findings) if own is not None else None)
     return Trace(graph, flat, findings, guard, gathered, proof=proof)
+
+
+def _at_home(flat: FlatInputs, model: nn.Module) -> FlatInputs:
+    """Return inputs on the device of a model that lies on one, where they lie on another."""
+    home = home_of(model)
+    return flat.at(home) if home is not None and flat.lie_apart(model) else flat
 
 
 def _check(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered: Gathered) -> None:
@@ -145,7 +152,7 @@ def widen(
     :mod:`autosplit.trace.shapes.generalise`. ``findings`` are those of an equal recording that was made so; it is not
     probed then.
     """
-    flat = replace(base.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs))))
+    flat = _at_home(replace(base.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs)))), model)
     rows, merged, scope = batch_rows(flat), base.gathered.recording, base.gathered.scope
     found = generalise(model, merged, scope, flat, rows=rows, lengths=lengths, before=before)
     if found is None:
@@ -161,7 +168,7 @@ def widen(
     if not seen.suspects | seen.mixing <= base.findings.suspects | base.findings.mixing:
         return None
     graph = _accept(model, flat, gathered, raw, base.findings)
-    wide = Trace(graph, flat, base.findings, guard_of(model, merged, scope.answers), gathered, domain=domain)
+    wide = Trace(graph, flat, base.findings, guard_of(model, merged, scope), gathered, domain=domain)
     return wide if rows >= LEAST else widen_to_one_row(model, wide, sample)
 
 
@@ -214,7 +221,8 @@ def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
 
 def _probe(model: nn.Module, flat: FlatInputs, gathered: Gathered, raw: RawGraph) -> Findings:
     """Ask the value probe, the layers quiet; where there are no values the structure alone decides, or made-up ones."""
-    made_up = gathered.scope.on_cpu
+    scope = gathered.scope
+    made_up = scope.on_cpu or flat.lie_elsewhere(model, scope.home)
     if not made_up and any(p.is_meta for p in model.parameters()):
         return Findings()
     with state.borrowed(model):

@@ -16,10 +16,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from autosplit.errors import TraceError
 from autosplit.lower.split import lower
 from autosplit.options import Sample
-from autosplit.trace.ladder import Trace, trace
-from tests.trace.placed_models import MODELS, PLACES, WIDTH
+from autosplit.trace.graph import Length
+from autosplit.trace.ladder import Trace, trace, widen
+from tests.trace.placed_models import MODELS, MOVES, PLACES, WIDTH, Hides, Steps
 
 CPU = torch.device("cpu")
 _MOVES = ("_to_copy", "copy_", "_copy_from")
@@ -160,6 +162,16 @@ def traced_at(make: Callable[[], nn.Module], model_at: str, batch_at: str) -> tu
     return traced, model
 
 
+def widened(model_at: str, moved: str, batch_at: str) -> bool:
+    """Tell whether a recording becomes one for all lengths after parts of the model have moved to the card."""
+    model, inputs = Steps().to(model_at), [torch.randn(4, length, WIDTH) for length in (6, 9)]
+    base = trace(model, Sample(inputs[0]))
+    (model.first if moved == "first" else model).to("card")
+    length = Length("dim0", ((0, 1),))
+    wide = widen(model, base, Sample(inputs[1].to(batch_at)), lengths=(length,), before=[tuple(inputs[0].shape)])
+    return wide is not None
+
+
 def names_card(traced: Trace) -> bool:
     """Tell whether a stage on the CPU names the card."""
     names = {info.name: 0 for _, info in traced.graph.compute_nodes()}
@@ -182,6 +194,20 @@ def main() -> None:
     for key, parameter in list(first._parameters.items()):
         first._parameters[key] = nn.Parameter(parameter.detach().to(CPU)) if parameter is not None else None
     traced.check_rows(model, Sample(torch.randn(7, WIDTH)), 7)
+    for place in ("cpu, cpu", "card, cpu"):
+        try:
+            traced_at(Hides, *place.split(", "))
+        except TraceError as error:
+            results[f"hides, {place}"] = str(error)
+    traced, model = traced_at(MODELS["reads"], "cpu", "cpu")
+    for place in ("first on the card", "all on the card"):
+        (next(model.children()) if place == "first on the card" else model).to("card")
+        inputs = torch.randn(4, WIDTH), torch.full((4, WIDTH), torch.nan)
+        guard = traced.guard
+        assert guard is not None
+        results[f"held, {place}"] = [guard.holds([x.to(at)], 4) for x in inputs for at in ("cpu", "card")]
+    for place in MOVES:
+        results[f"widened, {place}"] = widened(*place.split(", "))
     print(json.dumps(results))
     del libraries
 

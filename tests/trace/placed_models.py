@@ -46,6 +46,51 @@ class Mixed(nn.Module):
         return self.second(hidden), hidden @ hidden.T
 
 
-MODELS = {"plain": Plain, "positions": Positions, "mixed": Mixed}
+class Steps(nn.Module):
+    """Takes rows of any number of steps, and numbers these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.arange(x.shape[1], device=x.device)
+        return self.second(torch.tanh(self.first(x)) + steps[:, None])
+
+
+class Reads(nn.Module):
+    """Moves its input to its own device, and chooses by a buffer's value and by its input's."""
+
+    limit: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("limit", torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x.to(self.first.weight.device))
+        if float(self.limit) > 1 and not x.isnan().any():
+            hidden = torch.tanh(hidden)
+        return self.second(hidden)
+
+
+class Hides(nn.Module):
+    """Does something that no recording sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x.to(self.first.weight.device))
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            hidden.mul_(2.0)
+        return self.second(hidden)
+
+
+MODELS = {"plain": Plain, "positions": Positions, "mixed": Mixed, "reads": Reads}
 PLACES = ["card, card", "cpu, card", "card, cpu", "spread, cpu", "spread, card"]
 """Where the model and its batch lie."""
+MOVES = ["cpu, first, cpu", "cpu, all, cpu", "cpu, all, card", "card, all, cpu", "card, all, card"]
+"""Where a model is recorded, what of it is moved to the card then, and where the next batch lies."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.trace.placed_models import MODELS, PLACES
+from tests.trace.placed_models import MODELS, MOVES, PLACES
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +31,20 @@ def test_a_model_and_its_batch_may_lie_anywhere(found: dict[str, Any], name: str
 
 def test_a_stage_on_the_cpu_makes_its_tensors_there(found: dict[str, Any]) -> None:
     assert found["a stage on the CPU names the card"] is False
+
+
+def test_a_batch_elsewhere_does_not_keep_the_graph_from_being_held_against_the_model(found: dict[str, Any]) -> None:
+    assert "does not reproduce the model" in found["hides, cpu, cpu"]
+    assert found["hides, card, cpu"] == found["hides, cpu, cpu"]
+
+
+@pytest.mark.parametrize("place", ["first on the card", "all on the card"])
+def test_value_reads_are_asked_again_wherever_the_model_was_moved(found: dict[str, Any], place: str) -> None:
+    assert found[f"held, {place}"] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("place", MOVES)
+def test_a_recording_becomes_one_for_all_lengths_wherever_the_model_was_moved(
+    found: dict[str, Any], place: str
+) -> None:
+    assert found[f"widened, {place}"] is True

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,11 +28,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autosplit.errors import is_internal
 from autosplit.trace.graph import Length, lengths_in
+from autosplit.trace.on_cpu import OnCpu, to_cpu
 from autosplit.trace.recording.build import build
 from autosplit.trace.recording.merge import MergedRecording
 from autosplit.trace.recording.record import Recorder
 from autosplit.trace.recording.recording import Attribute, Call, Ref, Refusal, leaves_in, refs_in, where
-from autosplit.trace.scope import Answer
+from autosplit.trace.scope import Answer, Scope
 
 _ELEMENTS = 1 << 24  # a mask of 64 rows of 4096 tokens takes a few million
 _PARAMETER_ELEMENTS = 1 << 12
@@ -72,8 +74,9 @@ def _asked(call: Call, calls: Sequence[Call]) -> tuple[str, str, str]:
 class ValueReader:
     """Answers value reads from the real values of a sample."""
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
-        self.inputs = inputs
+    def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], *, on_cpu: bool = False) -> None:
+        """``on_cpu``: the model is recorded on the CPU, wherever it and the inputs lie."""
+        self.inputs, self.on_cpu = inputs, on_cpu
         self.parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         self.state: dict[str, torch.Tensor] = {**self.parameters, **dict(model.named_buffers())}
         self.answers: list[Answer] = []
@@ -122,7 +125,7 @@ class ValueReader:
 
     def _run(self, call: Call, recorder: Recorder) -> Any:
         if call.kind == "input":
-            return self.inputs[call.target]
+            return self._placed(self.inputs[call.target])
         return call.target(*self._real(call.args, recorder), **self._real(call.kwargs, recorder))
 
     def _real(self, value: Any, recorder: Recorder) -> Any:
@@ -130,10 +133,13 @@ class ValueReader:
             if isinstance(leaf, Ref):
                 return self._values[leaf.index]
             if isinstance(leaf, Attribute):
-                return self.state[leaf.name] if leaf.name in self.state else recorder.constants[leaf.name]
+                return self._placed(self.state[leaf.name] if leaf.name in self.state else recorder.constants[leaf.name])
             return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
         return map_aggregate(value, real)
+
+    def _placed(self, value: Any) -> Any:
+        return to_cpu(value) if self.on_cpu else value
 
 
 class MetaValueReader(ValueReader):
@@ -144,8 +150,8 @@ class MetaValueReader(ValueReader):
     that does not.
     """
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(model, {name: tensor for name, tensor in inputs.items() if not tensor.is_meta})
+    def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], *, on_cpu: bool = False) -> None:
+        super().__init__(model, {name: t for name, t in inputs.items() if not t.is_meta}, on_cpu=on_cpu)
 
     def read(self, call: Call, recorder: Recorder) -> Any:
         """Return the answer; raise Refusal for a number, or what layers computed."""
@@ -181,21 +187,36 @@ class Guard:
     root: nn.Module
     answers: tuple[Answer, ...]
     lengths: tuple[Length, ...] = ()
+    home: torch.device | None = None
+    """Where the recording was made; None: on the CPU, wherever its tensors lay."""
 
     def holds(self, inputs: Sequence[torch.Tensor], rows: int) -> bool:
         """Compute the reads from the input tensors of a whole batch of ``rows`` rows."""
         try:
             with torch.no_grad():
                 lengths = lengths_in(self.lengths, [tensor.shape for tensor in inputs]).values()
-                values = fx.Interpreter(self.root, graph=self.graph).run(rows, *lengths, *inputs)
+                run, given = self._run(inputs)
+                values = run.run(rows, *lengths, *given)
         except Exception as error:  # reads that fail on this batch do not give what they gave
             if is_internal(error):
                 raise
             return False
         return all(value == answer.value for value, answer in zip(values, self.answers, strict=True))
 
+    def _run(self, inputs: Sequence[torch.Tensor]) -> tuple[fx.Interpreter, Sequence[torch.Tensor]]:
+        """Return what computes the reads, and from what: where all lies where it was recorded, or on the CPU."""
+        held = [attrgetter(str(node.target))(self.root) for node in self.graph.find_nodes(op="get_attr")]
+        if {value.device for value in (*inputs, *held) if isinstance(value, torch.Tensor)} <= {self.home}:
+            return fx.Interpreter(self.root, graph=self.graph), inputs
+        return _OnCpu(self.root, graph=self.graph), [to_cpu(tensor) for tensor in inputs]
 
-def guard_of(model: nn.Module, merged: MergedRecording, answers: Sequence[Answer]) -> Guard | None:
+
+class _OnCpu(OnCpu):
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return to_cpu(super().get_attr(target, args, kwargs))
+
+
+def guard_of(model: nn.Module, merged: MergedRecording, scope: Scope) -> Guard | None:
     """Return the guard of a recording with value reads, None for one without."""
     calls = [m.call for m in merged.calls]
     reads = [index for index, call in enumerate(calls) if call.kind == "read"]
@@ -205,7 +226,7 @@ def guard_of(model: nn.Module, merged: MergedRecording, answers: Sequence[Answer
     kept = needed | {i for i, call in enumerate(calls) if call.kind == "input"}
     only = MergedRecording(merged.calls, [Ref(i) for i in reads], merged.recording, merged.lengths)
     raw = build(model, only, keep=kept)
-    return Guard(raw.graph, raw.root, tuple(answers), raw.lengths)
+    return Guard(raw.graph, raw.root, scope.answers, raw.lengths, None if scope.on_cpu else scope.home)
 
 
 def without_reads(merged: MergedRecording) -> frozenset[int]:

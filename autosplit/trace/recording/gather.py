@@ -127,7 +127,7 @@ def _own(model: nn.Module, flat: FlatInputs, rows: int, scope: Scope) -> tuple[R
     blank = any(parameter.is_meta for parameter in model.parameters())
     inputs = {flat.names[i]: flat.leaves[i] for i in flat.tensors()}
     while True:
-        reader = MetaValueReader(model, inputs) if blank else ValueReader(model, inputs)
+        reader = (MetaValueReader if blank else ValueReader)(model, inputs, on_cpu=scope.on_cpu)
         own = _run_at(model, flat, rows, scope, reader).recording
         more = _to_enter(model, own.calls) - scope.entered
         if not more:

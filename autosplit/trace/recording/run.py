@@ -12,7 +12,7 @@ import random
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from autosplit.trace.borrowed import side_effects, state
-from autosplit.trace.borrowed.blank import lies_apart
+from autosplit.trace.borrowed.blank import home_of, lies_apart
 from autosplit.trace.borrowed.holders import HOOK_TABLES, Holder
 from autosplit.trace.borrowed.logged import Decides
 from autosplit.trace.borrowed.side_effects import check_given
@@ -75,6 +75,18 @@ class FlatInputs:
     def lie_apart(self, model: nn.Module) -> bool:
         """Tell whether the model cannot run on these inputs by itself, for where it and they lie."""
         return lies_apart(model, (self.leaves[index] for index in self.tensors()))
+
+    def lie_elsewhere(self, model: nn.Module, home: torch.device | None) -> bool:
+        """Tell whether the model cannot run by itself, or would not where it was when it lay on one device."""
+        moved = home is not None and home.type != "meta" and home_of(model) != home
+        return moved or self.lie_apart(model)
+
+    def at(self, device: torch.device) -> FlatInputs:
+        """Return the inputs with copies on a device of the tensors that lie elsewhere."""
+        tensors = {id(leaf): leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta}
+        apart = {key: tensor for key, tensor in tensors.items() if tensor.device != device}
+        copies = {key: t.detach().to(device).requires_grad_(t.requires_grad) for key, t in apart.items()}
+        return replace(self, leaves=tuple(copies.get(id(leaf), leaf) for leaf in self.leaves))
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments made of other leaves; those that were one tensor are one again."""
@@ -122,7 +134,7 @@ def run_python(
     with state.random_state(), state.attributes(model) as holders:
         tensors = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in holders.tensors.values())]
         device = torch.device("cpu") if scope.on_cpu else None
-        if device is None and inputs.lie_apart(model):
+        if device is None and inputs.lie_elsewhere(model, scope.home):
             device = scope.home or torch.device("cpu")
         if symbols is not None:
             mode: FakeTensorMode | None = symbols.fake_mode()

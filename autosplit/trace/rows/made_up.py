@@ -27,6 +27,7 @@ from torch import fx, nn
 from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.objects import empty_in_layout, layout_of
+from autosplit.trace.on_cpu import OnCpu
 from autosplit.trace.recording.build import RawGraph
 from autosplit.trace.recording.run import FlatInputs
 from autosplit.trace.rows.kinds import function_of
@@ -163,7 +164,7 @@ class MadeUp:
         return torch.randn(count, generator=generator) * (1.0 if given else 0.1 if small else max(fan, 1) ** -0.5)
 
 
-class _Run(fx.Interpreter):
+class _Run(OnCpu):
     def __init__(self, made_up: MadeUp) -> None:
         super().__init__(made_up.raw.root, graph=made_up.raw.graph)
         self.made_up = made_up

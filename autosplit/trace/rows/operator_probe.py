@@ -23,6 +23,7 @@ from torch import fx, nn
 from autosplit.compare import same_bits, same_rounded
 from autosplit.errors import is_internal
 from autosplit.trace.graph import INFO, Size, TracedNode
+from autosplit.trace.on_cpu import OnCpu
 from autosplit.trace.rows.kinds import (
     function_of,
     is_opaque,
@@ -269,25 +270,6 @@ def _valued(graph: fx.Graph, root: nn.Module) -> set[fx.Node]:
 # -- without values ------------------------------------------------------------------------------------------------
 _MADE_UP_ROWS = 7
 _MADE_UP_ENTRIES = 4
-
-
-class OnCpu(fx.Interpreter):
-    """Runs a graph that was recorded on the meta device on values on the CPU."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function with the CPU in the place of the meta device."""
-        return super().call_function(target, *_on_cpu(args, kwargs))
-
-    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call a method with the CPU in the place of the meta device."""
-        return super().call_method(target, *_on_cpu(args, kwargs))
-
-
-def _on_cpu(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    def one(value: Any) -> Any:
-        return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value
-
-    return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}
 
 
 class _MadeUp(dict[fx.Node, Any]):
