@@ -32,6 +32,8 @@ from autosplit.trace.inputs.objects import layout_of, one_tensor
 
 _DEPTH = 3
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_EXACT = frozenset(_VALUES) - {float, complex}
+"""Types whose values are equal only where nothing tells them apart."""
 _WEAK: tuple[Any, ...] = (weakref.ref, *weakref.ProxyTypes)
 _OWN = frozenset(nn.Module().__dict__)
 Shapes = tuple[tuple[int, ...] | None, ...]
@@ -126,7 +128,7 @@ def key_of(
     ties = walk.ties
     for path, module in model.named_modules():
         modes.append(module.training)
-        structure += [_hook(hook) for table in HOOK_TABLES for hook in getattr(module, table).values()]
+        structure += [_hook(hook) for table in HOOK_TABLES for hook in module.__dict__.get(table, {}).values()]
         structure.append(type(module))
         structure += [(name, None if m is None else ties[id(m)]) for name, m in module._modules.items()]
         for parameter in module._parameters.values():
@@ -175,6 +177,10 @@ class _Walk:
 
 def _content(value: Any, walk: _Walk, depth: int = _DEPTH) -> Any:
     """Return what tells whether an attribute is as it was: its class and parts, three levels deep, each object once."""
+    if type(value) in _EXACT:
+        return type(value), value
+    if type(value) is tuple and all(type(part) in _EXACT for part in value):
+        return *map(type, value), value
     if issubclass(type(value), _WEAK):
         value = referent(value)
     if isinstance(value, _VALUES):
