@@ -34,12 +34,13 @@ if TYPE_CHECKING:
     from autosplit.pipelined import PipelinedModule
 
 
+_DEVICES = 4
 _ONE_PROCESS = {"feed": "all", "outputs": "last", "weights": None}
 
 
 def autosplit(
     model: nn.Module,
-    devices: Any = 4,
+    devices: Any = _DEVICES,
     chunks: int = 8,
     *,
     sample: Any = None,
@@ -103,7 +104,9 @@ def autosplit(
         cut: where the plan's cuts fall: "modules": between modules; inside a repeated block, or between a head and its
             loss, only where the step gets at least 2% shorter or nothing else fits; "operations": anywhere.
         precision: reserved; anything but None is refused.
-        mesh: reserved; anything but None is refused.
+        mesh: a ``DeviceMesh`` over all processes, as "torchrun" in what is said of it: the ranks along its dimension
+            "pp" are one pipeline, of which "dp" has replicas, each called with its own rows. Losses and gradients are
+            those of all rows together.
         feed: which processes are called with the batch under "torchrun": "all": each with the same; "first_last": that
             of the first stage with the inputs, and that of the last with ``target`` and ``loss_fn``.
         outputs: which processes get the model's output under "torchrun": "last", that of the last stage, others None;
@@ -124,9 +127,8 @@ def autosplit(
         ScheduleError: an action file is no legal schedule, or is made for other devices or chunks.
     """
     choose("precision", precision, (None,))
-    choose("mesh", mesh, (None,))
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    world = _world() if isinstance(devices, str) and devices == TORCHRUN else None
+    world = _world(devices, mesh)
     ways = {"feed": choose("feed", feed, FEED), "outputs": choose("outputs", outputs, OUTPUTS), "weights": weights}
     _check_model(model, world, ways)
     resolved = resolve_devices(devices) if world is None else (world.device,) * world.size
@@ -156,11 +158,16 @@ def autosplit(
     return _piped(model, options, pinned, sample, world, ways)
 
 
-def _world() -> World:
-    """Return the processes that torchrun has started."""
-    from autosplit.distributed.world import join  # a plan on paper does without the runtime
+def _world(devices: Any, mesh: Any) -> World | None:
+    """Return the processes that torchrun has started, or those of a mesh; None for one process."""
+    processes = isinstance(devices, str) and devices == TORCHRUN
+    if mesh is None and not processes:
+        return None
+    if not processes and devices != _DEVICES:
+        raise InputError(f"devices={devices!r} and mesh=: a mesh says what the devices are; leave devices out")
+    from autosplit.distributed.join import join  # a plan on paper does without the runtime
 
-    return join()
+    return join(mesh)
 
 
 def _piped(

@@ -68,13 +68,15 @@ def pipe_facts(model: nn.Module, options: Options, plan: Plan | None, **ways: st
     }
 
 
-def call_text(model: nn.Module, args: Any, kwargs: Any) -> str:
-    """Return what a call is, as text that is the same in every process."""
+def call_text(model: nn.Module, args: Any, kwargs: Any, *, values: bool = True) -> str:
+    """Return what a call is, as text that is the same in every process; without ``values`` that of all replicas."""
     leaves, spec = take_apart((args, kwargs))
     lines = [f"inputs {spec}"]
     for leaf in leaves:
         tensor = isinstance(leaf, torch.Tensor)
-        lines.append(f"{leaf.dtype}{list(leaf.shape)} {leaf.requires_grad}" if tensor else repr(leaf))
+        shape = (list(leaf.shape) if values else f" of {leaf.dim()} dimensions") if tensor else ""
+        other = repr(leaf) if values else type(leaf).__name__
+        lines.append(f"{leaf.dtype}{shape} {leaf.requires_grad}" if tensor else other)
     modes = "".join("t" if module.training else "e" for module in model.modules())
     wanting = "".join("g" if p.requires_grad else "-" for p in model.parameters())
     return "\n".join((*lines, f"{GradAutocastState.current()}", f"modes {modes}", f"gradients {wanting}"))

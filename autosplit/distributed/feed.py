@@ -53,7 +53,7 @@ def like_first(world: World, doing: str, first: int, args: Any, kwargs: Any) -> 
 
     leaves, structure = take_apart((args, kwargs))
     own = ([_Blank.of(leaf) for leaf in leaves], one_tensor(leaves), structure) if world.rank == first else None
-    blank, same, structure = world.gather(doing, own)[first]
+    blank, same, structure = world.gather(doing, own)[world.members[first]]
     if world.rank == first:
         return args, kwargs
     leaves = [made(leaf) for leaf in blank]

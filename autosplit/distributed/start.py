@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -48,6 +49,7 @@ class RankStart(Start):
         ended: what comes behind the last cell took of them.
         home: by the identity of a value that cells take, the stage that made it.
         transport: brings values and gradients.
+        adding: adds the gradients of parameters that come inside to those of other replicas.
     """
 
     stages: Sequence[int]
@@ -57,9 +59,14 @@ class RankStart(Start):
     taken: dict[int, list[Taken]] = field(default_factory=lambda: defaultdict(list))
     ended: list[Taken] = field(default_factory=list)
     home: dict[int, int] = field(default_factory=dict)
+    adding: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def hand_over(self, own: Sequence[Pairs], backward: Callable[[Pairs], None]) -> None:
         """Give this rank's tensors their gradients, and other ranks those of what they lent."""
+        with self.adding():
+            self._hand_over(own, backward)
+
+    def _hand_over(self, own: Sequence[Pairs], backward: Callable[[Pairs], None]) -> None:
         waiting: dict[int, Pairs] = defaultdict(list)
         back: dict[int, torch.Tensor] = {}
         for stage in reversed(self.stages):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import Any
@@ -12,14 +12,17 @@ import torch
 
 from autosplit.distributed.messages import Descriptions, Messages, Sent, arrived
 from autosplit.distributed.order import Receive, arrivals, of_rank, step_order
+from autosplit.distributed.replicas import Share, adding_gradients, join_statistics
 from autosplit.distributed.start import RankStart, begin
-from autosplit.distributed.world import World, attempt, known_to_all
+from autosplit.distributed.world import World, as_known, attempt, known_to_all
 from autosplit.errors import DeviceError, InputError
+from autosplit.lower.split import named_state
 from autosplit.runtime.lanes.threads import backwards, forwards
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import OUT, Bundle
 from autosplit.runtime.step.cells import Cells, held_back, parameters
 from autosplit.runtime.step.step import Step
+from autosplit.runtime.tape import Tape
 from autosplit.runtime.transport import Way
 from autosplit.schedule.action import Action, Schedule
 
@@ -38,7 +41,9 @@ class RankStep(Step):
         whole: whether what comes behind the last cell runs: the merges, and what mixes rows.
         loss: what tells steps of the same signature apart: which loss ends them.
         step_s: the seconds that a step should take.
-        held: the parameters of this rank, by identity.
+        leaves: the parameters and buffers of this rank that require a gradient.
+        shares: the rows of each replica, where there are several.
+        alone: whether the other replicas do not make this call.
     """
 
     world: World
@@ -47,12 +52,19 @@ class RankStep(Step):
     whole: bool = False
     loss: Any = None
     step_s: float = 0.0
-    held: Set[int] = frozenset()
+    leaves: Sequence[torch.Tensor] = ()
+    shares: Sequence[int] = ()
+    alone: bool = False
 
     @property
     def last(self) -> int:
         """The rank of the last stage."""
         return self.ranks[-1]
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the loss is made of parts: of microbatches, or of replicas."""
+        return super().in_parts or self.world.replicas > 1
 
     @property
     def stages(self) -> Sequence[int]:
@@ -107,12 +119,14 @@ class RankStep(Step):
         """Run what comes before this rank's first cell."""
         with self.located():
             transport = self.transport(detached=torch.is_grad_enabled())
-            return begin(self, transport, self.ranks, ending=self.whole)
+            start = begin(self, transport, self.ranks, ending=self.whole)
+            return replace(start, adding=self.adding_gradients)
 
     def check_free(self, leaves: Sequence[torch.Tensor]) -> None:
         """Raise InputError where the loss reads what another rank holds, or has parameters that only this rank has."""
+        held = {id(leaf) for leaf in self.leaves}
         for leaf in leaves:
-            if id(leaf) not in self.held:
+            if id(leaf) not in held:
                 raise InputError(
                     f"the loss reads a parameter of shape {list(leaf.shape)} that is not of the last stage: another "
                     "rank holds it, or every rank has one of its own; make it part of the model, and a penalty on "
@@ -120,13 +134,57 @@ class RankStep(Step):
                 )
 
     def outcome(self, make: Callable[[], Any]) -> Any:
-        """Return on every rank the number that is made where the last stage runs; its error is raised on every rank."""
-        value, error = attempt(make) if self.world.rank == self.last else (None, None)
-        if value is None and error is None:
-            dtype, number = self.world.receive(self.last)
-            return torch.tensor(number, dtype=dtype, device=self.world.device)
-        self.world.send(self.last, None if value is None else (value.dtype, value.item()), error)
+        """Return on every rank what the ranks of the last stages make together: a number, added over the replicas.
+
+        An error of one is raised on every rank.
+        """
+        makes = self.world.rank == self.last and self.rows > 0
+        value, error = attempt(make) if makes else (None, None)
+        said = self.world.agree("has a loss", {}, error, None if value is None else (value.dtype, value.item()))
+        if value is not None and self.world.replicas == 1:
+            return value
+        numbers = [one for one in said if one is not None]
+        return torch.tensor(sum(n for _, n in numbers), dtype=numbers[0][0], device=self.world.device)
+
+    def among(self, shares: Sequence[Share]) -> RankStep:
+        """Return the step as one of a batch of which every rank has said what its replica has."""
+        own, replica = [shares[members[0]] for members in self.world.layout], self.world.replica
+        rows = tuple(share.rows for share in own)
+        if not any(rows):
+            raise as_known(InputError("no replica has any rows; leave out a step without a batch"))
+        state = replace(self.state, before=sum(share.microbatches for share in own[:replica]))
+        if (tape := state.tape) is not None:
+            place = sum(rows[:replica]), sum(rows)
+            state = replace(state, tape=Tape(tape.nodes, self.sizes, self.lengths, here=tape.here, among=place))
+        return replace(self, state=state, shares=rows)
+
+    def adding_gradients(self) -> AbstractContextManager[None]:
+        """Add the gradients that come to this rank's parameters inside to those of the other replicas."""
+        return adding_gradients(self.world, self.leaves) if self.world.replicas > 1 else nullcontext()
+
+    def has_rows(self, replica: int) -> bool:
+        """Tell whether a replica has rows of the batch."""
+        return not self.shares or self.shares[replica] > 0
+
+    def join_statistics(self) -> None:
+        """Give this rank's norms what those of all replicas saw."""
+        if self.world.replicas > 1 and self.lowered.counts and not self.alone:
+            join_statistics(self.world, self.state.statistics, named_state(self.lowered.traced.root))
+
+    def stand_by(self) -> torch.Tensor:
+        """Take part in a step of which this replica has no rows; return its loss."""
+        with torch.inference_mode(False), torch.enable_grad():
+            value: torch.Tensor = self.outcome(lambda: None)
+            with self.adding_gradients():
+                pass
+        self.stand_by_forward()
         return value
+
+    def stand_by_forward(self) -> None:
+        """Take part in a call for which this replica has no rows."""
+        self.join_statistics()
+        update_statistics(self.state, self.lanes)
+        self.finish()
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived, and leave the random numbers where the plain model leaves them."""
@@ -175,6 +233,7 @@ class WholeCall:
         step, cells = self.step, self.cells
         with step.entered():
             step.perform(step.once(("forwards", len(step.sizes)), lambda: forwards(step.schedule)), cells)
+        step.join_statistics()
         if step.world.rank == step.last:
             self.given = {way: self._taken(way) for way in self._ways()}
             kept, given = self._attached() if attached and cells.detached else (cells.start.kept, self.given)

@@ -1,71 +1,108 @@
 """The processes that run one pipe: who they are, and what they have to agree on.
 
+    mesh (dp 2, pp 3)    replica 0: ranks 0 1 2     a pipeline: messages, and words of one rank for the others
+                         replica 1: ranks 3 4 5     all of them: what a call is, and what each one says of it
+
 Small Python values travel over a gloo group of our own, one collective each: a block of fixed size, and a second one
 only where a value does not fit. What one rank raises is raised on every rank, so that none waits for another.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
+from autosplit.distributed.mesh import Layout
 from autosplit.distributed.watch import Watch
-from autosplit.errors import AutosplitError, DeviceError, InputError
+from autosplit.errors import AutosplitError, InputError
 
 _BLOCK = 1024
 """Bytes of one rank's value in the first collective, its length among them."""
 _HEAD = 8
 _KNOWN = "known to all ranks"
+RECORDS = "records a new kind of call"
+"""What the ranks of a replica may do while others wait for them."""
 _SHOWN = 300
 """How many characters of a value that differs are shown."""
 
 
 class _Said(NamedTuple):
-    """What a rank says when all agree."""
+    """What a rank says when all agree; ``own`` are facts of its replica."""
 
     facts: dict[str, int]
+    own: dict[str, int]
     error: BaseException | None
     word: Any
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of one pipe.
+    """The processes of one pipe: a pipeline, or several replicas of it.
 
     Attributes:
-        rank: the number of this process.
-        size: how many there are.
+        replica: the number of this process's replica.
+        rank: the number of this process in its pipeline; so are ranks that methods take.
+        layout: by replica and rank, the ranks of ``torch.distributed``.
         device: this rank's device.
-        control: the gloo group for what ranks tell each other.
-        payload: the group that carries tensors where no pair of ranks has one of its own.
+        everyone: the gloo group of all ranks.
+        control: the gloo group for what the ranks of a pipeline tell each other.
+        payload: the group that carries its tensors where no pair of ranks has one of its own.
+        across: the group of the ranks with the same part of the model; None where there is one replica.
         pairs: the groups of sender and receiver; NCCL keeps the order of a group's messages, and has no tags.
         watch: ends every rank when one fails.
-        hosts: the number of each rank's host, ascending.
+        hosts: the number of each rank's host, ascending, in the first replica.
     """
 
+    replica: int
     rank: int
-    size: int
+    layout: Layout
     device: torch.device
+    everyone: Any
     control: Any
     payload: Any
     watch: Watch
+    across: Any = None
     hosts: tuple[int, ...] = ()
     pairs: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """How many ranks a pipeline has."""
+        return len(self.layout[0])
+
+    @property
+    def replicas(self) -> int:
+        """How many pipelines there are."""
+        return len(self.layout)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of ``torch.distributed`` in this pipeline."""
+        return self.layout[self.replica]
+
+    @property
+    def number(self) -> int:
+        """This process's rank in ``torch.distributed``."""
+        return self.members[self.rank]
+
+    def holders(self, rank: int) -> frozenset[int]:
+        """Return the ranks of ``torch.distributed`` that have a rank's part of the model."""
+        return frozenset(members[rank] for members in self.layout)
 
     def open(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Make a group for each sender and receiver, in one order on all ranks; its first use makes it ready."""
         for pair in sorted(set(pairs) - self.pairs.keys()):
-            group = dist.new_group(sorted(pair))
+            alone = self.replicas > 1  # later a replica may record what others know
+            group = dist.new_group(sorted(self.members[rank] for rank in pair), use_local_synchronization=alone)
             self.pairs[pair] = group
             if self.rank in pair:
                 probe = torch.zeros(1, device=self.device)
@@ -75,17 +112,20 @@ class World:
     def isend(self, tensor: torch.Tensor, target: int, tag: int = 0) -> Any:
         """Send a tensor to a rank; return at once."""
         group = self.pairs.get((self.rank, target), self.payload)
-        return dist.isend(tensor, target, group=group, tag=tag)
+        return dist.isend(tensor, self.members[target], group=group, tag=tag)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:
         """Receive a tensor from a rank; return at once."""
         group = self.pairs.get((source, self.rank), self.payload)
-        return dist.irecv(tensor, source, group=group, tag=tag)
+        return dist.irecv(tensor, self.members[source], group=group, tag=tag)
+
+    def waiting(self, what: str, *ranks: int) -> AbstractContextManager[None]:
+        """Say for what, and for which ranks, this one waits; a lost connection is raised with the cause of it."""
+        return self._waiting(what, tuple(self.members[rank] for rank in ranks))
 
     @contextmanager
-    def waiting(self, what: str, *ranks: int) -> Iterator[None]:
-        """Say for what, and for which ranks, this one waits; a lost connection is raised with the cause of it."""
-        before = self.watch.doing(what, ranks)
+    def _waiting(self, what: str, numbers: tuple[int, ...]) -> Iterator[None]:
+        before = self.watch.doing(what, numbers)
         try:
             yield
         except RuntimeError as error:
@@ -93,15 +133,25 @@ class World:
         self.watch.doing(*before)
 
     def others(self) -> tuple[int, ...]:
-        """Return the other ranks."""
+        """Return the other ranks of the pipeline."""
         return tuple(rank for rank in range(self.size) if rank != self.rank)
 
+    def add_up(self, what: str, tensor: torch.Tensor) -> None:
+        """Add a tensor's values over the replicas, in place."""
+        with self._waiting(what, tuple(self.holders(self.rank) - {self.number})):
+            dist.all_reduce(tensor, group=self.across)
+
     def gather(self, doing: str, value: Any) -> list[Any]:
-        """Return every rank's value, by rank; raise on every rank where they are about to do different things."""
-        rows = self._rows(doing, value)
-        if (found := _different_calls(rows)) is not None:
-            raise _known(found)
-        return [row for _, row in rows]
+        """Return the value of every rank of all replicas, by its number in ``torch.distributed``.
+
+        Raises on every rank where they are about to do different things.
+        """
+        while True:
+            rows = self._rows(doing, value)
+            if (found := self._different_calls(rows)) is not None:
+                raise as_known(found)
+            if not self._waits_for_recording(rows):
+                return [row for _, row in rows]
 
     def _rows(self, doing: str, value: Any) -> list[tuple[str, Any]]:
         own = _packed((doing, value))
@@ -113,10 +163,28 @@ class World:
         return [pickle.loads(text[_HEAD:end]) for text, end in zip(found, ends, strict=True)]
 
     def _gathered(self, text: bytes, size: int) -> list[bytes]:
-        blocks = [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
-        with self.waiting("what ranks agree in", *self.others()):
-            dist.all_gather(blocks, _block(text, size), group=self.control)
+        numbers = range(self.size * self.replicas)
+        blocks = [torch.empty(size, dtype=torch.uint8) for _ in numbers]
+        with self._waiting("what ranks agree in", tuple(n for n in numbers if n != self.number)):
+            dist.all_gather(blocks, _block(text, size), group=self.everyone)
         return [block.numpy().tobytes() for block in blocks]
+
+    def _waits_for_recording(self, rows: list[tuple[str, Any]]) -> bool:
+        """Tell whether another replica records a new kind of call, and this one asks again when it has."""
+        return rows[self.number][0] != RECORDS and any(does == RECORDS for does, _ in rows)
+
+    def _different_calls(self, rows: list[tuple[str, Any]]) -> BaseException | None:
+        """Return an error where ranks are about to do different things; whole replicas may record meanwhile."""
+        doing = [[rows[number][0] for number in members] for members in self.layout]
+        recording = [replica for replica, calls in enumerate(doing) if set(calls) == {RECORDS}]
+        compared = [n for r, members in enumerate(self.layout) for n in members if r not in recording]
+        for number in compared:
+            if rows[number][0] != rows[compared[0]][0]:
+                return InputError(
+                    f"the ranks make different calls: rank {compared[0]} {rows[compared[0]][0]}, rank {number} "
+                    f"{rows[number][0]}"
+                )
+        return None
 
     def share(self, source: int, make: Callable[[], Any]) -> Any:
         """Return on every rank what ``make`` returns on one; what it raises there is raised on every rank."""
@@ -126,16 +194,20 @@ class World:
         """Tell every other rank a value, or an error, which is raised here too."""
         self._broadcast(source, (value, _portable(error)))
         if error is not None:
-            raise _known(error)
+            raise self._told(error)
         return value
 
     def receive(self, source: int) -> Any:
         """Return what a rank sends; raise its error."""
         value, error = self._broadcast(source, None)
         if error is not None:
-            error.add_note(f"raised on rank {source}")
-            raise _known(error)
+            error.add_note(f"raised on rank {self.members[source]}")
+            raise self._told(error)
         return value
+
+    def _told(self, error: BaseException) -> BaseException:
+        """Return an error that the ranks of this pipeline know."""
+        return as_known(error) if self.replicas == 1 else error
 
     def _broadcast(self, source: int, value: Any) -> Any:
         own = _packed(value) if self.rank == source else b""
@@ -151,54 +223,66 @@ class World:
         return block.numpy().tobytes()
 
     def agree(
-        self, doing: str, facts: Mapping[str, Any], error: BaseException | None = None, word: Any = None
+        self,
+        doing: str,
+        facts: Mapping[str, Any],
+        error: BaseException | None = None,
+        word: Any = None,
+        *,
+        own: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[Any]:
         """Raise on every rank where one has an error, or where ranks differ in a fact: which, and what each has.
 
-        ``doing`` says what a rank is about to do, where another may be about to do something else. What is raised is
-        `known_to_all`. Returns each rank's ``word``.
+        ``doing`` says what a rank is about to do, where another may be about to do something else. ``own`` are facts
+        in which the ranks of a replica agree. What is raised is `known_to_all`. Returns the ``word`` of every rank of
+        all replicas, by its number in ``torch.distributed``.
         """
-        own = {name: digest(fact) for name, fact in facts.items()}
-        rows = self._rows(doing, _Said(own, _portable(error), word))
-        said = [row for _, row in rows if isinstance(row, _Said)]
-        found = None
-        if len(said) == self.size:
-            found = self._differing(said, facts) or self._raised(said, error)
-        found = found or _different_calls(rows)
-        if found is not None:
-            raise _known(found)
-        return [row.word for row in said]
+        said = _Said(_digests(facts), _digests(own), _portable(error), word)
+        while True:
+            rows = self._rows(doing, said)
+            all_said = [row for _, row in rows if isinstance(row, _Said)]
+            found = None
+            if len(all_said) == len(rows):
+                found = self._differing(all_said, {**facts, **own}) or self._raised(all_said, error)
+            if (found := found or self._different_calls(rows)) is not None:
+                raise as_known(found)
+            if not self._waits_for_recording(rows):
+                return [row.word for row in all_said]
 
     def _raised(self, said: list[_Said], error: BaseException | None) -> BaseException | None:
         """Return the error of the first rank that has one."""
-        for rank, (_, raised, _) in enumerate(said):
-            if raised is not None and rank == self.rank:
+        for number, row in enumerate(said):
+            if row.error is not None and number == self.number:
                 return error
-            if raised is not None:
-                raised.add_note(f"raised on rank {rank}")
-                return raised
+            if row.error is not None:
+                row.error.add_note(f"raised on rank {number}")
+                return row.error
         return None
 
     def _differing(self, said: list[_Said], facts: Mapping[str, Any]) -> BaseException | None:
-        """Return in what a rank differs from rank 0, by the facts that all have."""
-        own = said[0].facts
-        for name in (name for name in own if all(name in row.facts for row in said)):
-            other = next((rank for rank, row in enumerate(said) if row.facts[name] != own[name]), None)
-            if other is not None:
-                texts = self.gather(f"shows {name}", _text(facts[name]))
-                return InputError(_difference(name, texts[0], texts[other], other))
-        return None
+        """Return in what a rank differs from the first one of all, or of its replica, by the facts that all have."""
+        found = _first_difference([(number, row.facts) for number, row in enumerate(said)])
+        for members in self.layout:
+            found = found or _first_difference([(number, said[number].own) for number in members])
+        if found is None:
+            return None
+        name, one, other = found
+        texts = self.gather(f"shows {name}", _text(facts.get(name)))
+        return InputError(_difference(name, (one, texts[one]), (other, texts[other])))
 
 
-def _different_calls(rows: list[tuple[str, Any]]) -> BaseException | None:
-    first = rows[0][0]
-    for rank, (does, _) in enumerate(rows):
-        if does != first:
-            return InputError(f"the ranks make different calls: rank 0 {first}, rank {rank} {does}")
+def _first_difference(rows: list[tuple[int, dict[str, int]]]) -> tuple[str, int, int] | None:
+    """Return a fact in which a rank differs from the first one, and these two."""
+    first, own = rows[0]
+    for name in (name for name in own if all(name in facts for _, facts in rows)):
+        other = next((number for number, facts in rows if facts[name] != own[name]), None)
+        if other is not None:
+            return name, first, other
     return None
 
 
-def _known(error: BaseException) -> BaseException:
+def as_known(error: BaseException) -> BaseException:
+    """Return an error that every rank raises at once."""
     error.__dict__[_KNOWN] = True
     return error
 
@@ -244,11 +328,15 @@ def _text(fact: Any) -> str:
     return fact if isinstance(fact, str) else repr(fact)
 
 
-def _difference(name: str, first: str, other: str, rank: int) -> str:
-    one, two = first.splitlines(), other.splitlines()
+def _digests(facts: Mapping[str, Any]) -> dict[str, int]:
+    return {name: digest(fact) for name, fact in facts.items()}
+
+
+def _difference(name: str, first: tuple[int, str], other: tuple[int, str]) -> str:
+    one, two = first[1].splitlines(), other[1].splitlines()
     place = next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
     left, right = (lines[place][:_SHOWN] if place < len(lines) else "nothing" for lines in (one, two))
-    return f"the ranks differ in {name}: rank 0 has {left}, rank {rank} has {right}"
+    return f"the ranks differ in {name}: rank {first[0]} has {left}, rank {other[0]} has {right}"
 
 
 def _portable(error: BaseException | None) -> BaseException | None:
@@ -261,66 +349,3 @@ def _portable(error: BaseException | None) -> BaseException | None:
         public = next((kind for kind in type(error).__mro__ if kind.__module__ == AutosplitError.__module__), None)
         return public(str(error)) if public is not None else RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-_JOINED: dict[Any, World] = {}
-"""The world of the default process group, which is made once."""
-
-
-def join() -> World:
-    """Return this process's world; initialise torch.distributed by torchrun's environment where nobody has.
-
-    Raises DeviceError where the process was not started as one of several, and where two ranks have one device.
-    """
-    if not dist.is_available():
-        raise DeviceError("devices='torchrun' needs torch.distributed, which this torch is built without")
-    if not dist.is_initialized():
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise DeviceError(
-                f"devices='torchrun' is for a process that torchrun has started, and {', '.join(missing)} is not set; "
-                "run torchrun --nproc-per-node N script.py, or call torch.distributed.init_process_group first"
-            )
-        store, rank, size = next(rendezvous("env://"))
-        attempt_number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restart may get the former one's store
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=PrefixStore(attempt_number, store), rank=rank, world_size=size)
-    default = dist.group.WORLD
-    if default not in _JOINED:
-        _JOINED.clear()
-        _JOINED[default] = _joined()
-    return _JOINED[default]
-
-
-def _joined() -> World:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    watch = Watch(rank, size)
-    control = dist.new_group(backend="gloo")
-    device = _device(rank)
-    config = dist.get_backend_config(dist.group.WORLD)
-    payload = control if device.type == "cpu" else dist.group.WORLD
-    world = World(rank, size, device, control, payload, watch)
-    places = world.gather("joins", (os.uname().nodename, str(device), device.type != "cpu"))
-    for other, place in enumerate(places):
-        if place[2] and places.index(place) != other:
-            raise DeviceError(
-                f"ranks {places.index(place)} and {other} have one device, {place[1]} of {place[0]}; start as many "
-                "processes per host as it has devices"
-            )
-    if device.type != "cpu" and device.type not in config:
-        raise DeviceError(
-            f"this process has {device}, and torch.distributed was initialised with {config}, which carries no "
-            f"{device.type} tensors; initialise it with 'cpu:gloo,cuda:nccl', or leave that to autosplit"
-        )
-    if len({place[2] for place in places}) > 1:
-        raise DeviceError("some ranks have a CUDA device and others have none; give every rank a device of one kind")
-    names = [place[0] for place in places]
-    order = list(dict.fromkeys(names))
-    return replace(world, hosts=tuple(order.index(name) for name in names))
-
-
-def _device(rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % count)) % count)

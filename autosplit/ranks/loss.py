@@ -1,9 +1,22 @@
-"""How the rank of the last stage, which computes the loss, tells the others of it."""
+"""How the ranks agree on a loss, which those of the last stages compute."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
+
+import torch
+
+from autosplit.distributed.step import RankStep, WholeCall
+from autosplit.distributed.world import as_known, attempt
+from autosplit.errors import InputError
+from autosplit.recorded import Recent
+from autosplit.runtime.loss.proof import Proofs, identity
+from autosplit.runtime.step import engine
+from autosplit.trace.borrowed.state import borrowed
 
 
 @dataclass(frozen=True)
@@ -21,17 +34,126 @@ class Word(NamedTuple):
         in_cells: whether it adds up by microbatches.
         wants: the outputs that it uses; None: all.
         loss: a number of the loss.
+        kind: how it adds up, for a loss that was proved to; None: not known, or nothing to prove.
+        divisors: what torch's losses in it divide by, on the replica's rows.
     """
 
     in_cells: bool
     wants: frozenset[str] | None
     loss: int
+    kind: str | None = None
+    divisors: Sequence[float] = ()
 
 
-class OthersNeeded(Exception):
+class LossNumbers:
+    """Numbers the losses of a pipe; steps are told apart by them, and so is in what their gradients are None."""
+
+    def __init__(self) -> None:
+        self._kept: Recent[Any, tuple[int, Any]] = Recent()
+        self._numbers = itertools.count()
+
+    def number_of(self, loss_fn: Any, found: engine.Found | None) -> int:
+        """Return the number of a loss, which is the same for what is the same one."""
+        kind, wants = (getattr(found and found[0], name, None) for name in ("kind", "wants"))
+        key = identity(loss_fn, depth=2), kind, wants
+        number, _ = self._kept.get(key, (next(self._numbers), None))
+        self._kept[key] = number, loss_fn  # the loss too: what its identity names must live on
+        return number
+
+
+class _OthersNeeded(Exception):
     """How a loss adds up is asked on outputs that all ranks have to make."""
 
 
-def ask_others() -> Any:
-    """Stand for the whole batch's outputs where they are not there."""
-    raise OthersNeeded
+def _ask_others() -> Any:
+    raise _OthersNeeded
+
+
+@dataclass
+class RankLoss:
+    """The loss of one step; ``found`` is what each microbatch adds, on the last stage's rank, once ranks agree."""
+
+    target: Any
+    loss_fn: Any
+    reduction: str
+    proofs: Proofs
+    numbers: LossNumbers
+    found: engine.Found | None = None
+
+    def find(self, step: RankStep, whole: Callable[[], Any] = _ask_others) -> Word | None:
+        """Return how the loss adds up; None where that takes the whole batch's outputs, and where nothing is known."""
+        if step.world.rank != step.last or not step.rows:
+            return None
+        given = {"target": self.target, "loss_fn": self.loss_fn, "reduction": self.reduction, "proofs": self.proofs}
+        try:
+            self.found = engine.find_loss(step, **given, whole=whole)
+        except _OthersNeeded:
+            return None
+        number, loss = self.numbers.number_of(self.loss_fn, self.found), self.found and self.found[0]
+        if loss is None:
+            return Word(False, None, number, engine.kind_of(self.proofs, self.loss_fn))
+        divisors = loss.divisors if step.world.replicas > 1 else ()
+        return Word(True, loss.wants, number, getattr(loss, "kind", None), divisors)
+
+    def agree(self, step: RankStep, words: list[Word | None] | None) -> Word | None:
+        """Return what all ranks have to know of the loss; None on a replica without rows.
+
+        ``words`` are what the ranks have said; None: nothing yet.
+        """
+        world = step.world
+        words = self._found_together(step, words or self._said(step, partial(self.find, step)))
+        last = [words[members[step.last]] for members in world.layout]
+        if world.replicas > 1:
+            divisors = _added_divisors([word for word in last if word is not None])
+            if self.found is not None:
+                self.found = self.found[0].among(sum(step.shares), divisors), self.found[1]
+        return last[world.replica]
+
+    def _said(self, step: RankStep, find: Callable[[], Word | None]) -> list[Word | None]:
+        """Return what the ranks find; an error of one is raised on every rank."""
+        word, error = attempt(find)
+        return step.world.agree("asks how the loss adds up", {}, error, word)
+
+    def _found_together(self, step: RankStep, words: list[Word | None]) -> list[Word | None]:
+        """Return how a loss adds up where another replica knows that, or it is asked on the outputs of all rows."""
+        world, traced = step.world, step.lowered.traced
+
+        def whole() -> Any:
+            flat = WholeCall(replace(step, state=step.state.fresh(), alone=True)).forward()
+            return None if flat is None else traced.unflatten(flat)
+
+        while True:
+            last = {r: words[members[step.last]] for r, members in enumerate(world.layout) if step.has_rows(r)}
+            known = next((word.kind for word in last.values() if word is not None and word.kind), None)
+            unsure = any(word is None or not (word.in_cells or word.kind) for word in last.values())
+            if unsure and known is not None:
+                engine.keep_kind(self.proofs, self.loss_fn, known)
+                words = self._said(step, partial(self.find, step))
+            elif None in last.values():
+                asks = step.rows > 0 and last[world.replica] is None
+                if asks and world.rank != step.last:
+                    with borrowed(traced.root), torch.no_grad():
+                        whole()
+                words = self._said(step, partial(self.find, step, whole) if asks else partial(words.pop, world.number))
+            else:
+                return words
+
+
+def _added_divisors(words: Sequence[Word]) -> list[float]:
+    """Return what a loss divides by on the rows of all replicas; raise InputError where it is not one of them all."""
+    if not all(word.in_cells for word in words):
+        raise as_known(
+            InputError(
+                "the loss, or an operation of the model that it uses, needs the whole batch at once, and replicas have "
+                "parts of it; use a mean or a sum over rows, or train without dp"
+            )
+        )
+    kinds = {(word.kind, word.wants, len(word.divisors)) for word in words}
+    if len(kinds) > 1:
+        raise as_known(
+            InputError(
+                f"the replicas find that the loss adds up in different ways, by their rows: {sorted(map(str, kinds))}; "
+                "say it by loss_reduction='mean' or 'sum'"
+            )
+        )
+    return [sum(divisors) for divisors in zip(*(word.divisors for word in words), strict=True)]

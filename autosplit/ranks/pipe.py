@@ -8,10 +8,8 @@ What one rank refuses, all refuse, with the same error, before the first message
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, cast
 
@@ -21,22 +19,23 @@ from torch import fx, nn
 from autosplit.backward import leaves_under
 from autosplit.distributed.facts import call_text, contents, pipe_facts, program_text
 from autosplit.distributed.feed import bring, like_first, takers_of
+from autosplit.distributed.replicas import Share
 from autosplit.distributed.step import RankStep, WholeCall
 from autosplit.distributed.world import World, attempt, known_to_all
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Options, Sample
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.plan import Plan
-from autosplit.ranks.loss import Elsewhere, OthersNeeded, Word, ask_others
+from autosplit.ranks.loss import Elsewhere, LossNumbers, RankLoss, Word
 from autosplit.ranks.recordings import RankRecordings
 from autosplit.recorded import PreparedStep, PreparedTree, Recent
-from autosplit.runtime.loss.proof import identity
+from autosplit.runtime.loss.outputs import Outputs
 from autosplit.runtime.step import engine, train_cells
 from autosplit.runtime.tape import Tape
-from autosplit.trace.borrowed.state import borrowed, random_state
+from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.objects import mapped, tensors_in
-from autosplit.trace.inputs.signature import Key
+from autosplit.trace.inputs.signature import Key, without_rows
 
 
 @dataclass(kw_only=True)
@@ -67,7 +66,7 @@ class RankPipe(PipelinedModule):
         super().__init__(model, options, plan, own_plan)
         self._core.recordings = RankRecordings(model, options, plan, world, own=own_plan, weights=weights)
         self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _texts=Recent())
-        self.__dict__.update(_losses=Recent(), _numbers=itertools.count())
+        self.__dict__.update(_losses=LossNumbers())
 
     refused: ClassVar[Mapping[str, str]] = {
         **PipelinedModule.refused,
@@ -122,7 +121,7 @@ class RankPipe(PipelinedModule):
         missing = [name for name in self.state_dict() if name not in own]
         unexpected = [name for name in own if name not in model.state_dict()]
         if strict and (missing or unexpected):
-            raise RuntimeError(f"missing keys of rank {self._world.rank}: {missing}; unexpected keys: {unexpected}")
+            raise RuntimeError(f"missing keys of rank {self._world.number}: {missing}; unexpected keys: {unexpected}")
         return model.load_state_dict(own, strict=False, assign=assign)
 
     def clip_grad_norm_(
@@ -146,7 +145,7 @@ class RankPipe(PipelinedModule):
 
     def __reduce__(self) -> Any:
         raise InputError(
-            f"rank {self._world.rank} holds a part of the model, and a copy of its pipe would be one of one process; "
+            f"rank {self._world.number} holds a part of the model, and a copy of its pipe would be one of one process; "
             "copy or save pipe.state_dict() (autosplit.distributed.checkpoint for a training)"
         )
 
@@ -197,36 +196,50 @@ class RankPipe(PipelinedModule):
         step, error = attempt(lambda: self._on_rank(self._prepare(args, kwargs)))
         if error is not None and known_to_all(error):
             raise error
-        facts, word = {}, None
+        facts: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        word = None
         if step is not None:
-            facts = self._facts(step, args, kwargs, target)
+            facts, own = self._facts(step, args, kwargs, target)
             word, error = attempt(lambda: say(step))
-        words = self._world.agree(doing, facts, error, word)
+        share = step and Share(step.rows, len(step.sizes) if step.rows else 0, word)
+        shares = self._world.agree(doing, facts, error, share, own=own)
         assert step is not None
+        if self._world.replicas > 1:
+            step = step.among(shares)
         if self._core.model.training or torch.is_grad_enabled():
             recordings.trains()
         if alone and not unseen:
             bring(self._world, first, step.tensors, takers_of(step, step.ranks))
-        return step, words
+        return step, [share.word for share in shares]
 
-    def _facts(self, step: PreparedRankStep, args: Any, kwargs: Any, target: Any) -> dict[str, Any]:
-        """Return in what calls of all ranks have to agree."""
+    def _facts(
+        self, step: PreparedRankStep, args: Any, kwargs: Any, target: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return in what calls of all ranks have to agree, and in what those of a replica."""
+        call, kind = self._texts_of(step.key, args, kwargs)
         facts: dict[str, Any] = {
-            "the call": self._text_of(step.key, args, kwargs),
+            "the kind of call": kind,
             "what each stage runs": step.once("program", lambda: program_text(step.lowered)),
         }
+        own: dict[str, Any] = {"the call": call}
         if self._feed == "all":
-            given = "the batch's values (give every rank the same batch, or feed='first_last')"
-            facts[given] = contents(step.tensors)
-            facts["the target"] = contents(tensors_in(target))
+            given = "the batch's values (give every rank of a pipeline the same batch, or feed='first_last')"
+            own[given] = contents(step.tensors)
+            own["the target"] = contents(tensors_in(target))
         if step.lowered.random:
             facts["torch's random state"] = zlib.crc32(torch.get_rng_state().numpy().data)
-        return facts
+        if step.state.tape is not None and self._world.replicas > 1:
+            lengths = "the lengths of their batches, for which random numbers are drawn (pad alike, or rng='counter')"
+            facts[lengths] = str(without_rows(step.key.shapes, step.recorded.kind.batch_dims))
+        return facts, own
 
-    def _text_of(self, key: Key, args: Any, kwargs: Any) -> str:
-        """Return what a call is as text, made once for calls of one signature."""
+    def _texts_of(self, key: Key, args: Any, kwargs: Any) -> tuple[str, str]:
+        """Return what a call is as text, on these rows and on any, made once for calls of one signature."""
         if key not in self._texts:
-            self._texts[key] = call_text(self._core.model, args, kwargs)
+            model, several = self._core.model, self._world.replicas > 1
+            text = call_text(model, args, kwargs)
+            self._texts[key] = text, call_text(model, args, kwargs, values=False) if several else ""
         return self._texts[key]
 
     def _on_rank(self, step: PreparedStep | PreparedTree) -> PreparedRankStep:
@@ -252,7 +265,7 @@ class RankPipe(PipelinedModule):
         ranks = self._recordings.ranks
         step_s = 0.0 if self.plan is None else self.plan.step_s
         made = PreparedRankStep(**given, world=self._world, ranks=ranks, step_s=step_s)
-        made.held = {id(parameter) for _, parameter in self.named_parameters(remove_duplicate=False)}
+        made.leaves = [own for own in (*self.parameters(), *self.buffers()) if own.requires_grad]
         if (tape := step.state.tape) is not None:
             layout, own = step.lowered.layout, made.stages
             here = {n.meta[INFO].name for s in own for p in (layout.stages, layout.prologues) for n in p[s].nodes}
@@ -261,9 +274,13 @@ class RankPipe(PipelinedModule):
         return made
 
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        step, _ = self._agreed("calls the pipe", args, kwargs)
-        every = self._outputs == "all"
-        with torch.set_grad_enabled(torch.is_grad_enabled() and every), step.running():
+        step, _ = self._agreed("calls the pipe", args, kwargs, say=self._check_rows_apart)
+        every, replicas = self._outputs == "all", self._world.replicas
+        if not step.rows:
+            with step.running():
+                step.stand_by_forward()
+            return Outputs(step).stand_in(zeros=True) if every or self._world.rank == step.last else None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and every and replicas == 1), step.running():
             call = WholeCall(step)
             flat = call.forward(attached=True)
             if every:
@@ -271,21 +288,19 @@ class RankPipe(PipelinedModule):
         self._core.recordings.leave(step, ())
         return None if flat is None else step.recorded.traced.unflatten(flat)
 
+    def _check_rows_apart(self, step: PreparedRankStep) -> None:
+        """Raise InputError where an operation mixes rows, of which replicas have parts."""
+        if self._world.replicas > 1 and step.lowered.epilogue is not None:
+            mixing = step.lowered.layout.epilogue[0].meta[INFO].name
+            raise InputError(
+                f"{mixing} mixes the rows of the batch, and replicas have parts of it; leave it out of the model (a "
+                "loss goes into loss_fn), or use one replica"
+            )
+
     def _train_step(
         self, args: Any, kwargs: Any, target: Any, loss_fn: Any, reduction: str, log: Any = None
     ) -> torch.Tensor:
-        given = {"target": target, "loss_fn": loss_fn}
-        found: engine.Found | None = None
-
-        def find(step: PreparedRankStep, whole: Callable[[], Any] = ask_others) -> Word | None:
-            """Return how the loss adds up; None where that takes the whole batch's outputs."""
-            nonlocal found
-            if self._world.rank != step.last:
-                return None
-            with suppress(OthersNeeded):
-                found = engine.find_loss(step, **given, reduction=reduction, proofs=self._core.proofs, whole=whole)
-                return Word(found is not None, found and found[0].wants, self._number_of(loss_fn, found))
-            return None
+        loss = RankLoss(target, loss_fn, reduction, self._core.proofs, self._losses)
 
         def checked(step: PreparedRankStep) -> Word | None:
             self._core.recordings.check_backward()
@@ -296,46 +311,23 @@ class RankPipe(PipelinedModule):
                 )
             if self._feed == "all" or self._world.rank == step.last:
                 engine.check_loss(target, loss_fn, reduction)
-            return find(step) if self._feed == "all" else None
+            return loss.find(step) if self._feed == "all" else None
 
         step, words = self._agreed("takes a step", args, kwargs, target, checked)
         step.log = log
         with step.running():
-            word = words[step.last]
-            if self._feed != "all":
-                word = self._world.share(step.last, lambda: find(step))
+            word = loss.agree(step, words if self._feed == "all" else None)
+            step.loss = word and word.loss
             if word is None:
-                word = self._found_together(step, find)
-            step.loss = word.loss
-            if word.in_cells:
-                loss, check = found or (cast(train_cells.Loss, Elsewhere(word.wants)), None)
-                value = train_cells.run(step, loss, check, None)
+                value = step.stand_by()
+            elif word.in_cells:
+                own, check = loss.found or (cast(train_cells.Loss, Elsewhere(word.wants)), None)
+                value = train_cells.run(step, own, check, None)
                 step.finish()
             else:
-                value = self._whole(step, **given)
+                value = self._whole(step, target=target, loss_fn=loss_fn)
         self._core.recordings.leave(step, ())
         return value
-
-    def _found_together(self, step: PreparedRankStep, find: Callable[..., Word | None]) -> Word:
-        """Return how a loss adds up that the last stage's rank asks on the whole batch's outputs, which all make."""
-
-        def whole() -> Any:
-            flat = WholeCall(replace(step, state=step.state.fresh())).forward()
-            return None if flat is None else step.recorded.traced.unflatten(flat)
-
-        if self._world.rank != step.last:
-            with borrowed(self._core.model), torch.no_grad():
-                whole()
-        word: Word = self._world.share(step.last, lambda: find(step, whole))
-        return word
-
-    def _number_of(self, loss_fn: Any, found: engine.Found | None) -> int:
-        """Return a number for a loss, by which steps are told apart: in what its gradients are None."""
-        kind, wants = (getattr(found and found[0], name, None) for name in ("kind", "wants"))
-        key = identity(loss_fn, depth=2), kind, wants
-        number, _ = self._losses.get(key, (next(self._numbers), None))
-        self._losses[key] = number, loss_fn  # the loss too: what its identity names must live on
-        return number
 
     def _whole(self, step: PreparedRankStep, *, target: Any, loss_fn: Any) -> torch.Tensor:
         """Run a step whose loss wants the whole batch at once."""

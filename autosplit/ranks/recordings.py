@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autosplit.distributed.facts import call_text, state_of_several
 from autosplit.distributed.materialise import materialise
 from autosplit.distributed.start import pairs_of
-from autosplit.distributed.world import World, attempt
+from autosplit.distributed.world import RECORDS, World, attempt
 from autosplit.errors import InputError, TraceError
 from autosplit.lower.split import Lowered, named_state, names_of, owners
 from autosplit.options import Options, Sample
@@ -30,9 +30,8 @@ from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.recording.run import PythonRun
 from autosplit.trace.rows.findings import Findings
 
-_RECORD = "records a new kind of call"
 _TRAINED: Any = WeakIdKeyDictionary()
-"""The rank that holds the values of a parameter or buffer, since a pipe has trained it."""
+"""The ranks that hold the values of a parameter or buffer, since a pipe has trained it."""
 _trained_last: weakref.ref[RankRecordings] | None = None
 """The recordings of the pipe that has trained last."""
 
@@ -74,9 +73,19 @@ class RankRecordings(Recordings):
 
     def find(self, key: Key, sample: Sample) -> tuple[Recorded | TreeRun, PythonRun | None]:
         """Return the recording for a call; a model that has values in part is recorded as one without."""
+        if (known := self._of_no_rows(key)) is not None:
+            return known, None
         new = key not in self.kept
         with without_values(self.model) if new and self._has_part else contextlib.nullcontext():
             return super().find(key, sample)
+
+    def _of_no_rows(self, key: Key) -> Recorded | None:
+        """Return a recording for a replica that has no rows where others have: nothing of it runs here."""
+        for known in self._alike(key) if self.world.replicas > 1 else ():
+            dims = zip(key.shapes, known.kind.batch_dims, strict=True)
+            if {shape[dim] for shape, dim in dims if shape and dim is not None} == {0}:
+                return known
+        return None
 
     @property
     def _has_part(self) -> bool:
@@ -84,16 +93,25 @@ class RankRecordings(Recordings):
         return bool(self.owner) and self._on_meta
 
     def _planned(self, key: Key, sample: Sample) -> Trace:
-        self.world.agree(_RECORD, {"the call": call_text(self.model, sample.args, sample.kwargs)})
-        found = None
-        if self.world.rank == 0:
-            found, error = attempt(lambda: super(RankRecordings, self)._planned(key, sample))
-            plan = None if self.plan is None else self.plan.to_json()
-            self.world.send(0, (plan, found and found.findings), error)
-        else:
-            plan, self._findings = self.world.receive(0)
+        world, found = self.world, None
+        world.agree(RECORDS, {}, own={"the call": call_text(self.model, sample.args, sample.kwargs)})
+
+        def planned() -> Trace:
+            return super(RankRecordings, self)._planned(key, sample)
+
+        if not self.kept:  # all replicas record: the first one plans
+            first, plan, error = world.layout[0][0], None, None
+            if world.number == first:
+                found, error = attempt(planned)
+                plan = None if self.plan is None else self.plan.to_json()
+            plan = world.agree("has planned", {}, error, plan)[first]
             self.plan = Plan.model_validate_json(plan)
-            found = super()._planned(key, sample)
+        if world.rank == 0:
+            found, error = (found, None) if found is not None else attempt(planned)
+            world.send(0, found and found.findings, error)
+        else:
+            self._findings = world.receive(0)
+            found = planned()
             self._findings = None
         self._check_size()
         assert found is not None
@@ -123,8 +141,8 @@ class RankRecordings(Recordings):
         assert self.plan is not None
         if len(self.plan.devices) != self.world.size:
             raise InputError(
-                f"the model gives {len(self.plan.devices)} stages, and torchrun has started {self.world.size} "
-                f"processes; start {len(self.plan.devices)}"
+                f"the model gives {len(self.plan.devices)} stages, and {self.world.size} processes were started for "
+                f"them; start {len(self.plan.devices)}"
             )
 
     def _place(self, lowered: Lowered, devices: Sequence[torch.device]) -> None:
@@ -135,8 +153,8 @@ class RankRecordings(Recordings):
         moved = next((name for name in held if own.get(name) not in (None, self.owner_of(name))), None)
         if moved is not None:
             raise TraceError(
-                f"{moved!r} belongs to rank {self.owner_of(moved)}, and in this kind of call rank {own[moved]} uses it "
-                "first; plan on a sample of a call that uses all parameters"
+                f"{moved!r} belongs to rank {self.world.members[self.owner_of(moved)]}, and in this kind of call rank "
+                f"{self.world.members[own[moved]]} uses it first; plan on a sample of a call that uses all parameters"
             )
         if (shared := state_of_several(lowered, ranks)) is not None:
             raise TraceError(
@@ -150,7 +168,7 @@ class RankRecordings(Recordings):
         new = [name for name in names if name not in self._placed]
         if self._on_meta and self._placed and new:
             raise TraceError(
-                f"{new[0]!r} has no values on rank {self.world.rank}, which uses it in this kind of call and in no "
+                f"{new[0]!r} has no values on rank {self.world.number}, which uses it in this kind of call and in no "
                 "earlier one; plan on a sample of a call that uses all parameters and buffers"
             )
         if self._on_meta and new:
@@ -166,10 +184,11 @@ class RankRecordings(Recordings):
     def check_fresh(self) -> None:
         """Raise TraceError where another pipe has trained a parameter or buffer on another rank than this one's."""
         for name, tensor in () if self._trained_last else named_state(self.model):
-            rank, own = _TRAINED.get(tensor), self.owner_of(name)
-            if rank not in (None, own):
+            trained, own = _TRAINED.get(tensor), self.world.holders(self.owner_of(name))
+            if trained is not None and not own <= trained:
                 raise TraceError(
-                    f"another pipe has trained {name!r} on rank {rank}, and this one has it on rank {own}, where it is "
+                    f"another pipe has trained {name!r} on rank {min(trained)}, and this one has it on rank "
+                    f"{min(own - trained)}, where it is "
                     "as before; give both pipes one cut by plan=, or every rank the whole state and split again"
                 )
 
@@ -178,7 +197,8 @@ class RankRecordings(Recordings):
         global _trained_last
         if not self._trained_last:
             _trained_last = weakref.ref(self)
-            _TRAINED.update((tensor, self.owner_of(name)) for name, tensor in named_state(self.model))
+            holders = [self.world.holders(rank) for rank in range(self.world.size)]
+            _TRAINED.update((tensor, holders[self.owner_of(name)]) for name, tensor in named_state(self.model))
 
     def owner_of(self, name: str) -> int:
         """Return the rank that holds a parameter or buffer; the first stage's has what no stage uses."""

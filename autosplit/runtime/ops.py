@@ -34,12 +34,14 @@ class CallState:
         tape: the plain model's random numbers; None where all operations draw by the seed.
         statistics: what norms saw, by the name of the call (:mod:`autosplit.runtime.norms`).
         update_each: whether every microbatch is an update of running statistics, as in the plain model's loop.
+        before: how many microbatches of a larger batch stand before these; the draws by the seed count them.
     """
 
     seed: int = 0
     tape: Tape | None = None
     statistics: dict[str, Any] = field(default_factory=dict)
     update_each: bool = False
+    before: int = 0
 
     def fresh(self) -> CallState:
         """Return the state of another run of the same call."""
@@ -281,7 +283,8 @@ def draw(key: CellContext, name: str, function: Callable[..., Any], *args: Any, 
     if tape is not None and tape.holds(name):
         return tape.run(name, key.microbatch, function, args, kwargs)
     call = key.state.seed
-    seed = zlib.crc32(f"{call}/{name}/{key.microbatch}".encode()) ^ (call & 0x7FFFFFFF) << 32
+    microbatch = key.microbatch + (key.state.before if key.microbatch >= 0 else 0)
+    seed = zlib.crc32(f"{call}/{name}/{microbatch}".encode()) ^ (call & 0x7FFFFFFF) << 32
     with DRAWING:
         before = [(generator, generator.get_state()) for generator in generators()]
         try:

@@ -88,11 +88,17 @@ class Tape:
         start: torch.Tensor | None = None,
         *,
         here: Collection[str] | None = None,
+        among: tuple[int, int] | None = None,
     ) -> None:
-        """``here`` are the nodes that run in this process; None: all."""
+        """``here`` are the nodes that run in this process; None: all.
+
+        ``among``: how many rows of a larger batch stand before these, and how many it has.
+        """
         self.nodes = nodes
         self.here = here
         self.sizes = tuple(sizes)
+        self.among = among
+        self._before, self._rows = among or (0, sum(self.sizes))
         self.lengths = lengths
         self._start = start
         """The generator's state before the first draw; None: whatever it is then."""
@@ -105,13 +111,13 @@ class Tape:
 
     def fresh(self) -> Tape:
         """Return a tape for another run of the same call; it draws from the generator as it is then."""
-        return Tape(self.nodes, self.sizes, self.lengths, here=self.here)
+        return Tape(self.nodes, self.sizes, self.lengths, here=self.here, among=self.among)
 
     def again(self) -> Tape:
         """Return a tape that draws once more what this one drew; the generator stays as it is."""
         if self._start is None:
             return self.fresh()
-        return Tape(self.nodes, self.sizes, self.lengths, self._start, here=self.here)
+        return Tape(self.nodes, self.sizes, self.lengths, self._start, here=self.here, among=self.among)
 
     def finish(self) -> None:
         """Draw what nobody has asked for, as other processes do: the generator is then where the plain model's is."""
@@ -153,10 +159,9 @@ class Tape:
                 del self._drawn[node.name]
         if not node.micro:
             return whole
-        rows = sum(self.sizes)
-        before = sum(self.sizes[:microbatch])
+        before = self._before + sum(self.sizes[:microbatch])
         return [
-            _rows(tensor, draw.out, rows, before, self.sizes[microbatch])
+            _rows(tensor, draw.out, self._rows, before, self.sizes[microbatch])
             for tensor, draw in zip(whole, node.draws or (), strict=True)
         ]
 
@@ -181,7 +186,7 @@ class Tape:
 
     @torch.no_grad()
     def _draw(self, node: TapeNode) -> list[torch.Tensor]:
-        sizes = {**self.lengths, ROWS: sum(self.sizes)}
+        sizes = {**self.lengths, ROWS: self._rows}
         return [_rule(draw).draw(draw, sizes) for draw in node.draws or ()]
 
 

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from tests.distributed.training import Training, squares
 from tests.equivalence.equality import Batch
+from tests.models import decoders
 from tests.models.decoders import VOCABULARY, Decoder
 from tests.models.named import CASES
 
@@ -102,6 +103,42 @@ class Relative(nn.Module):
         for layer in self.layers:
             value = torch.tanh(layer(value) + torch.einsum("bnd,nmd->bmd", value, bias))
         return value
+
+
+class ViT(nn.Module):
+    """Patches of pictures, a class token, layers of attention, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches, self.token = nn.Conv2d(3, WIDTH, 2, 2), nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.places = nn.Parameter(0.1 * torch.randn(1, 10, WIDTH))
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 5)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.patches(value).flatten(2).transpose(1, 2)
+        value = torch.cat((self.token.expand(len(value), -1, -1), value), 1) + self.places
+        for layer in self.layers:
+            value = layer(value)
+        return self.head(self.norm(value)[:, 0])
+
+
+class Mixture(nn.Module):
+    """Tokens through layers of experts, whose router has no loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(WORDS, decoders.WIDTH)
+        self.layers = nn.ModuleList(decoders.Experts(softmax_first=True) for _ in range(3))
+        self.head = nn.Linear(decoders.WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        value = self.tokens(tokens)
+        for layer in self.layers:
+            value = value + layer(value)[0]
+        return self.head(value)
 
 
 class Dropping(nn.Module):
@@ -222,7 +259,14 @@ def half(output: Tensor, target: Tensor) -> Tensor:
     return 0.5 * (output - target).abs().mean()
 
 
+def mlp() -> nn.Module:
+    """Return a chain of layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
 TRAININGS = {
+    "mlp": Training(mlp, flat, F.mse_loss, zeros),
     "chain": Training(CASES["chain"].build, CASES["chain"].batch, squares),
     "ragged": Training(CASES["chain"].build, CASES["chain"].batch, squares, rows=(9, 3, 13, 6, 1, 4)),
     "skips": Training(UNet, pictures, F.mse_loss, u_net_target),
@@ -238,6 +282,8 @@ TRAININGS = {
     ),
     "rows that mix": Training(MixesRows, flat, squares),
     "own loss": Training(decoder, labelled, None),
+    "vit": Training(ViT, pictures, F.cross_entropy, classes),
+    "experts": Training(Mixture, tokens, next_token, few_targets),
     "experts with a balance loss": Training(mixture, labelled, None),
     "experts of one layer": Training(small_mixture, labelled, None),
     "experts, loss of the whole batch": Training(mixture, labelled, doubled),

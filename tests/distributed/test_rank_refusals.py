@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit import autosplit
-from autosplit.distributed.world import attempt, join
+from autosplit.distributed.join import join
+from autosplit.distributed.world import attempt
 from autosplit.errors import TraceError
 from tests.distributed.models import TRAININGS, Dropping, flat
 from tests.distributed.processes import Pool

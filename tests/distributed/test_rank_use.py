@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit import autosplit, initialise
-from autosplit.distributed.world import join
+from autosplit.distributed.join import join
 from autosplit.options import Sample
 from tests.distributed.models import TRAININGS, TiedGPT, few_targets, flat, next_token, tokens
 from tests.distributed.processes import Pool

@@ -53,7 +53,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"recompute": ["never", "twice"]}, InputError, ("recompute[1]='twice'", "'except_last'", "per stage")),
     ({"recompute": 7}, InputError, ("recompute=7", "'auto'", "a list")),
     ({"precision": "amp_bf16"}, InputError, ("precision=", "valid: ")),
-    ({"mesh": "a mesh"}, InputError, ("mesh=", "valid: ")),
+    ({"mesh": "a mesh", "devices": 4}, InputError, ("mesh is a str", "init_device_mesh")),
     ({"compile": "always"}, InputError, ("compile=", "valid: ")),
     ({"compile": {"mood": "default"}}, InputError, ("mood", "backend", "mode", "dynamic")),
     ({"compile": {"mode": "fast"}}, InputError, ("fast", "reduce-overhead", "max-autotune")),

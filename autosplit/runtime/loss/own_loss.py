@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from autosplit.errors import InputError
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import transfer
 from autosplit.runtime.step.step import Step
-from autosplit.trace.graph import INFO, LENGTH
+from autosplit.trace.graph import INFO, LENGTH, NodeClass
 from autosplit.trace.reductions.decompose import average, total
 from autosplit.trace.reductions.losses import class_weights
 from autosplit.trace.reductions.own_loss import Form, Half, form_of
@@ -27,11 +29,41 @@ class OwnLoss:
     def __init__(self, step: Step, form: Form) -> None:
         self.form, self.step = form, step
         self.wants: frozenset[str] | None = frozenset(half.rows.name for half in form.halves.values())
+        self._rows = step.rows
         self._ahead = _ahead(form, step)
+
+    @property
+    def _ratios(self) -> list[fx.Node]:
+        return [node for node, half in self.form.halves.items() if half.kind == "ratio"]
+
+    @property
+    def divisors(self) -> list[float]:
+        """What means over targets divide by, on these rows."""
+        return [float(self._ahead[node]) for node in self._ratios]
+
+    def among(self, rows: int, divisors: Sequence[float]) -> OwnLoss:
+        """Return what the same microbatches add to the loss of a larger batch, by its rows and divisors.
+
+        Raises InputError where the loss is scaled by a value of these rows.
+        """
+        larger = copy(self)
+        larger._rows, larger._ahead = rows, dict(self._ahead)
+        for operand in {operand for node in self.form.chain for operand in node.all_input_nodes}:
+            info = operand.meta.get(INFO)
+            if operand in self.form.fixed and info is not None and info.node_class is not NodeClass.SHARED:
+                raise InputError(
+                    f"the model scales its loss by {operand.name!r}, which is a value of one replica's rows; let the "
+                    "model return its outputs and give train_step a loss_fn"
+                )
+            if operand in self.form.fixed and info is None and operand.op != "get_attr":
+                larger._ahead[operand] = _size(operand, rows, self.step.lengths)
+        for node, divisor in zip(self._ratios, divisors, strict=True):
+            larger._ahead[node] = self._ahead[node].new_tensor(divisor)
+        return larger
 
     def __call__(self, values: Mapping[str, torch.Tensor], microbatch: int) -> torch.Tensor:
         """Return what a microbatch adds."""
-        share = self.step.sizes[microbatch] / self.step.rows
+        share = self.step.sizes[microbatch] / self._rows
         env: dict[fx.Node, Any] = dict(self._ahead)
         for node, half in self.form.halves.items():
             env[node] = self._part(node, half, values[half.rows.name], share)
@@ -82,6 +114,14 @@ def _ahead(form: Form, step: Step) -> dict[fx.Node, Any]:
         for node, value in env.items()
         if node in wanted
     }
+
+
+def _size(node: fx.Node, rows: int, lengths: Mapping[str, int]) -> Any:
+    """Return a size, which is an expression of numbers of rows and lengths."""
+    if node.op == "placeholder":
+        return lengths[node.meta[LENGTH]] if LENGTH in node.meta else rows
+    function: Any = node.target
+    return function(*fx.node.map_arg(node.args, lambda operand: _size(operand, rows, lengths)))
 
 
 def _given(form: Form, step: Step) -> dict[fx.Node, Any]:

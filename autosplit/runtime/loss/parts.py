@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -129,16 +129,27 @@ class Parts:
         self.wants = wants
         self.kind, self.loss_fn, self.sizes, self.targets, self.counted = kind, loss_fn, sizes, targets, counted
         self.values: dict[int, list[int]] = {}
-        rows = sum(sizes)
-        self._shares = [size / rows for size in sizes]
+        self._rows, self._whole = sum(sizes), counted
+
+    @property
+    def divisors(self) -> list[float]:
+        """What torch's losses in it divide by, on these rows."""
+        return [float(one.divisor) for one in self.counted]
+
+    def among(self, rows: int, divisors: Sequence[float]) -> Parts:
+        """Return what the same microbatches add to the loss of a larger batch, by its rows and divisors."""
+        larger = Parts(self.kind, self.loss_fn, self.sizes, self.targets, self.counted, self.wants)
+        larger._rows = rows
+        larger._whole = [one.by(divisor) for one, divisor in zip(self.counted, divisors, strict=True)]
+        return larger
 
     def __call__(self, output: Any, microbatch: int) -> torch.Tensor:
         """Return what a microbatch adds, for the model's output on it."""
-        share = self._shares[microbatch] if self.kind in ("mean", "counted") else 1.0
+        share = self.sizes[microbatch] / self._rows if self.kind in ("mean", "counted") else 1.0
         if not self.kind.startswith("counted"):
             return call_loss(self.loss_fn, output, self.targets[microbatch]) * share
         try:
-            with Share(self.counted, times=1.0 / share) as mode:
+            with Share(self._whole, times=1.0 / share) as mode:
                 loss = call_loss(self.loss_fn, output, self.targets[microbatch]) * share
         except NotAdditive:
             raise _other_calls(microbatch, len(self.counted)) from None
@@ -194,6 +205,11 @@ class Counted:
 
     values: int
     divisor: Any
+
+    def by(self, divisor: float) -> Counted:
+        """Return the same with another divisor."""
+        own = self.divisor
+        return replace(self, divisor=own.new_tensor(divisor) if isinstance(own, torch.Tensor) else divisor)
 
     @classmethod
     def of(cls, call: LossCall) -> Counted:

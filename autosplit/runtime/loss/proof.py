@@ -237,15 +237,19 @@ class WholeCheck:
         leaves = [leaf for flat in (self.kept or {}).values() for leaf in flat]
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder)]
 
-    def compare(self, losses: Sequence[torch.Tensor], traced: TracedGraph) -> None:
+    def compare(self, parts: Parts, losses: Sequence[torch.Tensor], traced: TracedGraph) -> None:
         """Raise InputError when the loss of the whole batch is not what the microbatches add up to.
 
-        All losses are read at once, when the step was issued: the one time that the host waits for it.
+        ``losses`` are what ``parts`` gave; where these are of a larger batch, they are made once more for this one. All
+        are read at once, when the step was issued: the one time that the host waits for it.
         """
-        self.parts.check_values()
+        parts.check_values()
         if self.kept is None:
             return
         kept = [self.kept[microbatch] for microbatch in sorted(self.kept)]
+        if parts is not self.parts:
+            with torch.no_grad():
+                losses = [self.parts(traced.unflatten(flat), microbatch) for microbatch, flat in enumerate(kept)]
         flat = [
             joined(parts, dim) if dim is not None else parts[0]
             for parts, dim in zip(zip(*kept, strict=True), traced.batch_outputs, strict=True)

@@ -370,7 +370,8 @@ def parameters(step: Step) -> list[list[torch.Tensor]]:
 @contextlib.contextmanager
 def held_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Hold back the hooks of tensors while cells run: they want the whole gradient, once."""
-    held = [(hooks, dict(hooks)) for hooks in (tensor._backward_hooks for tensor in tensors) if hooks]
+    tables = (hooks for tensor in tensors for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks))
+    held = [(hooks, dict(hooks)) for hooks in tables if hooks]
     try:
         for hooks, _ in held:
             hooks.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,16 @@ def train_step(
     return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes, why=why, log=step.log)
 
 
+def kind_of(proofs: Proofs, loss_fn: Any) -> Any:
+    """Return how a loss was found to add up; None where that is not known yet."""
+    return proofs.find(loss_fn, _KIND)
+
+
+def keep_kind(proofs: Proofs, loss_fn: Any, kind: Any) -> None:
+    """Keep how other processes have found a loss to add up."""
+    proofs.keep(loss_fn, _KIND, kind)
+
+
 def find_loss(
     step: Step, *, target: Any, loss_fn: Any, reduction: str, proofs: Proofs, whole: Callable[[], Any]
 ) -> Found | None:
@@ -63,13 +73,13 @@ def find_loss(
     ``whole`` runs the ordinary program, where a loss is proved on the batch.
     """
     if loss_fn is None:
-        own = own_loss.in_schedule(step) if len(step.sizes) > 1 else None
+        own = own_loss.in_schedule(step) if step.in_parts else None
         return None if own is None else (own, None)
     outputs = Outputs(step)
     target = _with_outputs(target, step.lanes)
     targets = split_target(target, step.sizes, outputs=outputs.shapes())
     wants = _wants(outputs, loss_fn, target, proofs)
-    if outputs.by_rows(wants) and len(step.sizes) > 1 and not _has_graph(target):
+    if outputs.by_rows(wants) and step.in_parts and not _has_graph(target):
         return _Loss(step, outputs, loss_fn, target, targets, wants).find(reduction, proofs, whole)
     return None
 
@@ -106,7 +116,7 @@ class _Loss:
         """Return a loss that is proved on this batch or was on an earlier one."""
         kind = proofs.find(self.loss_fn, _KIND)
         if kind is None:
-            kinds = _prove(self, whole)
+            kinds = _prove(self._in_parts(), whole)
             if kinds is None:
                 return None
             counts = "counted" in kinds[0] and self._count()
@@ -117,6 +127,14 @@ class _Loss:
             return None
         parts = self._parts(kind, counted)
         return parts, WholeCheck(parts, self.target)
+
+    def _in_parts(self) -> _Loss:
+        """Return the loss of the same rows in at least two microbatches, where there are two rows."""
+        if len(self.step.sizes) > 1 or self.step.rows < 2:
+            return self
+        sizes = (self.step.rows - self.step.rows // 2, self.step.rows // 2)
+        targets = split_target(self.target, sizes, outputs=self.outputs.shapes())
+        return replace(self, step=replace(self.step, sizes=sizes), targets=targets)
 
     def _parts(self, kind: str, counted: Sequence[Counted] = ()) -> losses.Parts:
         return losses.Parts(kind, self.loss_fn, self.step.sizes, self.targets, counted, self.wants)

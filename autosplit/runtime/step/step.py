@@ -58,6 +58,14 @@ class Step:
         """The stages that run in this process: all of them."""
         return range(len(self.lowered.stages))
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether the loss is made of parts."""
+        return len(self.sizes) > 1
+
+    def join_statistics(self) -> None:
+        """Give norms what those of other processes saw too."""
+
     def perform(self, schedule: Schedule, cells: Any) -> None:
         """Perform a schedule's actions in the calling thread."""
         for action in schedule.issue_order:

@@ -53,6 +53,7 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
         total: torch.Tensor = step.outcome(cells.total)
         with step.located():
             cells.hand_over()
+        step.join_statistics()
         with step.entered():
             update_statistics(step.state, step.lanes)
         if step.log is not None:
@@ -192,7 +193,8 @@ class _TrainCells(Cells):
         for value in losses[1:]:
             total = total + value
         if self.check is not None:
-            self.check.compare(losses, self.lowered.traced)
+            assert isinstance(self.loss, Parts)
+            self.check.compare(self.loss, losses, self.lowered.traced)
         return total
 
     def results(self) -> list[torch.Tensor | None]:

@@ -1,0 +1,41 @@
+"""Which ranks belong together on a ``torch.distributed.DeviceMesh``: a pipeline along "pp", its replicas along "dp"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autosplit.errors import InputError, listed
+
+_DIMENSIONS = ("dp", "pp", "tp")
+
+Layout = tuple[tuple[int, ...], ...]
+"""By replica and by rank of its pipeline, the rank in ``torch.distributed``."""
+
+
+def layout_of(mesh: Any) -> Layout:
+    """Return the ranks of each replica; raise InputError for a mesh that is not of all processes."""
+    if not isinstance(mesh, DeviceMesh):
+        raise InputError(
+            f"mesh is a {type(mesh).__name__}; give a DeviceMesh, such as torch.distributed.device_mesh."
+            "init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'pp'))"
+        )
+    names = mesh.mesh_dim_names or ()
+    table = mesh.mesh
+    if len(names) != table.dim():
+        raise InputError(f"the dimensions of mesh {list(table.shape)} have no names; give mesh_dim_names=('dp', 'pp')")
+    if unknown := [name for name in names if name not in _DIMENSIONS]:
+        raise InputError(f"mesh has a dimension {listed(unknown)}; known are {listed(_DIMENSIONS)}")
+    sizes = dict.fromkeys(_DIMENSIONS, 1) | dict(zip(names, table.shape, strict=True))
+    if sizes["tp"] > 1:
+        raise InputError(f"mesh has tp={sizes['tp']}: tensors are not split yet; give their ranks to dp or pp")
+    size = dist.get_world_size()
+    if sorted(table.flatten().tolist()) != list(range(size)):
+        raise InputError(
+            f"mesh {dict(zip(names, table.shape, strict=True))} has {table.numel()} ranks, and {size} processes were "
+            "started; every process has one place in it"
+        )
+    ordered = table.permute([names.index(name) for name in _DIMENSIONS if name in names])
+    return tuple(map(tuple, ordered.reshape(sizes["dp"], sizes["pp"]).tolist()))

@@ -1,0 +1,257 @@
+"""What replicas of a pipeline do beside equal steps: outputs, norms, hooks, checkpoints, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from autosplit import autosplit
+from autosplit.distributed import checkpoint
+from tests.distributed.models import TRAININGS, WIDTH, Dropping, MixesRows, Pictures, Relative, mlp, pictures
+from tests.distributed.processes import Pool
+from tests.distributed.replicas import mesh_of
+from tests.distributed.training import without_gradients
+
+
+def _error(make: Callable[[], Any]) -> str:
+    try:
+        make()
+    except Exception as error:
+        dist.barrier()
+        return f"{type(error).__name__}: {error}"
+    dist.barrier()
+    return "nothing was raised"
+
+
+def _split(model: nn.Module, sample: Any, **how: Any) -> tuple[Any, int]:
+    mesh = mesh_of(2, 2)
+    return autosplit(model, mesh=mesh, chunks=2, sample=sample, **how), mesh.get_local_rank("dp")
+
+
+def _values(rows: int, seed: int = 1) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+# -- what they give ----------------------------------------------------------------------------------------------------
+def outputs() -> list[bool]:
+    """Call replicas with rows of their own, one of them with none."""
+    model, found = mlp(), []
+    pipe, replica = _split(model, _values(4))
+    last = dist.get_rank() % 2 == 1
+    for rows in ([4, 3], [2, 0]):
+        values = _values(sum(rows)).split(rows)[replica]
+        output = pipe.eval_step(values)
+        found.append(torch.allclose(output, mlp()(values)) if last else output is None)
+        loss = pipe.train_step(values, target=torch.zeros_like(values), loss_fn=F.mse_loss)
+        found.append(torch.allclose(loss, mlp()(_values(sum(rows))).square().mean()))
+    return found
+
+
+def norms() -> tuple[dict[str, Tensor], int]:
+    """Train one step of a model with batch norms; return the buffers, and the replica."""
+    pipe, replica = _split(Pictures(), pictures(4).args)
+    rows = [5, 3]
+    for rows in ([5, 3], [0, 6]):
+        (batch,) = pictures(sum(rows)).args
+        own, labels = batch.split(rows)[replica], (torch.arange(sum(rows)) % 5).split(rows)[replica]
+        pipe.train_step(own, target=labels, loss_fn=F.cross_entropy)
+        pipe(own)
+    return dict(pipe.named_buffers()), replica
+
+
+def hooked() -> list[Any]:
+    """Return how often hooks of parameters ran, and whether they saw the whole gradient."""
+    pipe, replica = _split(mlp(), _values(4))
+    expected = mlp()
+    F.mse_loss(expected(_values(8)), torch.zeros(8, WIDTH)).backward()
+    seen: list[bool] = []
+
+    def hook(name: str, gradient: Tensor | None) -> None:
+        seen.append(torch.allclose(gradient, expected.get_parameter(name).grad))
+
+    for name, parameter in pipe.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: hook(name, gradient))
+        parameter.register_post_accumulate_grad_hook(lambda own, name=name: hook(name, own.grad))
+    values = _values(8).split([5, 3])[replica]
+    pipe.train_step(values, target=torch.zeros_like(values), loss_fn=F.mse_loss)
+    return [len(seen) == 2 * len(list(pipe.parameters())), all(seen)]
+
+
+def by_counter() -> list[bool]:
+    """Compare replicas of two microbatches with one process of four, whose random numbers are by counter."""
+    pipe, replica = _split(Dropping(), _values(4), rng="counter")
+    given = {"loss_fn": F.mse_loss}
+    torch.manual_seed(3)
+    loss = pipe.train_step(_values(8)[4 * replica :][:4], target=torch.zeros(4, WIDTH), **given)
+    one = autosplit(Dropping(), devices=["cpu"] * 2, chunks=4, sample=_values(8), rng="counter")
+    torch.manual_seed(3)
+    expected = one.train_step(_values(8), target=torch.zeros(8, WIDTH), **given)
+    return [torch.allclose(loss, expected)]
+
+
+def fed() -> list[bool]:
+    """Give the first rank of each replica the inputs, the last one the target."""
+    pipe, replica = _split(mlp(), _values(4), feed="first_last")
+    values = _values(8).split([5, 3])[replica]
+    inputs = (values,) if dist.get_rank() % 2 == 0 else ()
+    given = {"target": torch.zeros_like(values), "loss_fn": F.mse_loss} if dist.get_rank() % 2 else {}
+    expected = mlp()(_values(8)).square().mean()
+    return [torch.allclose(pipe.train_step(*inputs, **given), expected)]
+
+
+def kinds_apart() -> list[bool]:
+    """Call replicas with batches of other lengths, which each records when it comes to it."""
+    pipe, replica = _split(Relative(), torch.randn(4, 6, WIDTH))
+    found = []
+    for lengths in ([6, 6], [6, 7], [8, 6], [8, 9]):
+        parts = [torch.randn(4, n, WIDTH, generator=torch.Generator().manual_seed(n)) for n in lengths]
+        loss = pipe.train_step(parts[replica], loss_fn=lambda output: output.square().mean(), loss_reduction="mean")
+        expected = sum(Relative()(part).square().mean() for part in parts) / 2
+        found.append(torch.allclose(loss, expected))
+    return found
+
+
+def saved(folder: str) -> bool:
+    """Save after a step, train on, and restore."""
+    pipe, replica = _split(mlp(), _values(4))
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    values = _values(8).split([5, 3])[replica]
+
+    def step() -> None:
+        pipe.zero_grad()
+        pipe.train_step(values, target=torch.zeros_like(values), loss_fn=F.mse_loss)
+        optimizer.step()
+
+    step()
+    checkpoint.save(folder, 1, pipe, optimizer)
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    step()
+    checkpoint.restore(folder, pipe, optimizer)
+    return all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+
+
+@pytest.mark.parametrize("call", [outputs, hooked, by_counter, fed, kinds_apart], ids=lambda call: call.__name__)
+def test_replicas(ranks: Pool, call: Callable[[], list[bool]]) -> None:
+    found = ranks(4).run(call)
+    assert all(all(own) for own in found), found
+
+
+def test_running_statistics_are_those_of_all_rows(ranks: Pool) -> None:
+    """What the first norm sees is what the plain model's sees; all replicas have the same."""
+    found = ranks(4).run(norms)
+    plain = Pictures()
+    for rows in (8, 6):
+        for _ in range(2):
+            plain(pictures(rows).args[0])
+    for buffers, _ in found:
+        for name, value in buffers.items():
+            if name.startswith("layers.0.") or "batches" in name:
+                assert torch.allclose(value, plain.get_buffer(name), rtol=1e-5), name
+    assert all(
+        torch.equal(value, found[2 + rank][0][name]) for rank in (0, 1) for name, value in found[rank][0].items()
+    )
+    assert found[0][0].keys() | found[1][0].keys() == dict(plain.named_buffers()).keys()
+
+
+def test_a_checkpoint_of_replicas(ranks: Pool, tmp_path: Path) -> None:
+    assert all(ranks(4).run(saved, str(tmp_path)))
+    model = mlp()
+    checkpoint.restore(tmp_path, model, torch.optim.AdamW(model.parameters()))
+
+
+# -- what they refuse --------------------------------------------------------------------------------------------------
+def meshes() -> list[str]:
+    """Give meshes that cannot be used."""
+    wrong = [
+        "a mesh",
+        init_device_mesh("cpu", (4,)),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
+        init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
+    ]
+    found = [_error(lambda mesh=mesh: autosplit(mlp(), mesh=mesh, sample=_values(4))) for mesh in wrong]
+    shapes = [("dp", "pp"), ("pp", "dp")]
+    one = init_device_mesh("cpu", (2, 2), mesh_dim_names=shapes[dist.get_rank() % 2])
+    found.append(_error(lambda: autosplit(mlp(), mesh=one, sample=_values(4))))
+    return [*found, _error(lambda: autosplit(mlp(), ["cpu"] * 4, mesh=mesh_of(2, 2), sample=_values(4)))]
+
+
+def calls() -> list[str]:
+    """Let replicas differ in what they have to agree in, or need the whole batch."""
+    replica, rank = dist.get_rank() // 2, dist.get_rank()
+
+    def seed() -> None:
+        torch.manual_seed(replica)
+        _split(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), _values(4))
+
+    pipe, _ = _split(Dropping(), _values(4))
+    mixing, _ = _split(MixesRows(), _values(4))
+    balanced = TRAININGS["experts of one layer"]
+    sample = without_gradients(balanced.batch(4)).args
+    experts, _ = _split(balanced.make(), sample)
+
+    def step(values: Tensor, loss: Any = F.mse_loss, **how: Any) -> Any:
+        return pipe.train_step(values, target=torch.zeros_like(values), loss_fn=loss, **how)
+
+    def failing(output: Tensor, target: Tensor) -> Tensor:
+        if replica == 1:
+            raise ValueError("no loss of replica 1")
+        return (output - target).square().mean()
+
+    def drawn() -> None:
+        torch.manual_seed(replica)
+        step(_values(4))
+
+    asked: list[Callable[[], Any]] = [
+        seed,
+        drawn,
+        lambda: step(_values(4, seed=rank)),
+        lambda: step(_values(0)),
+        lambda: step(_values(4), failing),
+        lambda: step(_values(4), lambda output, target: (output - target).square().mean().sqrt()),
+        lambda: pipe.eval_step(_values(4)) if replica else step(_values(4)),
+        lambda: mixing(_values(4)),
+        lambda: mixing.train_step(_values(4), loss_fn=lambda output: output[0].square().mean()),
+        lambda: experts.train_step(*sample),
+    ]
+    found = []
+    for ask in asked:
+        torch.manual_seed(7)
+        found.append(_error(ask))
+    torch.manual_seed(7)
+    return [*found, _error(lambda: step(_values(4)))]
+
+
+def test_meshes_that_cannot_be_used_are_refused(ranks: Pool) -> None:
+    for kind, names, unknown, tensors, size, other, devices in ranks(4).run(meshes):
+        assert "InputError: mesh is a str" in kind
+        assert "have no names" in names
+        assert "a dimension ep; known are dp, pp, tp" in unknown
+        assert "tp=2" in tensors
+        assert "2 ranks, and 4 processes" in size
+        assert "the ranks differ in their meshes" in other
+        assert "leave devices out" in devices
+
+
+def test_what_replicas_differ_in_or_need_whole_is_refused_on_all_ranks(ranks: Pool) -> None:
+    every = ranks(4).run(calls)
+    for seed, drawn, batch, empty, failing, root, calling, mixing, training, balanced, right in every:
+        assert "the values of their models" in seed
+        assert "torch's random state" in drawn
+        assert "the batch's values" in batch
+        assert "no replica has any rows" in empty
+        assert "no loss of replica 1" in failing
+        assert "neither a mean nor a sum" in root
+        assert "the ranks differ in the kind of call" in calling or "make different calls" in calling
+        assert "mixes the rows" in mixing
+        assert "needs the whole batch" in training
+        assert "needs the whole batch" in balanced
+        assert right == "nothing was raised"
