@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,10 @@ from autosplit.options import (
     resolve_lanes,
     resolve_rng,
 )
+from autosplit.parallel import Parallel, check_mesh, check_zero
 from autosplit.planning.explain.explain import answered, assumed
 from autosplit.planning.paper import prepare, search_space, stand_ins
+from autosplit.planning.parallel.search import MeshRequest, plan_mesh
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.request import chosen
 from autosplit.planning.search.make import recosted
@@ -28,6 +31,7 @@ from autosplit.runtime.lanes.ambient import without_callers_modes
 from autosplit.trace.borrowed.state import attributes, random_state
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.units import format_bytes
+from cost_models.registry import spread
 
 if TYPE_CHECKING:
     from autosplit.distributed.world import World
@@ -205,6 +209,8 @@ def plan(
     memory_limit: int | float | str | None = None,
     reserve: int | float | str | None = RESERVE,
     cut: str = "modules",
+    mesh: Mapping[str, int] | str | None = None,
+    zero: int | str = "auto",
     find: str = "best",
     plan: Plan | str | Path | None = None,
     processes: bool = False,
@@ -224,7 +230,8 @@ def plan(
             gives models of ``hf:`` labels by itself.
         optimizer: what keeps state: "adamw", "adam", "momentum", "sgd", "none", or state bytes per parameter element.
         precision: what the training runs in: "fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master" (bf16 weights
-            and gradients; fp32 weights count as state of the optimizer), or None: as the model is.
+            and gradients; fp32 weights count as state of the optimizer), "fp8" (as that, and blocks' products with
+            parameters in fp8), or None: as the model is.
         schedule: as in `autosplit`; "auto" searches.
         virtual_stages: as in `autosplit`.
         recompute: as in `autosplit`; "auto" searches.
@@ -232,6 +239,11 @@ def plan(
         reserve: what each device keeps free: bytes, text such as "2GiB", or "3%" of the device, which does not count
             under a ``memory_limit``. Plans keep out of it where they can; a peak that reaches into it is borderline.
         cut: as in `autosplit`.
+        mesh: how many ranks share the model by data (dp), tensor (tp) and pipeline (pp) parallelism: degrees such as
+            ``{"dp": 8, "tp": 2, "pp": 4}``, or "auto": those with the shortest step that fit. The sample is the global
+            batch; rows, bytes and times of the plan's stages are one rank's. None: a pipeline over all devices.
+        zero: what data-parallel ranks shard of a mesh: 0 nothing, 1 the optimizer's state, 2 gradients too, 3
+            parameters too; "auto": what is fastest and fits.
         find: "best": the best plan for these devices and this batch; "smallest": for the fewest devices of this kind
             that surely hold the model; "largest_batch": for the largest batch that surely fits, in ``chunks``
             microbatches (auto: as many as are best for the sample).
@@ -262,8 +274,10 @@ def plan(
         precision = pinned.precision if precision is None else precision
         processes = processes or pinned.processes
     own = resolve_machine(devices)
-    asked = chosen(
-        devices=len(own),
+    degrees = _mesh(mesh, zero, devices=len(own), find=find, pinned=pinned)
+    own = spread(own) if degrees is not None else own
+    choices = partial(
+        chosen,
         chunks=chunks,
         schedule=schedule,
         virtual_stages=virtual_stages,
@@ -275,6 +289,8 @@ def plan(
         cut=cut,
         pinned=pinned,
     )
+    asked = choices(devices=degrees.pp if isinstance(degrees, Parallel) else len(own))
+    processes = processes or degrees is not None
     options = Options(
         devices=stand_ins(own), **asked, batch_dims=batch_dims, measure=False, machine=own, processes=processes
     )
@@ -285,8 +301,25 @@ def plan(
         if pinned is not None:
             return assumed(recosted(paper.model, paper.found, paper.options, pinned), paper)
         rows, free_chunks = batch_rows(paper.found.inputs), chunks == "auto"
+        if degrees is not None:
+            given_degrees = degrees if isinstance(degrees, Parallel) else None
+            each = MeshRequest(
+                paper, own, lambda stages: choices(devices=stages), given_degrees, check_zero(zero), free_chunks
+            )
+            return assumed(plan_mesh(each), paper)
         found = answered(paper, lambda own: search_space(own.options, rows=rows, free_chunks=free_chunks), find=find)
         return assumed(found, paper)
+
+
+def _mesh(mesh: Any, zero: Any, *, devices: int, find: str, pinned: Plan | None) -> Parallel | str | None:
+    """Return the degrees that are asked for, checked with what else is."""
+    check_zero(zero)
+    degrees = check_mesh(mesh, devices=devices)
+    if degrees is None and zero != "auto":
+        raise InputError(f"zero={zero!r} is for the ranks of a mesh; give mesh= too")
+    if degrees is not None and (find != "best" or pinned is not None):
+        raise InputError("mesh= plans the best for all devices; leave find= and plan= out")
+    return degrees
 
 
 def _given(model: nn.Module, sample: Any) -> Sample:

@@ -38,8 +38,10 @@ COMPILE_ARGUMENTS = ("backend", "mode", "options", "dynamic")
 """What ``torch.compile`` is given by the caller; a stage is always one graph."""
 RECOMPUTE = ("never", "always", "except_last", "block")
 """What a stage does again in its backward: nothing, all, all but for the last microbatch, each of its blocks alone."""
-PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master")
+PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master", "fp8")
 """How training computes and what it keeps, for what it costs: it sets no dtype of what runs."""
+MASTERS = ("bf16_fp32_master", "fp8")
+"""The precisions whose optimizer updates fp32 weights beside the model's own in bf16."""
 CUT = ("modules", "operations")
 """Where cuts fall: between modules where that costs less than 2% of the step, or between any two operations."""
 FIND = ("best", "smallest", "largest_batch")

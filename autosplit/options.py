@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 import torch
 
-from autosplit.checks import COMPILE_ARGUMENTS, COMPILE_MODES, LANES, OPTIMIZER_COPIES, RNG, choose
+from autosplit.checks import COMPILE_ARGUMENTS, COMPILE_MODES, LANES, MASTERS, OPTIMIZER_COPIES, RNG, choose
 from autosplit.errors import DeviceError, InputError
+from autosplit.parallel import Parallel, Placed
 from cost_models import registry
-from cost_models.communicators import communicator_bytes
+from cost_models.communicators import collective_bytes, communicator_bytes
 from cost_models.machines import HostSpec, MachineSpec
 from cost_models.specs import DeviceSpec, LinkSpec, Source
 
@@ -102,26 +103,37 @@ class Options:
     """Whether each device has a process of its own: a host thread for each, and values are sent and not shared."""
     hosts: tuple[int, ...] = ()
     """The number of each process's host, ascending; empty: they are all on one, or on those of the ``machine``."""
+    placed: Placed | None = None
+    """The mesh on paper that is planned for; ``devices`` and ``machine`` are those of one pipeline in it."""
     loss: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     """The loss of a microbatch on paper, from the first output and the number of rows; None: the mean of that."""
 
     def optimizer_bytes(self, *, elements: int, parameter_bytes: int) -> int:
         """Return the bytes of optimizer state of one parameter, an fp32 master weight among them."""
         updated = self.updated_bytes(elements=elements, parameter_bytes=parameter_bytes)
-        master = updated if self.precision == "bf16_fp32_master" else 0
+        master = updated if self.precision in MASTERS else 0
         if isinstance(self.optimizer, int):
-            return master + self.optimizer * elements
+            return master + self.parallel.part_of(self.optimizer * elements, zero=1)
         return master + OPTIMIZER_COPIES[self.optimizer] * updated
 
     def updated_bytes(self, *, elements: int, parameter_bytes: int) -> int:
-        """Return the bytes of what the optimizer updates of one parameter: its fp32 master weight, or else itself."""
-        return _MASTER_BYTES * elements if self.precision == "bf16_fp32_master" else parameter_bytes
+        """Return the bytes of what the optimizer updates of one parameter: its fp32 master weight, or else itself.
+
+        Where data-parallel ranks shard the optimizer's state it is this rank's part.
+        """
+        updated = _MASTER_BYTES * elements if self.precision in MASTERS else parameter_bytes
+        return self.parallel.part_of(updated, zero=1)
 
     def step_bytes(self, *, elements: int, parameter_bytes: int) -> int:
         """Return what the optimizer's step allocates for one parameter: the list of roots of torch's foreach Adam."""
         if self.optimizer not in ("adam", "adamw") or self.kernels == "cpu":
             return 0
         return self.updated_bytes(elements=elements, parameter_bytes=parameter_bytes)
+
+    @property
+    def parallel(self) -> Parallel:
+        """The degrees of the mesh."""
+        return Parallel(pp=len(self.devices)) if self.placed is None else self.placed.parallel
 
     def capacity_bytes(self, lane: int, *, kept_bytes: int | None = None) -> int | None:
         """Return the bytes that tensors may use of one of the devices; None where that is not known.
@@ -189,7 +201,9 @@ class Options:
         """Return what NCCL keeps of each device for the directed pairs of lanes that send; 0 in one process."""
         if not self.processes or self.kernels == "cpu":
             return (0,) * len(self.devices)
-        return communicator_bytes(self.world, pairs)
+        groups = () if self.placed is None else (self.placed.dp, self.placed.tp)
+        kept = sum(map(collective_bytes, groups))
+        return tuple(own + kept for own in communicator_bytes(self.world, pairs))
 
     @cached_property
     def neighbours_bytes(self) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ No figure was measured here. They are the defaults of NCCL 2.30.7, as its source
 - ``src/graph/paths.cc``: a pair has two channels, or two for each of its NVLinks, as a power of two; no more than its
   communicator has, which were 64 on a B300 (issue 2363).
 - ``src/transport/net.cc``: between hosts both ends have 16 chunks of 128 KiB for each channel of the communicator.
+- ``src/graph/rings.cc``: a group's ring has a connection to either neighbour in every channel; 16 are taken. Two
+  buckets of 25 MiB, DDP's default, are counted with a group.
 
 What depends on the machine is a high estimate. RCCL is taken to do as NCCL does.
 """
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from cost_models.collectives import Group
 from cost_models.machines import MachineSpec
 
 _MIB = 2**20
@@ -30,6 +33,17 @@ _SENDS, _RECEIVES = 2 * _MIB, 10 * _MIB
 _NETWORK = 16 * 128 * 2**10
 """Of a channel, at each end between hosts."""
 _NETWORK_CHANNELS = 32
+
+
+_RING_CHANNELS = 16
+_BUCKET = 25 * _MIB
+
+
+def collective_bytes(group: Group) -> int:
+    """Return the bytes that NCCL keeps of a device for the collectives of a group that it is in, with a bucket each."""
+    if group.size == 1:
+        return 0
+    return _RING_CHANNELS * (_SENDS + _RECEIVES) + 2 * _BUCKET
 
 
 def communicator_bytes(machine: MachineSpec, pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:

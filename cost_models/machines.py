@@ -83,6 +83,15 @@ class MachineSpec(Record):
         """Return the number of the host that a device is on."""
         return self._place(device)[0]
 
+    def island_of(self, device: int) -> tuple[int, int]:
+        """Return the host of a device and its group there: devices of one island have a peer link between any two.
+
+        A device without a peer link shares its host's memory with all others there.
+        """
+        host, slot = self._place(device)
+        group = self.devices[device].peer_group
+        return host, 0 if group is None else slot // group
+
     def link(self, source: int, target: int) -> LinkSpec:
         """Return the link that a transfer between two devices takes, by their numbers; the same in both directions.
 

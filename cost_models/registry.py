@@ -73,6 +73,18 @@ def machine(devices: str | Path | Sequence[str | Path | DeviceSpec]) -> MachineS
     return _assembled(_Layout(specs, 1))
 
 
+def spread(machine: MachineSpec) -> MachineSpec:
+    """Return a machine on several hosts where one has more devices of a kind than are joined by peer links.
+
+    ``64xH100-SXM5-80GB`` is eight hosts then; any other machine comes back as it is.
+    """
+    group, kinds = machine.devices[0].peer_group, {spec.name for spec in machine.devices}
+    count = len(machine)
+    if len(machine.host_devices) > 1 or len(kinds) > 1 or group is None or count <= group or count % group:
+        return machine
+    return _assembled(_Layout([*machine.devices[:group]], count // group))
+
+
 def find(name: str | Path) -> DeviceSpec | MachineSpec:
     """Return what ``name`` names: a device, by its name or its file, or else a machine, as ``machine`` does.
 

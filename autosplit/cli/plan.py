@@ -14,6 +14,7 @@ from autosplit.cli import common
 from autosplit.cli.inputs import ROWS_PER_DEVICE, InputOptions, InputSpec, ModelSpec, wants_labels
 from autosplit.cli.outputs import OutputOptions, check_path, write_file
 from autosplit.errors import InputError, TraceError
+from autosplit.parallel import Parallel, check_mesh
 from autosplit.progress import phase
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ EXAMPLES = """Examples:
                             --input "input_ids=int64[256,1024]<50257"
   autosplit plan my.gpt:GPT --devices 2x8xH100-SXM5-80GB --processes --script train.py \\
                             --input "input_ids=int64[64,1024]<50257"
+  autosplit plan my.gpt:GPT --devices 64xH100-SXM5-80GB --mesh auto --precision bf16_fp32_master \\
+                            --input "input_ids=int64[1024,2048]<50257"
+  autosplit plan my.gpt:GPT --devices 8x8xH100-SXM5-80GB --mesh dp=8,tp=2,pp=4 --zero 1 \\
+                            --input "input_ids=int64[1024,2048]<50257"
   autosplit plan my.gpt:GPT --chunks 16 --largest-batch --input "input_ids=int64[16,1024]<50257" --markdown
   autosplit plan nets.py:Detector --input "batch.x=float32[64,3,32,32]" --input "pair[0]=bool[64]" --input "act='relu'"
 
@@ -67,6 +72,11 @@ Script = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write a program that trains by the plan (in --save, or beside FILE)."),
 ]
+Mesh = Annotated[
+    str | None,
+    typer.Option(metavar="auto|DEGREES", help="Degrees such as dp=8,tp=2,pp=4, or auto; the inputs are all rows."),
+]
+Zero = Annotated[str, typer.Option(help="What replicas of a mesh shard: 0, 1, 2, 3, or auto.")]
 PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto.")]
 
 
@@ -86,6 +96,8 @@ def plan_command(
     largest_batch: LargestBatch = False,
     train: common.Mode = None,
     processes: Processes = False,
+    mesh: Mesh = None,
+    zero: Zero = "auto",
     script: Script = None,
 ) -> int:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
@@ -93,10 +105,15 @@ def plan_command(
     wanted = False if loss is not None else wants_labels(labels, options.schedule)
     spec = inputs.spec(model, labels=wanted, train=train)
     find = _find(smallest=smallest, largest_batch=largest_batch, pinned=options.pinned)
+    if script is not None and mesh is not None:
+        raise InputError("--script writes a program for a pipeline alone; leave --mesh or --script out")
     if script is not None:
         outputs = _with_plan(outputs, script=script, spec=spec, schedule=options.schedule, find=find)
     machine = resolve_machine(_devices(devices, options.pinned))
-    choices = options.choices(len(machine), chunks=common.number_or_word(chunks), precision=precision)
+    degrees = check_mesh(mesh, devices=len(machine))
+    stages = degrees.pp if isinstance(degrees, Parallel) else len(machine)
+    choices = options.choices(stages, chunks=common.number_or_word(chunks), precision=precision)
+    choices |= {"mesh": mesh, "zero": common.number_or_word(zero)}
     with common.beside_stdout():
         found, given = _planned(spec, machine=machine, loss=loss, find=find, processes=processes, **choices)
         if script is not None:

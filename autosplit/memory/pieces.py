@@ -20,7 +20,7 @@ It is cut into what one action each does to a device's memory:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -79,6 +79,35 @@ class StageTrace:
     kept: Mapping[int, str] = field(default_factory=dict)
     split: Mapping[str, Held] = field(default_factory=dict)
     guessed_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which part of a stage's storages a rank has: by the node that makes them, or by the parameter of a gradient.
+
+    ``border`` is that of what arrives from other stages; what is not named is whole. ``gradients``: the part of every
+    gradient that data-parallel ranks keep beside that.
+    """
+
+    nodes: Mapping[str, float]
+    states: Mapping[str, float]
+    border: float = 1.0
+    gradients: float = 1.0
+
+    def of(self, trace: StageTrace) -> StageTrace:
+        """Return a rank's part of a trace."""
+        part = {storage: self.gradients * self.states.get(name, 1.0) for storage, name in trace.gradients.items()}
+
+        def own(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+            found = []
+            for step in steps:
+                share = self.nodes.get(step.node, 1.0) if step.node else self.border
+                made = ((storage, count * part.setdefault(storage, share)) for storage, count in step.changes)
+                found.append(Step(step.node, tuple((storage, round(count)) for storage, count in made)))
+            return tuple(found)
+
+        forward, backward, later = own(trace.forward), own(trace.backward), own(trace.backward_later)
+        return replace(trace, forward=forward, backward=backward, backward_later=later)
 
 
 Recompute = Literal["never", "block", "always", "except_last"]

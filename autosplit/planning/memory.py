@@ -30,8 +30,9 @@ held against the peak alone. CPU lanes have no range: their peaks were within 0.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 
@@ -39,7 +40,7 @@ import torch
 from torch import fx
 
 from autosplit.memory.allocator import device_changes, simulate_allocator
-from autosplit.memory.pieces import Change, Recompute, StageTraces
+from autosplit.memory.pieces import Change, Parts, Recompute, StageTraces
 from autosplit.memory.replay import DeviceReplay, StaticBytes, optimizer_changes, replay
 from autosplit.options import Options
 from autosplit.planning.profiled.formulate import held_copies, state_bytes
@@ -70,6 +71,8 @@ class Cut:
     sizes: tuple[int, ...]
     schedule: Schedule
     recompute: tuple[Recompute, ...]
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    """The numbers of the repeated blocks that nodes lie in."""
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -168,8 +171,33 @@ def _replayed(cut: Cut, stage: int, memo: TraceMemo) -> ReplayedStage:
         option,
         never=never if option in ("never", "except_last") else None,
         recomputed=None if option == "never" else replace(never, units=units, whole=not units),
+        parts=_parts(cut, nodes),
     )
     return ReplayedStage(found, _static(cut, stage, nodes))
+
+
+def _parts(cut: Cut, nodes: StageNodes) -> Parts | None:
+    """Return what a rank has of a stage's storages; None where it has all of them."""
+    parallel, shares = cut.options.parallel, cut.profile.shares
+    if parallel.ranks == parallel.pp:
+        return None
+    border = max((shares.of(node.meta[INFO].name).held for node in nodes.inputs if INFO in node.meta), default=1.0)
+    held = {name: share.held for name, share in shares.nodes.items()}
+    return Parts(held, shares.states, border, 1 / parallel.dp if parallel.zero >= 2 else 1.0)
+
+
+def _gathered(cut: Cut, stage: int) -> int:
+    """Return what a stage holds of parameters and gradients that are whole for a while: of its largest block.
+
+    Under ZeRO-3 there are the parameters of the block that runs and of the next, from ZeRO-2 on one block's gradients.
+    """
+    parallel, blocks = cut.options.parallel, cut.blocks
+    if parallel.zero < 2 or parallel.dp == 1:
+        return 0
+    largest: Counter[int] = Counter()
+    for state in cut.states.get(stage, ()):
+        largest[next((blocks[name] for name in state.uses if name in blocks), -1)] += state.bytes * state.is_parameter
+    return max(largest.values(), default=0) * (3 if parallel.zero == 3 else 1)
 
 
 def _roots(nodes: StageNodes, first: fx.Node | None) -> frozenset[str]:
@@ -187,8 +215,9 @@ def _static(cut: Cut, stage: int, nodes: StageNodes) -> StaticBytes:
     shared = [info for info in taken if info.node_class is NodeClass.SHARED and info.name in cut.profile.nodes]
     outputs = tuple(cut.profile.nodes[info.name].output_bytes for info in shared)
     epilogue = _epilogue(cut) if stage == cut.schedule.stages - 1 else ()
+    own = sum(state_bytes(state, cut.options).own for state in states)
     return StaticBytes(
-        parameters=(sum(state.bytes for state in states) + cut.copies.get(stage, 0),),
+        parameters=(own + cut.copies.get(stage, 0) + _gathered(cut, stage),),
         optimizer=(sum(state_bytes(state, cut.options).optimizer for state in states),),
         whole_batch=(*outputs, *_drawn(cut, stage), *epilogue),
     )

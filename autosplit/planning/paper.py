@@ -28,7 +28,7 @@ from autosplit.trace.ladder import Trace, trace
 from cost_models.machines import MachineSpec
 
 _DTYPES = {"fp32": torch.float32, "amp_bf16": torch.float32, "amp_fp16": torch.float32}
-_DTYPES |= {"bf16": torch.bfloat16, "bf16_fp32_master": torch.bfloat16}
+_DTYPES |= {"bf16": torch.bfloat16, "bf16_fp32_master": torch.bfloat16, "fp8": torch.bfloat16}
 _MOST = 16
 """Microbatches per device of a search at most, but for one more count."""
 _SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 4))
@@ -50,6 +50,10 @@ class OnPaper:
     by_values: bool
     shared: Shared
     """What searches over the recording share."""
+
+    def of(self, options: Options) -> OnPaper:
+        """Return the recording under other options."""
+        return replace(self, options=replace(options, loss=self.options.loss))
 
     def sweep(self, space: Space, *, rows: int) -> Sweep:
         """Return the configurations of a space for so many rows."""

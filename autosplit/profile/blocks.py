@@ -106,6 +106,7 @@ class CostMemo:
     def __init__(self, traced: TracedGraph) -> None:
         self._traced = traced
         self._short = shorten_graph(traced)
+        self._mixes = any(info.node_class is NodeClass.FULL for _, info in traced.compute_nodes())
         self._known: dict[Hashable, dict[str, NodeProfile]] = {}
 
     def costs(
@@ -117,7 +118,7 @@ class CostMemo:
         kernels: Literal["cpu", "cuda"] = "cpu",
     ) -> dict[str, NodeProfile]:
         """Return what :func:`fake_costs` returns, from a run without most of the repeated blocks."""
-        key = rows, batch_rows, input_grads, kernels
+        key = rows, batch_rows if self._mixes else None, input_grads, kernels
         if key not in self._known:
             run = partial(fake_costs, rows=rows, batch_rows=batch_rows, input_grads=input_grads, kernels=kernels)
             self._known[key] = self._expanded(run)

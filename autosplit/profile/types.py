@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autosplit.profile.node_costs.ledger import Operation
+from autosplit.profile.shares import TensorShares
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Profile:
         samples: what was measured, by stable node name: medians, ranges, and the device's own peak bytes.
         workspaces: bytes of scratch that the device's kernels were seen to hold meanwhile, by `operation_key`; None
             where nobody looked.
+        shares: what of the nodes and the state the rank has whose costs these are.
     """
 
     rows: int
@@ -104,6 +106,7 @@ class Profile:
     out_of_memory: Mapping[str, str] = field(default_factory=dict)
     samples: Mapping[str, MeasuredNode] = field(default_factory=dict)
     workspaces: Mapping[str, int] | None = None
+    shares: TensorShares = field(default_factory=TensorShares)
 
     @property
     def estimated(self) -> dict[str, str]:

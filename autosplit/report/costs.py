@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from autosplit.planning.plan.record import Record
+from autosplit.planning.plan.fields import Record
 from autosplit.profile.types import Profile
 from autosplit.report.document import DEFAULT_WIDTH, Column, Section, as_text, column, room_beside
 from autosplit.report.words import format_count, plural, shorten, size_words

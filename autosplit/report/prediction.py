@@ -134,6 +134,7 @@ def _holder(plan: Plan, device: DeviceVerdict) -> str:
 
 
 FRONTIER_ROWS = 12
+MESH_ROWS = 8
 
 
 def verdicts(plan: Plan, *, width: int | None) -> Iterator[Section]:
@@ -191,6 +192,21 @@ def frontier(plan: Plan, *, width: int | None) -> Iterator[Section]:
     yield Section(
         "Plans that none beats in both step and memory", columns=(*setting, recompute, *outcome), below=tuple(below)
     )
+
+
+def meshes(plan: Plan) -> Iterator[Section]:
+    """Yield other meshes that the search weighed, the fastest first."""
+    if not plan.meshes:
+        return
+    shown = plan.meshes[:MESH_ROWS]
+    columns = (
+        column("mesh", shown, lambda one: str(one.mesh), align="left"),
+        column("step", shown, lambda one: f"{'>' * (one.verdict is None)}{format_seconds(one.step_s)}"),
+        column("against this plan", shown, lambda one: f"{one.step_s / plan.step_s - 1:+.0%}" if plan.step_s else ""),
+        column("verdict", shown, lambda one: one.verdict or "not searched", align="left"),
+    )
+    left = [f"and {len(plan.meshes) - len(shown)} more"] if len(plan.meshes) > len(shown) else []
+    yield Section("Other meshes", columns=columns, below=(*left, ">: a lower bound"))
 
 
 def is_this_plan(plan: Plan, one: Alternative) -> bool:

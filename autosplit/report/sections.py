@@ -32,7 +32,7 @@ from autosplit.report.document import (
     room_beside,
     table_width,
 )
-from autosplit.report.prediction import changes, frontier, prediction, shares, verdicts
+from autosplit.report.prediction import changes, frontier, meshes, prediction, shares, verdicts
 from autosplit.report.words import covers, fit_modules, format_count, plural, repeats, shorten, size_words, some_numbers
 from autosplit.units import format_bytes, format_seconds
 
@@ -75,6 +75,7 @@ def sections(plan: Plan, *, width: int | None, seen: Beside | None = None) -> li
         *measured_sections(plan, seen),
         *changes(plan),
         *frontier(plan, width=width),
+        *meshes(plan),
         *lists(plan, "Reasons", "Whole modules", "Notes"),
     ]
 
@@ -101,6 +102,7 @@ def header(plan: Plan) -> Section:
     times = "measured node times" if plan.measured else "modelled node times (nothing was measured)"
     facts = (
         ("model", model_words(plan)),
+        *_mesh_words(plan),
         ("devices", f"{len(plan.devices)}: {repeats(plan.devices)}{each}{', a process for each' * plan.processes}"),
         ("chunks", _microbatches(plan)),
         ("schedule", f"{plan.schedule}{own}, optimizer {plan.optimizer}"),
@@ -108,6 +110,14 @@ def header(plan: Plan) -> Section:
         ("traced", _traced(plan)),
     )
     return Section(f"Partition of {plan.fingerprint.model}", facts=facts)
+
+
+def _mesh_words(plan: Plan) -> list[tuple[str, str]]:
+    """Return the mesh, where one is planned for."""
+    if plan.mesh is None:
+        return []
+    rows = sum(plan.microbatch_rows) * plan.mesh.dp
+    return [("mesh", f"{plan.mesh} of {plan.machine}, {plural(rows, 'row')} in all; what follows is of one pipeline")]
 
 
 def model_words(plan: Plan) -> str:

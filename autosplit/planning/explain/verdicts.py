@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from autosplit.planning.plan.fields import Verdict
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import StageMemory, Verdict
+from autosplit.planning.plan.record import StageMemory
 
 Term = Literal["states", "activations", "transient"]
 

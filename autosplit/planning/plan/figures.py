@@ -56,7 +56,7 @@ def step_amounts(stages: Sequence[StagePlan], schedule: Schedule, timeline: Time
 
 _RATES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _COMPUTES: dict[str, DType] = {"fp32": "fp32", "amp_bf16": "bf16", "amp_fp16": "fp16", "bf16": "bf16"}
-_COMPUTES |= {"bf16_fp32_master": "bf16"}
+_COMPUTES |= {"bf16_fp32_master": "bf16", "fp8": "fp8"}
 _INTEGERS = (torch.int64, torch.int32)
 
 

@@ -8,31 +8,16 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import Field, computed_field
 
 from autosplit.checks import OPTIMIZER_COPIES, PRECISIONS
+from autosplit.planning.plan.fields import Count, MeshAlternative, MeshDegrees, Record, Seconds, Size, Verdict
 from autosplit.planning.request import schedule_of
 from autosplit.schedule.action import Schedule
 from autosplit.trace.rows.findings import Proof
 
-Seconds = Annotated[float, Field(ge=0, le=1e12)]
-"""A time; files come from strangers, and sums of times are to stay numbers."""
-Count = Annotated[int, Field(ge=-(2**60), le=2**60)]
-"""A number of bytes or things, that a float holds nearly and a table shows."""
-Size = Annotated[int, Field(ge=0, le=2**60)]
-"""A number that is never below 0; other counts may be differences."""
-
-
-Verdict = Literal["fits", "borderline", "no"]
 NEAR = 1.05
 """A peak without a range that is above its capacity by less than this is borderline."""
-
-
-class Record(BaseModel):
-    """What all parts of a plan are: frozen, and nothing but what is named here."""
-
-    # JSON has no NaN and no infinity: a plan with one would not come back as it was.
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class StageMemory(Record):
@@ -270,6 +255,12 @@ class PlanRecord(Record):
     """The precision that costs were predicted for; None: the model's own."""
     issue_threads: Count = Field(default=1, ge=1)
     """How many host threads issue the devices' kernels, each an equal part of them."""
+    mesh: MeshDegrees | None = None
+    """The mesh whose ranks share the model; stages, rows and bytes are then those of one rank."""
+    meshes: tuple[MeshAlternative, ...] = ()
+    """Other degrees that the search weighed, the fastest first."""
+    update_s: Seconds = 0.0
+    """The part of ``step_s`` in which a mesh's ranks sum what is left of the gradients and update the parameters."""
     processes: bool = False
     """Whether each device has a process of its own, as under torchrun, whose thread issues its kernels."""
     machine: str | None = None
@@ -298,8 +289,9 @@ class PlanRecord(Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def rows_per_s(self) -> float | None:
-        """Rows of the batch per second of the step."""
-        return sum(self.microbatch_rows) / self.step_s if self.step_s else None
+        """Rows of the batch per second of the step; of a mesh all replicas'."""
+        dp = 1 if self.mesh is None else self.mesh.dp
+        return dp * sum(self.microbatch_rows) / self.step_s if self.step_s else None
 
     @computed_field  # type: ignore[prop-decorator]
     @property

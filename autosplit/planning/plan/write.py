@@ -19,7 +19,9 @@ from autosplit.options import Options
 from autosplit.partition.problem import recompute_fraction
 from autosplit.partition.solve import Partition
 from autosplit.planning.memory import Cut, PeakRange, fullest_moments, peak_ranges
+from autosplit.planning.parallel.update import update_s
 from autosplit.planning.plan.diff import entries_that_differ
+from autosplit.planning.plan.fields import MeshDegrees
 from autosplit.planning.plan.figures import model_flops, overhead_s, parameter_dtype, peak_flops_per_s, tokens_per_row
 from autosplit.planning.plan.notes import notes_of
 from autosplit.planning.plan.plan import Plan
@@ -76,7 +78,16 @@ class Writer:
 
     @cached_property
     def _cut(self) -> Cut:
-        return Cut(self.traced, self.costs, self.options, self.stage_of, self.sizes, self.schedule, self.recompute)
+        return Cut(
+            self.traced,
+            self.costs,
+            self.options,
+            self.stage_of,
+            self.sizes,
+            self.schedule,
+            self.recompute,
+            self.case.shared.outline.blocks,
+        )
 
     @cached_property
     def ranges(self) -> Mapping[int, PeakRange]:
@@ -111,13 +122,19 @@ class Writer:
         """What NCCL keeps of each device."""
         return self.options.communicator_bytes(sending_pairs(self._boundaries, self.schedule))
 
+    @cached_property
+    def update_s(self) -> float:
+        """How much later than the last action the ranks of a mesh have summed their gradients and made the update."""
+        return update_s(self.partition.costs.timeline, self._cut.states, self.options)
+
     def plan(self) -> Plan:
         """Return the plan with its prediction."""
         stages = tuple(self._stage(index) for index in range(self.partition.stages))
         boundaries = self._boundaries
         costs, fits = self.partition.costs, fit_of(stages)
         extra_s = overhead_s(self.options, stages, self.schedule, costs.timeline)
-        beside_s = shared_s(self.traced, self.costs) + sent_s(boundaries, self.costs, self.options) + extra_s
+        update_s, peak = self.update_s, peak_flops_per_s(self.options, dtype := parameter_dtype(self.traced))
+        beside_s = shared_s(self.traced, self.costs) + sent_s(boundaries, self.costs, self.options) + extra_s + update_s
         made = Plan(
             fingerprint=fingerprint_of(self.model, [info.name for _, info in self.traced.compute_nodes()]),
             devices=tuple(map(self.options.device_name, range(len(self.schedule.lanes)))),
@@ -131,11 +148,13 @@ class Writer:
             actions=self.options.actions,
             optimizer=str(self.options.optimizer),
             machine=None if self.options.machine is None else self.options.machine.name,
+            mesh=MeshDegrees.of(self.options.placed),
             precision=self.options.precision,
             issue_threads=issue_threads(self.options),
             processes=self.options.processes,
             step_s=costs.step_s + beside_s,
             overhead_s=extra_s,
+            update_s=update_s,
             bubble=costs.timeline.bubble,
             bottleneck_s=self.partition.bottleneck_s,
             lower_bound_s=self.partition.lower_bound_s + shared_s(self.traced, self.costs),
@@ -145,10 +164,11 @@ class Writer:
             verdict="borderline" if fits is None else "fits" if fits else "no",
             class_flops=self._class_flops(),
             measured=self.costs.measured,
-            dtype=(dtype := parameter_dtype(self.traced)),
+            dtype=dtype,
             sequence=tokens_per_row(self.case.found.inputs),
-            model_flops=model_flops(self.traced, self.costs, self.sizes, backward=self.schedule.has_backward),
-            peak_flops_per_s=peak_flops_per_s(self.options, dtype),
+            model_flops=model_flops(self.traced, self.case.whole, self.sizes, backward=self.schedule.has_backward)
+            * self.options.parallel.dp,
+            peak_flops_per_s=None if peak is None else peak * self.options.parallel.ranks / self.options.parallel.pp,
             curves=lane_curves(self.fullest, self.schedule, waiting=self._waiting),
             notes=tuple(notes_of(self.case, self.partition, unreplayed=self._replayed[1])),
             whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),
@@ -168,7 +188,7 @@ class Writer:
             lane=self.lane[index],
             nodes=tuple(names),
             modules=tuple(covered_modules(self.model, names)),
-            parameters=sum(s.elements for s in parameters),
+            parameters=sum(self.case.whole.state[s.name].elements for s in parameters),
             forward_s=seconds["F"][index],
             backward_s=seconds["B"][index],
             recompute=self.recompute[index],
@@ -247,8 +267,9 @@ def shared_s(traced: TracedGraph, costs: Profile) -> float:
 def bytes_of_states(states: Sequence[StateProfile], options: Options) -> dict[str, int]:
     """Return what parameters and buffers take at home, with gradients and optimizer state, as `StageMemory` has it."""
     totals = [state_bytes(state, options) for state in states]
+    owns = zip(states, totals, strict=True)
     return {
-        "parameter_bytes": sum(s.bytes for s in states if s.is_parameter),
+        "parameter_bytes": sum(total.own for s, total in owns if s.is_parameter),
         "buffer_bytes": sum(s.bytes for s in states if not s.is_parameter),
         "gradient_bytes": sum(total.gradient for total in totals),
         "optimizer_bytes": sum(total.optimizer for total in totals),

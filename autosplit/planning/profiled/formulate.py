@@ -105,11 +105,13 @@ class StateBytes:
 
 
 def state_bytes(state: StateProfile, options: Options) -> StateBytes:
-    """Return the bytes of one parameter or buffer under the optimizer that was named."""
+    """Return the bytes of one parameter or buffer under the optimizer that was named, on one data-parallel rank."""
+    part_of = options.parallel.part_of
+    own = part_of(state.bytes, zero=3) if state.is_parameter else state.bytes
     if not (state.is_parameter and state.trainable):
-        return StateBytes(state.bytes, 0, 0)
+        return StateBytes(own, 0, 0)
     optimizer = options.optimizer_bytes(elements=state.elements, parameter_bytes=state.bytes)
-    return StateBytes(state.bytes, state.bytes, optimizer)
+    return StateBytes(own, part_of(state.bytes, zero=2), optimizer)
 
 
 def formulate(

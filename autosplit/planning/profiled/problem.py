@@ -12,6 +12,8 @@ from autosplit.options import Options
 from autosplit.partition.graph import base_graph
 from autosplit.partition.problem import Problem
 from autosplit.planning.paper_loss import PaperLoss, with_loss
+from autosplit.planning.parallel.pairs import Pairs, find_pairs, shares_of
+from autosplit.planning.parallel.rank import rank_profile
 from autosplit.planning.profiled.apply import DataflowIndex
 from autosplit.planning.profiled.formulate import Outline, formulate, scheduled
 from autosplit.planning.profiled.specs import device_specs, driver_name
@@ -19,6 +21,8 @@ from autosplit.planning.request import ResolvedSchedule, settle
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.blocks import CostMemo
 from autosplit.profile.node_costs.combine import profile
+from autosplit.profile.node_costs.work import cost_model_of
+from autosplit.profile.shares import TensorShares
 from autosplit.profile.stage_trace.trace_memo import TraceMemo
 from autosplit.profile.types import Profile
 from autosplit.trace.borrowed.state import borrowed
@@ -36,6 +40,9 @@ class ProfiledProblem:
     options: Options
     sizes: tuple[int, ...]
     costs: Profile
+    """Of one rank of the mesh, where one is planned for."""
+    whole: Profile
+    """Of the whole model."""
     problem: Problem
     shared: Shared
     warning: str | None = None
@@ -62,6 +69,20 @@ class Shared:
         self.memo = TraceMemo(found.graph)
         self.costs = CostMemo(found.graph)
         self.outline = Outline(found.graph)
+        self._pairs: Pairs | None = None
+
+    def pairs(self, costs: Profile) -> Pairs:
+        """Return the products that tensor-parallel ranks may share."""
+        if self._pairs is None:
+            self._pairs = find_pairs(self.outline.index, costs)
+        return self._pairs
+
+    def shares(self, costs: Profile, degree: int) -> TensorShares:
+        """Return what a rank of so many has of every node.
+
+        Raises InputError where the degree does not divide the heads and features that are to be shared.
+        """
+        return shares_of(self.pairs(costs), self.outline.index, degree)
 
 
 def prepare(
@@ -69,10 +90,26 @@ def prepare(
 ) -> ProfiledProblem:
     """Profile a recording for microbatches of the given sizes and formulate its problem under 1F1B."""
     shared = shared or Shared(found)
-    costs = profiled(model, found, options, sizes, memo=shared.costs)
+    whole = profiled(model, found, options, sizes, memo=shared.costs)
+    costs = rank_costs(whole, options, shared)
     factors = slowdowns(model, found, options, sizes, costs, memo=shared.costs)
     problem = formulate(shared.outline, costs, options, microbatches=len(sizes), slowdowns=factors)
-    return ProfiledProblem(model, found, options, sizes, costs, problem, shared)
+    return ProfiledProblem(model, found, options, sizes, costs, whole, problem, shared)
+
+
+def rank_costs(costs: Profile, options: Options, shared: Shared) -> Profile:
+    """Return what one rank of the mesh that is planned for has of a profile; without a mesh it is the profile."""
+    fp8 = options.precision == "fp8"
+    if options.placed is None:
+        return costs
+    return rank_profile(
+        costs,
+        shared.shares(costs, options.parallel.tp),
+        placed=options.placed,
+        blocks=shared.outline.blocks,
+        model=cost_model_of(device_specs(options)[options.leading]),
+        fp8=fp8,
+    )
 
 
 def prepare_scheduled(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> ProfiledProblem:

@@ -23,8 +23,9 @@ from torch import nn
 from autosplit.errors import InputError
 from autosplit.options import Options
 from autosplit.partition.line.search import LineCut
+from autosplit.planning.plan.fields import Verdict
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Alternative, Verdict, frontier
+from autosplit.planning.plan.record import Alternative, frontier
 from autosplit.planning.profiled.apply import assign, cut_sent_s
 from autosplit.planning.profiled.between import note_on_inside
 from autosplit.planning.profiled.problem import Shared

@@ -18,7 +18,7 @@ from operator import attrgetter
 import torch
 from torch import fx, nn
 
-from autosplit.memory.pieces import Recompute, StageTraces
+from autosplit.memory.pieces import Parts, Recompute, StageTraces
 from autosplit.profile.blocks import block_trace, called
 from autosplit.profile.stage_trace.stage_graph import StageNodes, Stages, block_paths, unit_path
 from autosplit.profile.stage_trace.stage_trace import How
@@ -47,12 +47,23 @@ class TraceMemo:
         return _Key(self._kinds, stage, how).made()
 
     def traces(
-        self, stage: StageNodes, recompute: Recompute, *, never: How | None, recomputed: How | None
+        self,
+        stage: StageNodes,
+        recompute: Recompute,
+        *,
+        never: How | None,
+        recomputed: How | None,
+        parts: Parts | None = None,
     ) -> StageTraces:
         """Return the traces of a stage whose microbatches of both kinds run in the given ways; None: there are none.
 
-        Those of a new kind are made here; nodes are called as in the stage that they were made on.
+        Those of a new kind are made here; nodes are called as in the stage that they were made on. ``parts``: what a
+        rank has of them.
         """
+        if parts is not None:
+            whole = self.traces(stage, recompute, never=never, recomputed=recomputed)
+            known = (None if trace is None else parts.of(trace) for trace in (whole.never, whole.recomputed))
+            return StageTraces(recompute, *known)
         key = recompute, *(None if how is None else self.key(stage, how) for how in (never, recomputed))
         if key not in self._known:
             one, other = (None if how is None else block_trace(stage, how) for how in (never, recomputed))

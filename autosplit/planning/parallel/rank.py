@@ -1,0 +1,151 @@
+"""A recording's costs as one rank has them: its part of every node, and the collectives that it waits for.
+
+    profile of a microbatch ─ tensor shares, precision ─► its part ─ sharded parameters ─► profile of a rank
+
+All that is planned from there on, times and bytes, is the rank's; nothing else knows of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from autosplit.parallel import Placed
+from autosplit.profile.node_costs.ledger import Operation
+from autosplit.profile.node_costs.work import kind_of, work_of
+from autosplit.profile.shares import Collective, TensorShares
+from autosplit.profile.types import NodeProfile, Profile, StateProfile
+from cost_models.collectives import Group
+from cost_models.work import CostModel
+
+_FP8 = torch.float8_e4m3fn
+
+
+def rank_profile(
+    costs: Profile,
+    shares: TensorShares,
+    *,
+    placed: Placed,
+    blocks: Mapping[str, int],
+    model: CostModel,
+    fp8: bool = False,
+) -> Profile:
+    """Return what one rank has of a profile, in modelled times.
+
+    ``blocks`` are the numbers of the repeated blocks that nodes lie in: with parameters sharded (ZeRO-3) they are
+    gathered a block at a time, beside the work of the block before. ``fp8``: products of blocks with a parameter run in
+    that.
+    """
+    ranked = _Rank(costs, shares, placed.tp, model, blocks if fp8 else {})
+    nodes = {name: ranked.node(node) for name, node in costs.nodes.items()}
+    state = {name: _state(own, shares.states.get(name, 1.0)) for name, own in costs.state.items()}
+    nodes |= _gathered(nodes, state, placed, blocks)
+    inputs = {name: round(count * shares.of(name).held) for name, count in costs.input_bytes.items()}
+    return replace(costs, nodes=nodes, state=state, input_bytes=inputs, shares=shares)
+
+
+def _state(state: StateProfile, part: float) -> StateProfile:
+    return replace(state, elements=round(state.elements * part), bytes=round(state.bytes * part))
+
+
+class _Rank:
+    def __init__(
+        self, costs: Profile, shares: TensorShares, group: Group, model: CostModel, fp8: Mapping[str, int]
+    ) -> None:
+        self.costs, self.shares, self.group, self.model = costs, shares, group, model
+        products = {name for own in costs.state.values() if own.is_parameter for name in own.uses}
+        self.fp8 = products & fp8.keys()
+        self.held: dict[int, float] = {}
+        for name, node in costs.nodes.items():
+            for storage in node.outputs:
+                self.held.setdefault(storage, shares.of(name).held)
+        self._known: dict[tuple[int, float, bool], tuple[tuple[Operation, ...], float]] = {}
+
+    def node(self, node: NodeProfile) -> NodeProfile:
+        """Return a rank's part of a node."""
+        share, eighth = self.shares.of(node.name), node.name in self.fp8
+        forward, forward_s = self._ran(node.forward_operations, share.work, fp8=eighth)
+        backward, backward_s = self._ran(node.backward_operations, share.work, fp8=eighth)
+        own = dict.fromkeys(node.saved, share.held)
+        saved = {storage: round(size * {**own, **self.held}[storage]) for storage, size in node.saved.items()}
+        return replace(
+            node,
+            forward_operations=forward,
+            backward_operations=backward,
+            forward_s=forward_s + self.waits_s(share.forward),
+            backward_s=backward_s + self.waits_s(share.backward),
+            output_bytes=round(node.output_bytes * share.held),
+            saved=saved,
+            outputs={storage: round(size * self.held[storage]) for storage, size in node.outputs.items()},
+            forward_transient_bytes=round(node.forward_transient_bytes * share.work),
+            backward_transient_bytes=round(node.backward_transient_bytes * share.work),
+        )
+
+    def waits_s(self, collectives: Iterable[Collective]) -> float:
+        """Return how long collectives take."""
+        return sum(self.group.seconds(own.kind, self._bytes(own.value)) for own in collectives)
+
+    def _bytes(self, name: str) -> int:
+        node = self.costs.nodes.get(name)
+        return self.costs.input_bytes[name] if node is None else node.output_bytes
+
+    def _ran(self, operations: tuple[Operation, ...], part: float, *, fp8: bool) -> tuple[tuple[Operation, ...], float]:
+        """Return a rank's part of some operations, and how long they take; nodes of repeated blocks share lists."""
+        key = id(operations), part, fp8
+        if key not in self._known:
+            own = [replace(each, flops=round(each.flops * part), bytes=round(each.bytes * part)) for each in operations]
+            own = [each for operation in own for each in (_in_fp8(operation) if fp8 else (operation,))]
+            self._known[key] = tuple(own), sum(self.model.seconds(work_of(each)) for each in own)
+        return self._known[key]
+
+
+def _in_fp8(operation: Operation) -> Sequence[Operation]:
+    """Return a product in fp8, and the casts of what it reads: about its bytes once more, read and written."""
+    if kind_of(operation.name, flops=operation.flops) != "matmul" or operation.dtype.itemsize != 2:
+        return (operation,)
+    return replace(operation, dtype=_FP8), Operation("_to_copy", 0, operation.bytes, operation.dtype)
+
+
+def _gathered(
+    nodes: Mapping[str, NodeProfile],
+    state: Mapping[str, StateProfile],
+    placed: Placed,
+    blocks: Mapping[str, int],
+) -> dict[str, NodeProfile]:
+    """Return the nodes that wait for sharded parameters or gradients of their block, and hold them whole meanwhile.
+
+    Under ZeRO-3 a block's parameters are gathered in both passes, those of the next block already beside it; from
+    ZeRO-2 on its gradients are scattered in every backward. What the block's own work does not hide is waited for.
+    """
+    parallel, group = placed.parallel, placed.dp
+    if parallel.zero < 2 or parallel.dp == 1:
+        return {}
+    held: dict[int, int] = {}
+    for own in state.values():
+        block = next((blocks[name] for name in own.uses if name in blocks), None)
+        if block is not None and own.is_parameter:
+            held[block] = held.get(block, 0) + own.bytes
+    members: dict[int, list[NodeProfile]] = {}
+    for name, node in nodes.items():
+        if name in blocks:
+            members.setdefault(blocks[name], []).append(node)
+    changed = {}
+    for block, count in held.items():
+        if block not in members:
+            continue
+        scatter_s = group.seconds("reduce_scatter", count)
+        gather_s = group.seconds("all_gather", count) if parallel.zero == 3 else 0.0
+        first, whole = members[block][0], 2 * count if parallel.zero == 3 else 0
+        waits = [gather_s - sum(node.forward_s for node in members[block])]
+        waits.append(gather_s + scatter_s - sum(node.backward_s for node in members[block]))
+        forward_s, backward_s = (max(0.0, wait) for wait in waits)
+        changed[first.name] = replace(
+            first,
+            forward_s=first.forward_s + forward_s,
+            backward_s=first.backward_s + backward_s,
+            forward_transient_bytes=first.forward_transient_bytes + whole,
+            backward_transient_bytes=first.backward_transient_bytes + whole + count,
+        )
+    return changed

@@ -1,0 +1,266 @@
+"""The search over meshes: for each a pipeline's search on what one rank has, the likeliest first.
+
+    degrees x ZeRO stage x microbatch ─► lower bound of the step ─► shortest bound first ─► best cut, replayed
+                                                                      ▲                         │
+                                                                      └─ until no bound is less ┘
+
+The bound of a mesh counts all work of a rank, evenly spread over its stages, and the least that fills a pipeline: what
+is left out by it cannot be faster than the best that was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from autosplit.errors import InputError
+from autosplit.options import Options
+from autosplit.parallel import Parallel, place
+from autosplit.planning.explain.reasons import reasons
+from autosplit.planning.paper import OnPaper, search_space, stand_ins
+from autosplit.planning.parallel.reasons import mesh_reasons
+from autosplit.planning.plan.fields import MeshAlternative, MeshDegrees
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.profiled.formulate import state_bytes
+from autosplit.planning.profiled.problem import profiled, rank_costs
+from autosplit.planning.request import sizes_of
+from autosplit.planning.search.choose import Choice, Search
+from autosplit.planning.search.finish import Finished
+from autosplit.planning.search.sweep import Space
+from autosplit.profile.types import Profile
+from autosplit.progress import phase
+from autosplit.trace.inputs.inputs import batch_rows
+from cost_models.machines import MachineSpec
+
+_SIZES = 6
+"""How many sizes of microbatches are looked at: 1, 2, 4, ... rows."""
+
+
+@dataclass(frozen=True)
+class MeshRequest:
+    """What is planned for a mesh.
+
+    Attributes:
+        paper: the recorded model.
+        machine: all devices.
+        choices: what was asked for, as arguments of `Options`, from the stages of a pipeline.
+        parallel: the degrees; None: the best.
+        zero: the ZeRO stage; None: the best.
+        free_chunks: whether the number of microbatches is open.
+    """
+
+    paper: OnPaper
+    machine: MachineSpec
+    choices: Callable[[int], dict[str, Any]]
+    parallel: Parallel | None
+    zero: int | None
+    free_chunks: bool
+
+    @property
+    def rows(self) -> int:
+        """The rows of the global batch."""
+        return batch_rows(self.paper.found.inputs)
+
+    def options(self, parallel: Parallel) -> Options:
+        """Return the options of one pipeline of a mesh."""
+        placed = place(self.machine, parallel)
+        own = self.choices(parallel.pp)
+        devices = stand_ins(placed.pipeline)
+        return replace(self.paper.options, **own, devices=devices, machine=placed.pipeline, placed=placed)
+
+
+def plan_mesh(request: MeshRequest) -> Plan:
+    """Return the best plan for a mesh, of all meshes where none is given, with reasons and the other meshes.
+
+    Raises InputError for degrees that do not divide the batch, the heads or the features, or where no mesh is possible.
+    """
+    search = _MeshSearch(request)
+    best = search.run()
+    plan = Choice(best.sweep, None).plan
+    others = [own for own in search.alternatives() if own.mesh != plan.mesh]
+    made = plan.model_copy(update={"meshes": tuple(others)})
+    why = mesh_reasons(made) if request.parallel is None else ()
+    return made.model_copy(update={"reasons": (*why, *reasons(made))})
+
+
+class _Mesh:
+    """One mesh and what may be chosen in it: the sizes of its microbatches, by their lower bounds."""
+
+    def __init__(self, request: MeshRequest, parallel: Parallel) -> None:
+        self.request, self.parallel, self.options = request, parallel, request.options(parallel)
+        self.rows = request.rows // parallel.dp
+
+    @cached_property
+    def space(self) -> Space:
+        """What is searched where nothing is left out."""
+        if not self.request.free_chunks:
+            return search_space(self.options, rows=self.rows, free_chunks=False)
+        least = self.request.paper.found.graph.min_rows
+        sizes = [least * 2**power for power in range(_SIZES) if self.rows % (least * 2**power) == 0]
+        counts = {self.rows // size for size in sizes} or {1}
+        enough = {count for count in counts if count >= self.parallel.pp} or {max(counts)}
+        return replace(search_space(self.options, rows=self.rows, free_chunks=False), chunks=tuple(sorted(enough)))
+
+    @cached_property
+    def bounds(self) -> dict[int, float]:
+        """The lower bound of a step in each number of microbatches."""
+        return {chunks: self._bound(chunks) for chunks in self.space.chunks}
+
+    def _bound(self, chunks: int) -> float:
+        costs = self._costs(chunks)
+        work_s = sum(node.forward_s + node.backward_s for node in costs.nodes.values()) / self.parallel.pp
+        fill = (self.parallel.pp - 1) / max(each for _, each in self.space.schedules)
+        return (chunks + fill) * work_s
+
+    def _costs(self, chunks: int) -> Profile:
+        paper = self.request.paper
+        sizes = sizes_of(self.rows, chunks, paper.found.graph.min_rows)
+        whole = profiled(paper.model, paper.found, self.options, sizes, memo=paper.shared.costs)
+        return rank_costs(whole, self.options, paper.shared)
+
+    @cached_property
+    def fullness(self) -> float:
+        """What a device holds of states alone, evenly spread, relative to what it has room for."""
+        room = self.options.room_bytes(0)
+        states = self._costs(self.space.chunks[0]).state.values()
+        total = sum(state_bytes(state, self.options).total for state in states)
+        return 0.0 if room is None else total / self.parallel.pp / max(room, 1)
+
+    @property
+    def bound_s(self) -> float:
+        """The least of its bounds."""
+        return min(self.bounds.values())
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The best cut of a mesh."""
+
+    mesh: _Mesh
+    search: Search
+    finished: Finished
+
+    @property
+    def step_s(self) -> float:
+        """The step with its update."""
+        return self.finished.step_s + self.finished.writer.update_s
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """The less the better, as `Finished.rank` has it."""
+        first, *_ = self.finished.rank
+        return first, self.step_s if first < 3 else self.finished.worst
+
+    @property
+    def sweep(self) -> Any:
+        """The sweep of the cut's own configuration."""
+        entry = self.finished.entry
+        each = entry.settled.virtual_stages
+        space = Space((len(entry.sized.case.sizes),), ((entry.settled.schedule, each),), self.mesh.space.recompute)
+        return self.mesh.request.paper.of(self.mesh.options).sweep(space, rows=self.mesh.rows)
+
+
+class _MeshSearch:
+    def __init__(self, request: MeshRequest) -> None:
+        self.request = request
+        self.found: list[_Found] = []
+        self.left: list[_Mesh] = []
+
+    def run(self) -> _Found:
+        """Return the best mesh; meshes whose states alone are more than a device holds come last."""
+        with phase("searching meshes"):
+            meshes = [_Mesh(self.request, parallel) for parallel in self._degrees()]
+            if not meshes:
+                raise InputError(
+                    f"no mesh of {len(self.request.machine)} devices divides the batch of {self.request.rows} rows; "
+                    "give another batch, or mesh={'dp': ..., 'tp': ..., 'pp': ...}"
+                )
+            for mesh in sorted(meshes, key=lambda own: (own.fullness > 1, own.bound_s)):
+                self._look_at(mesh)
+        return self.best
+
+    @property
+    def best(self) -> _Found:
+        """The best so far."""
+        return min(self.found, key=lambda own: own.rank)
+
+    def _look_at(self, mesh: _Mesh) -> None:
+        """Find the best cut of a mesh among the microbatches that may make a shorter step than the best."""
+        enough_s = float("inf")
+        if self.found and self.best.rank[0] == 0:
+            enough_s = self.best.step_s
+            if mesh.fullness > 1:
+                enough_s = 0.0
+        elif self.found and mesh.fullness > 1 and mesh.fullness > self.best.finished.worst:
+            enough_s = 0.0
+        chunks = tuple(count for count in mesh.space.chunks if mesh.bounds[count] < enough_s)
+        if not chunks:
+            self.left.append(mesh)
+            return
+        space = replace(mesh.space, chunks=chunks)
+        search = Search(self.request.paper.of(mesh.options).sweep(space, rows=mesh.rows))
+        try:
+            self.found.append(_Found(mesh, search, search.run()))
+        except InputError:
+            if self.request.parallel is not None:
+                raise
+
+    def _degrees(self) -> Iterator[Parallel]:
+        """Yield the meshes that divide the devices, the batch, the heads and the features."""
+        given, machine, rows = self.request.parallel, self.request.machine, self.request.rows
+        if given is not None:
+            self._check(given)
+            yield from self._sharded(given)
+            return
+        count = len(machine)
+        island = sum(machine.island_of(device) == machine.island_of(0) for device in range(count))
+        parts = len(set(self.request.paper.shared.outline.blocks.values())) or count
+        for tp in self._divisors():
+            for dp in range(1, count // tp + 1):
+                pp = count // (tp * dp)
+                if tp <= island and tp * dp * pp == count and rows % dp == 0 and pp <= parts:
+                    yield from self._sharded(Parallel(dp, tp, pp))
+
+    def _sharded(self, parallel: Parallel) -> Iterator[Parallel]:
+        """Yield a mesh with each ZeRO stage that is worth a look: 1 is never slower than 0, and 3 holds the least."""
+        zeros: Sequence[int] = (
+            (0,) if parallel.dp == 1 else (1, 3) if self.request.zero is None else (self.request.zero,)
+        )
+        for zero in zeros:
+            yield replace(parallel, zero=zero)
+
+    def _divisors(self) -> tuple[int, ...]:
+        paper = self.request.paper
+        options = self.request.options(Parallel(pp=len(self.request.machine)))
+        sizes = (paper.found.graph.min_rows,)
+        costs = profiled(paper.model, paper.found, options, sizes, memo=paper.shared.costs)
+        return paper.shared.pairs(costs).divisors
+
+    def _check(self, parallel: Parallel) -> None:
+        rows = self.request.rows
+        if rows % parallel.dp:
+            near = [dp for dp in range(1, rows + 1) if rows % dp == 0 and dp <= len(self.request.machine)]
+            raise InputError(
+                f"dp={parallel.dp} does not divide the batch of {rows} rows; degrees that do: "
+                f"{', '.join(map(str, near))}"
+            )
+
+    def alternatives(self) -> list[MeshAlternative]:
+        """Return every mesh that was weighed, the fastest first; of some only a bound is known."""
+        known = [
+            MeshAlternative(mesh=_degrees_of(own.mesh), step_s=own.step_s, verdict=own.finished.verdict)
+            for own in self.found
+        ]
+        known += [
+            MeshAlternative(mesh=_degrees_of(own), step_s=own.bound_s, verdict="no" if own.fullness > 1 else None)
+            for own in self.left
+        ]
+        return sorted(known, key=lambda own: own.step_s)
+
+
+def _degrees_of(mesh: _Mesh) -> MeshDegrees:
+    found = MeshDegrees.of(mesh.options.placed)
+    assert found is not None
+    return found

@@ -1,0 +1,62 @@
+"""What a step takes behind its last action on a mesh: the rest of the gradients' sum, the update, the parameters back.
+
+```
+    stage 0   … F B F B F B│ sum ···│ update │ gather          what a stage's last backward does not hide is waited for
+    stage 1   … B F B F B│ sum ···│ update │ gather            an early stage ends last, and its sum too
+```
+
+Gradients are summed in buckets beside the backward of the last microbatch, the last bucket behind it. Parameters that
+were updated in shards are gathered beside the first forward of the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autosplit.options import Options
+from autosplit.planning.profiled.formulate import state_bytes
+from autosplit.profile.types import StateProfile
+from autosplit.schedule.simulate import Timeline
+
+_REACHED = 0.8
+"""The part of a device's memory bandwidth that an update reaches: `cost_models.roofline`'s for optimizers."""
+_BUCKET_BYTES = 25 * 2**20
+"""As DDP has them by default."""
+
+
+def update_s(timeline: Timeline, states: Mapping[int, Sequence[StateProfile]], options: Options) -> float:
+    """Return how much later than the last action all ranks are done; 0 without a mesh, and in an evaluation."""
+    if options.placed is None or not timeline.schedule.has_backward:
+        return 0.0
+    ends_s: dict[int, float] = {}
+    for action, end_s in zip(timeline.schedule.issue_order, timeline.ends_s, strict=True):
+        lane = timeline.schedule.stage_lane[action.stage]
+        ends_s[lane] = max(end_s, ends_s.get(lane, 0.0))
+    done_s = []
+    for lane, end_s in ends_s.items():
+        own = timeline.schedule.stages_on(lane)
+        forward_s, backward_s = (sum(timeline.seconds[kind][stage] for stage in own) for kind in ("F", "B"))
+        trained = [state for stage in own for state in states.get(stage, ()) if state.is_parameter and state.trainable]
+        done_s.append(end_s + _behind_s(trained, options, lane, hidden_s=(forward_s, backward_s)))
+    return max(0.0, max(done_s, default=0.0) - timeline.step_s)
+
+
+def _behind_s(trained: Sequence[StateProfile], options: Options, lane: int, *, hidden_s: tuple[float, float]) -> float:
+    """Return what one device does behind its last action; ``hidden_s`` are the times of a forward and a backward."""
+    assert options.placed is not None
+    assert options.machine is not None
+    group, zero = options.placed.dp, options.placed.parallel.zero
+    count = sum(state.bytes for state in trained)
+    sum_s = gather_s = 0.0
+    if zero < 2 and count:
+        whole_s = group.seconds("reduce_scatter" if zero else "all_reduce", count)
+        sum_s = max(whole_s - hidden_s[1], whole_s * min(1.0, _BUCKET_BYTES / count))
+    if zero in (1, 2):
+        gather_s = max(0.0, group.seconds("all_gather", count) - hidden_s[0])
+    bandwidth = _REACHED * options.machine.devices[lane].memory_bandwidth_bytes_per_s
+    touched = 0
+    for state in trained:
+        own = state_bytes(state, options)
+        part = options.parallel.part_of(state.bytes, zero=1)
+        touched += 2 * part + 2 * own.optimizer
+    return sum_s + touched / bandwidth + gather_s

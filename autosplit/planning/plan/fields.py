@@ -1,0 +1,59 @@
+"""The kinds of figures that a plan's records have, and what a plan says of meshes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from autosplit.parallel import Placed
+
+Seconds = Annotated[float, Field(ge=0, le=1e12)]
+"""A time; files come from strangers, and sums of times are to stay numbers."""
+Count = Annotated[int, Field(ge=-(2**60), le=2**60)]
+"""A number of bytes or things, that a float holds nearly and a table shows."""
+Size = Annotated[int, Field(ge=0, le=2**60)]
+"""A number that is never below 0; other counts may be differences."""
+Verdict = Literal["fits", "borderline", "no"]
+Degree = Annotated[int, Field(ge=1, le=2**20)]
+"""How many ranks there are along a dimension of a mesh."""
+
+
+class Record(BaseModel):
+    """What all parts of a plan are: frozen, and nothing but what is named here."""
+
+    # JSON has no NaN and no infinity: a plan with one would not come back as it was.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class MeshDegrees(Record):
+    """How many ranks share the model in each way, and what the data-parallel ones shard."""
+
+    dp: Degree
+    tp: Degree
+    pp: Degree
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    """ZeRO stage: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    order: tuple[str, ...] = ("pp", "dp", "tp")
+    """The dimensions from the outermost to the innermost, whose ranks are neighbours."""
+
+    @classmethod
+    def of(cls, placed: Placed | None) -> MeshDegrees | None:
+        """Return those of a mesh that is planned for."""
+        if placed is None:
+            return None
+        own = placed.parallel
+        return cls(dp=own.dp, tp=own.tp, pp=own.pp, zero=own.zero, order=placed.order)
+
+    def __str__(self) -> str:
+        shards = f", ZeRO-{self.zero}" if self.zero else ""
+        return f"dp={self.dp}, tp={self.tp}, pp={self.pp}{shards}"
+
+
+class MeshAlternative(Record):
+    """The best plan found for other degrees, by its figures; a step that is not replayed is a lower bound."""
+
+    mesh: MeshDegrees
+    step_s: Seconds
+    verdict: Verdict | None
+    """None: only a lower bound of its step is known, which is longer than the plan's."""

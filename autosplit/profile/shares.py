@@ -1,0 +1,53 @@
+"""What a rank of a tensor-parallel group has of every node: the interface between who finds placements and who costs.
+
+A placement (which parameters are sharded, where values are gathered) is found elsewhere. All that its costs depend on
+is, by stable node name, which part of a node's work and of its results one rank has, and which collectives its passes
+wait for; and by parameter name, which part of it a rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cost_models.collectives import Kind
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective per microbatch: its kind, and the stable name of the node or input whose whole value travels."""
+
+    kind: Kind
+    value: str
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What one rank has of a node.
+
+    Attributes:
+        work: the part of its FLOPs, of the bytes that it reads and writes, and of its scratch.
+        held: the part of its results and of what only it saves for the backward.
+        forward, backward: the collectives that its passes wait for.
+    """
+
+    work: float = 1.0
+    held: float = 1.0
+    forward: tuple[Collective, ...] = ()
+    backward: tuple[Collective, ...] = ()
+
+
+@dataclass(frozen=True)
+class TensorShares:
+    """What one rank of ``degree`` has; nodes, inputs and parameters that are not named it has whole."""
+
+    degree: int = 1
+    nodes: Mapping[str, NodeShare] = field(default_factory=dict)
+    states: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, node: str) -> NodeShare:
+        """Return what a rank has of a node."""
+        return self.nodes.get(node, _WHOLE)
+
+
+_WHOLE = NodeShare()

@@ -1,0 +1,336 @@
+"""Published layouts of large training runs beside what the planner says of them: seconds per step, and whether it fits.
+
+    python -m benchmarks.layouts [--only TEXT ...] [--own] [--json FILE]
+
+For each row of ``data/published_layouts.json`` that can be modelled the published degrees, microbatches, schedule and
+recompute are planned as they are (what a row does not say is searched). One constant per device and precision is
+fitted on the rows of *other* sources: the geometric mean of published over predicted seconds. ``--own`` lets the
+planner choose all of it for the rows of at most ``OWN`` devices. Rows are kept in the file as they are made; without
+rows to make, the summary is made anew from the file. A row takes half a minute to two of CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autosplit.options import Options, Sample
+from autosplit.parallel import Parallel
+from autosplit.planning.paper import prepare, stand_ins
+from autosplit.planning.parallel.search import MeshRequest, plan_mesh
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.profiled.problem import profiled, rank_costs
+from autosplit.planning.request import chosen
+from autosplit.planning.timeline import simulated
+from benchmarks.layout_models import SHAPES, Shape, build, gpt, loss
+from cost_models import device, machine
+from cost_models.machines import MachineSpec
+
+DATA = Path(__file__).parent / "data" / "published_layouts.json"
+RESULTS = Path(__file__).parent / "results" / "layouts.json"
+OWN = 128
+"""Devices of a row for which the planner also chooses all itself, at most."""
+_HOST = {"GB200-186GB": 64}
+"""Devices of a host, or of a rack with NVLink between all; 8 where it is not named."""
+_SOURCES = {
+    "Megatron-LM SC21": "sc21",
+    "Reducing activation": "selective",
+    "NeMo docs": "nemo",
+    "Megatron-Bridge": "bridge",
+    "The Llama 3": "llama3",
+    "torchtitan": "torchtitan",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published layout that is modelled."""
+
+    name: str
+    source: str
+    shape: Shape
+    device: str
+    parallel: Parallel
+    micro_batch: int
+    batch: int
+    schedule: str
+    virtual: int
+    recompute: str
+    precision: str
+    published_s: float
+
+    @property
+    def constant(self) -> str:
+        """What one constant is for: the device and the precision."""
+        return f"{self.device} {self.precision}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the planner says of a row, before a constant."""
+
+    name: str
+    source: str
+    constant: str
+    published_s: float
+    predicted_s: float
+    verdict: str
+    peak_gib: float
+    bubble: float
+    update_s: float
+    recompute: str
+    flops: float
+    cpu_s: float
+
+
+def rows() -> Iterator[Row | tuple[str, str]]:
+    """Yield every row, or of one that is not modelled its name and why."""
+    for row in json.loads(DATA.read_text())["rows"]:
+        source = next(short for text, short in _SOURCES.items() if row["source"].startswith(text))
+        name = f"{source}: {row['model']} on {row['gpus']}"
+        if row.get("cp", 1) > 1:
+            yield f"{name}, cp {row['cp']}", "context parallelism is not modelled"
+        elif source == "llama3":
+            yield f"{name}", "neither its microbatches nor its stages per device are published with it"
+        else:
+            yield _row(row, source, name)
+
+
+def _row(row: Mapping[str, Any], source: str, name: str) -> Row:
+    known = SHAPES.get(row["model"])
+    if known is None:
+        known = gpt(row["layers"], row["hidden"], row["heads"], row["vocab"], dropout=0.1, plain=True)
+    shape = known.at(row.get("seq", 8192))
+    dp, virtual = row.get("dp", row.get("fsdp")), row.get("virtual", 1)
+    batch, micro = row.get("global_batch", 0), row.get("micro_batch", 0)
+    recompute, schedule = row.get("recompute", "auto"), "interleaved" if virtual > 1 else "1f1b"
+    precision = "fp8" if row.get("precision") == "fp8" else "bf16_fp32_master"
+    zero = {"sc21": 0, "selective": 0}.get(source, 1)
+    if source == "torchtitan":  # full activation checkpointing, fp8, and as many microbatches as stages by default
+        batch, micro, recompute, precision = dp * row["local_batch"], row["local_batch"] // row["pp"], "block", "fp8"
+        schedule = row.get("schedule", "1f1b")
+        virtual, zero = 2 if schedule == "interleaved" else 1, 3 if row["pp"] == 1 else 1
+        name += f", {schedule}"
+    published_s = row.get("seconds", 0.0)
+    if "tokens_per_s_per_gpu" in row:
+        published_s = batch * shape.length / (row["tokens_per_s_per_gpu"] * row["gpus"])
+    elif not published_s:
+        published_s = shape.step_flops(batch, again=True) / (row["tflops_per_gpu"] * 1e12 * row["gpus"])
+    if source == "selective":
+        name += f", {recompute}"
+    parallel = Parallel(dp, row["tp"], row["pp"], zero if dp > 1 else 0)
+    made = (row["device"], parallel, micro, batch, schedule, virtual, recompute, precision, published_s)
+    return Row(name, source, shape, *made)
+
+
+def machine_of(row: Row) -> MachineSpec:
+    """Return the devices of a row, on hosts of eight or racks."""
+    each, count = _HOST.get(row.device, 8), row.parallel.ranks
+    name = row.device
+    if name == "H100 96 GB":  # as torchtitan describes it: 96 GB of HBM2e at 2.4 TB/s
+        name = "H100-SXM5-80GB"
+    known = machine(f"{max(2, count // each)}x{each}x{name}" if count > each else f"{count}x{name}")
+    if row.device != "H100 96 GB":
+        return known
+    spec = device(name).model_copy(
+        update={"name": "H100-96GB", "memory_bytes": 95 * 2**30, "memory_bandwidth_bytes_per_s": 2.4e12}
+    )
+    return known.model_copy(update={"devices": (spec,) * len(known)})
+
+
+def request_of(row: Row, *, own: bool) -> MeshRequest:
+    """Return a recorded row: its published layout, or everything open but devices, batch and precision."""
+    machines = machine_of(row)
+
+    def choices(stages: int) -> dict[str, Any]:
+        asked = {"schedule": "auto", "virtual_stages": 1, "recompute": "auto", "chunks": "auto"}
+        if not own:
+            recompute = "never" if row.recompute == "selective" else row.recompute
+            asked = {
+                "schedule": row.schedule,
+                "virtual_stages": row.virtual,
+                "recompute": recompute,
+                "chunks": row.batch // row.parallel.dp // row.micro_batch,
+            }
+        found = chosen(
+            devices=stages, memory_limit=None, reserve="3%", optimizer="adamw", precision=row.precision, **asked
+        )
+        return {**found, "cut_between": "modules"}
+
+    options = Options(
+        devices=stand_ins(machines), **choices(row.parallel.pp), measure=False, machine=machines, processes=True
+    )
+    sample = Sample(torch.zeros(row.batch, row.shape.length, dtype=torch.int64, device="meta"))
+    paper = prepare(build(row.shape), sample, options, loss_fn=loss)
+    return MeshRequest(
+        paper, machines, choices, None if own else row.parallel, row.parallel.zero if not own else None, own
+    )
+
+
+def planned(row: Row) -> Result:
+    """Return what the planner says of a published layout."""
+    begin = time.process_time()
+    request = request_of(row, own=False)
+    plan = plan_mesh(request)
+    again = sorted({stage.recompute for stage in plan.stages})
+    seconds = _selective_s(plan, request, row) if row.recompute == "selective" else plan.step_s
+    return Result(
+        name=row.name,
+        source=row.source,
+        constant=row.constant,
+        published_s=row.published_s,
+        predicted_s=seconds,
+        verdict=plan.verdict if row.recompute != "selective" else "not asked",
+        peak_gib=max(stage.memory.peak_bytes for stage in plan.stages) / 2**30,
+        bubble=plan.bubble,
+        update_s=plan.update_s,
+        recompute="selective" if row.recompute == "selective" else ", ".join(again),
+        flops=(plan.model_flops or 0.0) / row.parallel.ranks,
+        cpu_s=round(time.process_time() - begin, 1),
+    )
+
+
+def _selective_s(plan: Plan, request: MeshRequest, row: Row) -> float:
+    """Return the step in which each backward does the core of attention again: a plan has no such recompute."""
+    options, paper = request.options(row.parallel), request.paper
+    whole = profiled(paper.model, paper.found, options, plan.microbatch_rows, memo=paper.shared.costs)
+    costs = rank_costs(whole, options, paper.shared)
+    stages = []
+    for stage in plan.stages:
+        again_s = sum(costs.nodes[name].forward_s for name in stage.nodes if ".core#" in name)
+        stages.append(stage.model_copy(update={"backward_s": stage.backward_s + again_s}))
+    longer = plan.model_copy(update={"stages": tuple(stages)})
+    return plan.step_s + simulated(longer).step_s - simulated(plan).step_s
+
+
+def chosen_by_us(row: Row) -> dict[str, Any]:
+    """Return our own choice for a row's shape, devices and batch, beside what is predicted for theirs."""
+    begin = time.process_time()
+    request = request_of(row, own=True)
+    plan = plan_mesh(request)
+    return {
+        "name": row.name,
+        "ours": str(plan.mesh),
+        "theirs": str(row.parallel),
+        "chunks": plan.chunks,
+        "schedule": f"{plan.schedule} x {plan.virtual_stages}",
+        "recompute": sorted({stage.recompute for stage in plan.stages}),
+        "step_s": plan.step_s,
+        "verdict": plan.verdict,
+        "reasons": list(plan.reasons),
+        "search_cpu_s": round(time.process_time() - begin, 1),
+    }
+
+
+def judged(results: Sequence[Result]) -> dict[str, Any]:
+    """Return each row's error after a constant from other sources, beside that of one constant rate per source."""
+    found = []
+    for own in results:
+        others = [each for each in results if each.source != own.source and each.constant == own.constant]
+        scale = _mean([each.published_s / each.predicted_s for each in others])
+        same = [each for each in results if each.source == own.source and each.constant == own.constant]
+        rate = _mean([each.flops / each.published_s for each in same])
+        elsewhere = _mean([each.flops / each.published_s for each in others])
+        entry = {
+            "name": own.name,
+            "published_s": round(own.published_s, 3),
+            "scale": None if scale is None else round(scale, 3),
+            "error": None if scale is None else round(scale * own.predicted_s / own.published_s - 1, 4),
+            "one_rate_of_its_own_source": None if rate is None else round(own.flops / rate / own.published_s - 1, 4),
+            "one_rate_of_other_sources": None
+            if elsewhere is None
+            else round(own.flops / elsewhere / own.published_s - 1, 4),
+            "verdict": own.verdict,
+        }
+        found.append(entry)
+    judged_rows = [own for own in found if own["error"] is not None]
+    summary = {
+        "rows": len(found),
+        "with_a_constant_from_elsewhere": len(judged_rows),
+        "not_a_no": sum(own["verdict"] != "no" for own in found),
+        "within_15%": sum(abs(own["error"]) <= 0.15 for own in judged_rows),
+    }
+    for key in ("error", "one_rate_of_its_own_source", "one_rate_of_other_sources"):
+        errors = [abs(own[key]) for own in judged_rows if own[key] is not None]
+        summary[f"mean_abs_{key}"] = round(sum(errors) / len(errors), 4) if errors else None
+    return {"summary": summary, "ratios": _ratios(results), "judged": found}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+_RATIOS = {
+    "full over selective recompute, 175B": (
+        "selective: GPT 175B on 64, block",
+        "selective: GPT 175B on 64, selective",
+    ),
+    "full over selective recompute, 22B": ("selective: GPT 22B on 8, block", "selective: GPT 22B on 8, selective"),
+    "1F1B over interleaved, 405B": (
+        "torchtitan: Llama3.1-405B on 512, 1f1b",
+        "torchtitan: Llama3.1-405B on 512, interleaved",
+    ),
+}
+
+
+def _ratios(results: Sequence[Result]) -> dict[str, dict[str, float]]:
+    known = {own.name: own for own in results}
+    found = {}
+    for what, (first, second) in _RATIOS.items():
+        if first in known and second in known:
+            one, other = known[first], known[second]
+            published, predicted = one.published_s / other.published_s, one.predicted_s / other.predicted_s
+            found[what] = {"published": published, "predicted": predicted, "error": predicted / published - 1}
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make the rows that are asked for, and write the file anew after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=None, help="rows whose name has one of these texts")
+    parser.add_argument("--own", action="store_true", help="our own choice for these rows")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    asked = parser.parse_args(arguments)
+    kept = json.loads(asked.json.read_text()) if asked.json.is_file() else {}
+    made = {own["name"]: Result(**own) for own in kept.get("rows", ())}
+    ours = {own["name"]: own for own in kept.get("own", ())}
+    every = list(rows())
+    left_out = dict(own for own in every if isinstance(own, tuple))
+    for row in (own for own in every if isinstance(own, Row)):
+        if asked.only is not None and any(text in row.name for text in asked.only):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                if asked.own and row.parallel.ranks <= OWN:
+                    ours[row.name] = chosen_by_us(row)
+                elif not asked.own:
+                    made[row.name] = planned(row)
+            print(row.name, ours[row.name] if asked.own else made[row.name], flush=True)
+        _write(asked.json, made, ours, left_out)
+
+
+def _write(
+    path: Path, made: Mapping[str, Result], ours: Mapping[str, Mapping[str, Any]], left_out: Mapping[str, str]
+) -> None:
+    order = [row.name for row in rows() if isinstance(row, Row)]
+    results = [made[name] for name in order if name in made]
+    own = [
+        {**each, "theirs_s": made[name].predicted_s, "faster": made[name].predicted_s / each["step_s"] - 1}
+        for name, each in ours.items()
+        if name in made
+    ]
+    content = {**judged(results), "own": own or list(ours.values()), "not_modelled": left_out}
+    content["rows"] = [asdict(each) for each in results]
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

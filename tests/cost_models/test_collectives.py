@@ -1,0 +1,64 @@
+"""Collectives: known formulas of rings and trees, and what a group of a machine's devices looks like."""
+
+from __future__ import annotations
+
+import pytest
+
+from cost_models.collectives import REACHED, Group, group_of
+from cost_models.machines import MachineSpec
+from cost_models.registry import machine, spread
+
+
+@pytest.fixture(scope="module")
+def hosts() -> MachineSpec:
+    return machine("4x8xH100-SXM5-80GB")
+
+
+def test_islands_are_hosts(hosts: MachineSpec) -> None:
+    """Neighbours share a host, every eighth device is on another."""
+    near, far = group_of(hosts, range(8)), group_of(hosts, range(0, 32, 8))
+    assert (near.islands, near.each, near.outer) == (1, 8, None)
+    assert (far.islands, far.each, far.inner) == (4, 1, None)
+    both = group_of(hosts, range(32))
+    assert (both.islands, both.each) == (4, 8)
+    assert both.outer == far.outer == hosts.network
+    assert group_of(hosts, range(8)).inner == hosts.devices[0].peer_link
+
+
+def test_large_tensors_take_their_bytes_over_the_bandwidth(hosts: MachineSpec) -> None:
+    """A ring of n moves (n - 1) / n of the bytes over each link, twice for a sum."""
+    near = group_of(hosts, range(8))
+    assert near.inner is not None
+    once_s = 7 / 8 * 2**34 / (REACHED * near.inner.bandwidth_bytes_per_s)
+    assert near.seconds("all_gather", 2**34) == pytest.approx(once_s, rel=0.01)
+    assert near.seconds("reduce_scatter", 2**34) == near.seconds("all_gather", 2**34)
+    assert near.seconds("all_reduce", 2**34) == pytest.approx(2 * once_s, rel=0.01)
+
+
+def test_hosts_share_the_traffic_of_a_large_sum(hosts: MachineSpec) -> None:
+    """Eight adapters a host carry it: eight times as fast as one device per host, at most."""
+    whole, one = group_of(hosts, range(32)), group_of(hosts, range(0, 32, 8))
+    ratio = one.seconds("all_reduce", 2**34) / whole.seconds("all_reduce", 2**34)
+    assert 4 < ratio < 8
+
+
+def test_small_sums_take_a_tree(hosts: MachineSpec) -> None:
+    """Of many ranks latencies are what counts: they grow with the logarithm, not with the number."""
+    network = hosts.network
+    assert network is not None
+    few, many = (Group(count, 1, None, network).seconds("all_reduce", 8) for count in (16, 256))
+    assert many == pytest.approx(2 * few, rel=0.01)
+
+
+def test_one_device_sends_nothing(hosts: MachineSpec) -> None:
+    """A group of one takes no time, and more bytes never take less."""
+    assert group_of(hosts, [3]).seconds("all_reduce", 2**30) == 0.0
+    times = [group_of(hosts, range(16)).seconds("all_reduce", 2.0**power) for power in range(40)]
+    assert times == sorted(times)
+
+
+def test_many_devices_of_one_host_are_spread() -> None:
+    """64 H100 are eight hosts of eight, and what is on several hosts stays."""
+    assert spread(machine("64xH100-SXM5-80GB")).host_devices == (8,) * 8
+    for text in ("8xH100-SXM5-80GB", "2x8xH100-SXM5-80GB", "4xL4-24GB", "12xH100-SXM5-80GB"):
+        assert spread(machine(text)) == machine(text)

@@ -1,0 +1,116 @@
+"""Plans on a mesh: degrees that are given or chosen, what a rank holds, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autosplit import InputError, Plan, plan
+from autosplit.parallel import Parallel, check_mesh
+from tests.planning.llama import Llama
+
+
+def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.float().flatten(0, 1), target.flatten())
+
+
+def _llama(**choices: Any) -> Plan:
+    with torch.device("meta"):
+        model = Llama(width=512, inner=1024, layers=4, heads=8, groups=4)
+    sample = torch.zeros(choices.pop("rows", 16), 256, dtype=torch.int64, device="meta")
+    own = {"devices": "8xH100-SXM5-80GB", "precision": "bf16_fp32_master", "loss_fn": _loss, **choices}
+    return plan(model, sample=sample, **own)
+
+
+@pytest.fixture(scope="module")
+def given() -> Plan:
+    return _llama(mesh={"dp": 2, "tp": 2, "pp": 2}, zero=1, schedule="1f1b", chunks=4, recompute="never")
+
+
+def test_a_given_mesh(given: Plan) -> None:
+    """Two stages of ranks that have half of every product, half of the batch and half of the optimizer's state."""
+    assert str(given.mesh) == "dp=2, tp=2, pp=2, ZeRO-1"
+    assert given.devices == ("H100-SXM5-80GB",) * 2
+    assert sum(given.microbatch_rows) == 8
+    memory = [stage.memory for stage in given.stages]
+    parameters = sum(own.parameter_bytes for own in memory)
+    assert given.parameters == pytest.approx(parameters, rel=0.02)  # two bytes, half of them
+    assert sum(own.optimizer_bytes for own in memory) == pytest.approx(6 * parameters / 2, rel=0.01)
+    assert all(own.communicator_bytes for own in memory)
+    assert given.rows_per_s == pytest.approx(16 / given.step_s)
+    assert given.tokens_per_s == pytest.approx(16 * 256 / given.step_s)
+    assert 0 < given.update_s < given.step_s
+
+
+def test_tensor_parallel_ranks_hold_less(given: Plan) -> None:
+    """A rank's activations are half of those without tensor parallelism, with as many rows of as many microbatches."""
+    whole = _llama(mesh="dp=4,pp=2", rows=32, zero=1, schedule="1f1b", chunks=4, recompute="never")
+    for own, other in zip(given.stages, whole.stages, strict=True):
+        assert own.memory.activation_bytes < 0.56 * other.memory.activation_bytes
+        assert own.memory.parameter_bytes < 0.52 * other.memory.parameter_bytes
+
+
+@pytest.mark.parametrize(("zero", "parameters", "gradients"), [(0, 1, 1), (1, 1, 1), (2, 1, 1 / 8), (3, 1 / 8, 1 / 8)])
+def test_zero_stages(zero: int, parameters: float, gradients: float) -> None:
+    """Eight replicas shard the optimizer's state from ZeRO-1 on, gradients from 2 on, parameters in 3."""
+    found = _llama(mesh={"dp": 8}, zero=zero, chunks=2)
+    memory, count = found.stages[0].memory, 2 * found.parameters
+    assert memory.parameter_bytes == pytest.approx(parameters * count, rel=0.01)
+    assert memory.gradient_bytes <= 1.01 * gradients * count
+    assert memory.optimizer_bytes == pytest.approx(6 * count / (8 if zero else 1), rel=0.01)
+
+
+def test_the_best_mesh_says_why() -> None:
+    """A small model is trained by replicas alone; the report and the JSON have the mesh, and what others take."""
+    found = _llama(mesh="auto", schedule="1f1b", recompute="never")
+    assert found.mesh is not None
+    assert (found.mesh.dp, found.mesh.tp, found.mesh.pp) == (8, 1, 1)
+    assert found.reasons[0].startswith("pure data parallel (dp=8, tp=1, pp=1, ZeRO-")
+    assert "% faster than the best other mesh" in found.reasons[0]
+    assert "and fits" in found.reasons[0]
+    assert len({(own.mesh.dp, own.mesh.tp, own.mesh.pp) for own in found.meshes}) >= 6
+    assert [own.step_s for own in found.meshes] == sorted(own.step_s for own in found.meshes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "match"),
+    [
+        ({"dp": 3, "tp": 2}, "dp=3 x tp=2 has 6 ranks, devices names 8"),
+        ({"dp": 2, "cp": 4}, "mesh has a dimension 'cp'; valid: dp, tp, pp"),
+        ("dp=8;tp=2", "give 'auto', or degrees such as"),
+        ({"dp": 0, "tp": 8}, "mesh has dp=0; give an int of at least 1"),
+        ({"tp": 8}, "tp=8 does not divide 4 heads; degrees that divide all heads and features: 1, 2, 4"),
+    ],
+)
+def test_bad_meshes(mesh: Any, match: str) -> None:
+    """An error says what was given, and what would do."""
+    with pytest.raises(InputError, match=match):
+        _llama(mesh=mesh)
+
+
+def test_a_batch_that_replicas_do_not_divide() -> None:
+    """Every replica has as many rows."""
+    with pytest.raises(InputError, match="dp=8 does not divide the batch of 12 rows; degrees that do: 1, 2, 3, 4, 6"):
+        _llama(mesh={"dp": 8}, rows=12)
+
+
+def test_what_is_no_question_for_a_mesh() -> None:
+    """A mesh is planned for all devices; sharding is of a mesh's replicas."""
+    model, sample = nn.Linear(4, 4), torch.zeros(8, 4)
+    with pytest.raises(InputError, match="leave find= and plan= out"):
+        plan(model, "8xH100-SXM5-80GB", sample=sample, mesh="auto", find="smallest")
+    with pytest.raises(InputError, match="zero=1 is for the ranks of a mesh"):
+        plan(model, "8xH100-SXM5-80GB", sample=sample, zero=1)
+    with pytest.raises(InputError, match="zero=4 is not available; valid: 'auto', 0, 1, 2, 3"):
+        plan(model, "8xH100-SXM5-80GB", sample=sample, mesh="auto", zero=4)
+
+
+def test_text_forms() -> None:
+    """A text says what a mapping does; what is left out is 1."""
+    assert check_mesh("dp=4, tp=2", devices=8) == check_mesh({"dp": 4, "tp": 2}, devices=8) == Parallel(4, 2, 1)
+    assert check_mesh(None, devices=8) is None
+    assert check_mesh("auto", devices=8) == "auto"
