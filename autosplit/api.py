@@ -22,7 +22,7 @@ from autosplit.options import (
 )
 from autosplit.parallel import Parallel, check_mesh, check_zero
 from autosplit.planning.explain.explain import answered, assumed
-from autosplit.planning.paper import prepare, search_space, stand_ins
+from autosplit.planning.paper import OnPaper, prepare, search_space, stand_ins
 from autosplit.planning.parallel.search import MeshRequest, plan_mesh
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.request import chosen
@@ -266,10 +266,8 @@ def plan(
     choose("find", find, FIND)
     choose("processes", processes, (False, True))
     given = _given(model, sample)
-    pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    pinned = _followed(plan, find=find)
     if pinned is not None:
-        if find != "best":
-            raise InputError(f"find={find!r} searches, plan= is followed as it is; give one of them")
         devices = (pinned.machine if devices == MACHINE else None) or devices
         precision = pinned.precision if precision is None else precision
         processes = processes or pinned.processes
@@ -290,25 +288,31 @@ def plan(
         pinned=pinned,
     )
     asked = choices(devices=degrees.pp if isinstance(degrees, Parallel) else len(own))
-    processes = processes or degrees is not None
-    options = Options(
-        devices=stand_ins(own), **asked, batch_dims=batch_dims, measure=False, machine=own, processes=processes
-    )
+    apart = processes or degrees is not None
+    options = Options(stand_ins(own), **asked, batch_dims=batch_dims, measure=False, machine=own, processes=apart)
     _check_room(options)
 
     with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
         paper = prepare(model, given, options, loss_fn=loss_fn)
         if pinned is not None:
             return assumed(recosted(paper.model, paper.found, paper.options, pinned), paper)
-        rows, free_chunks = batch_rows(paper.found.inputs), chunks == "auto"
-        if degrees is not None:
-            given_degrees = degrees if isinstance(degrees, Parallel) else None
-            each = MeshRequest(
-                paper, own, lambda stages: choices(devices=stages), given_degrees, check_zero(zero), free_chunks
-            )
-            return assumed(plan_mesh(each), paper)
-        found = answered(paper, lambda own: search_space(own.options, rows=rows, free_chunks=free_chunks), find=find)
-        return assumed(found, paper)
+        request = None if degrees is None else MeshRequest(paper, own, choices, degrees, zero, chunks == "auto")
+        return assumed(_searched(paper, request, find=find, free_chunks=chunks == "auto"), paper)
+
+
+def _searched(paper: OnPaper, mesh: MeshRequest | None, *, find: str, free_chunks: bool) -> Plan:
+    """Return the best plan of a mesh, or else of a pipeline over all devices."""
+    if mesh is not None:
+        return plan_mesh(mesh)
+    rows = batch_rows(paper.found.inputs)
+    return answered(paper, lambda own: search_space(own.options, rows=rows, free_chunks=free_chunks), find=find)
+
+
+def _followed(plan: Plan | str | Path | None, *, find: str) -> Plan | None:
+    """Return the plan that is followed; nothing is searched then."""
+    if plan is not None and find != "best":
+        raise InputError(f"find={find!r} searches, plan= is followed as it is; give one of them")
+    return Plan.load(plan) if isinstance(plan, (str, Path)) else plan
 
 
 def _mesh(mesh: Any, zero: Any, *, devices: int, find: str, pinned: Plan | None) -> Parallel | str | None:

@@ -151,7 +151,7 @@ def request_of(row: Row, *, own: bool) -> MeshRequest:
     """Return a recorded row: its published layout, or everything open but devices, batch and precision."""
     machines = machine_of(row)
 
-    def choices(stages: int) -> dict[str, Any]:
+    def choices(*, devices: int) -> dict[str, Any]:
         asked = {"schedule": "auto", "virtual_stages": 1, "recompute": "auto", "chunks": "auto"}
         if not own:
             recompute = "never" if row.recompute == "selective" else row.recompute
@@ -162,18 +162,18 @@ def request_of(row: Row, *, own: bool) -> MeshRequest:
                 "chunks": row.batch // row.parallel.dp // row.micro_batch,
             }
         found = chosen(
-            devices=stages, memory_limit=None, reserve="3%", optimizer="adamw", precision=row.precision, **asked
+            devices=devices, memory_limit=None, reserve="3%", optimizer="adamw", precision=row.precision, **asked
         )
         return {**found, "cut_between": "modules"}
 
     options = Options(
-        devices=stand_ins(machines), **choices(row.parallel.pp), measure=False, machine=machines, processes=True
+        devices=stand_ins(machines), **choices(devices=row.parallel.pp), measure=False, machine=machines, processes=True
     )
     sample = Sample(torch.zeros(row.batch, row.shape.length, dtype=torch.int64, device="meta"))
     paper = prepare(build(row.shape), sample, options, loss_fn=loss)
-    return MeshRequest(
-        paper, machines, choices, None if own else row.parallel, row.parallel.zero if not own else None, own
-    )
+    if own:
+        return MeshRequest(paper, machines, choices, "auto", "auto", True)
+    return MeshRequest(paper, machines, choices, row.parallel, row.parallel.zero, False)
 
 
 def planned(row: Row) -> Result:

@@ -17,7 +17,7 @@ from typing import Any
 
 from autosplit.errors import InputError
 from autosplit.options import Options
-from autosplit.parallel import Parallel, place
+from autosplit.parallel import Parallel, check_zero, place
 from autosplit.planning.explain.reasons import reasons
 from autosplit.planning.paper import OnPaper, search_space, stand_ins
 from autosplit.planning.parallel.reasons import mesh_reasons
@@ -45,18 +45,23 @@ class MeshRequest:
     Attributes:
         paper: the recorded model.
         machine: all devices.
-        choices: what was asked for, as arguments of `Options`, from the stages of a pipeline.
-        parallel: the degrees; None: the best.
-        zero: the ZeRO stage; None: the best.
+        choices: what was asked for, as arguments of `Options`, from the number of ``devices`` in a pipeline.
+        degrees: those that were given; "auto": the best.
+        zero: the ZeRO stage; "auto": the best.
         free_chunks: whether the number of microbatches is open.
     """
 
     paper: OnPaper
     machine: MachineSpec
-    choices: Callable[[int], dict[str, Any]]
-    parallel: Parallel | None
-    zero: int | None
+    choices: Callable[..., dict[str, Any]]
+    degrees: Parallel | str
+    zero: int | str
     free_chunks: bool
+
+    @property
+    def given(self) -> Parallel | None:
+        """The degrees that were given."""
+        return self.degrees if isinstance(self.degrees, Parallel) else None
 
     @property
     def rows(self) -> int:
@@ -66,7 +71,7 @@ class MeshRequest:
     def options(self, parallel: Parallel) -> Options:
         """Return the options of one pipeline of a mesh."""
         placed = place(self.machine, parallel)
-        own = self.choices(parallel.pp)
+        own = self.choices(devices=parallel.pp)
         devices = stand_ins(placed.pipeline)
         return replace(self.paper.options, **own, devices=devices, machine=placed.pipeline, placed=placed)
 
@@ -81,7 +86,7 @@ def plan_mesh(request: MeshRequest) -> Plan:
     plan = Choice(best.sweep, None).plan
     others = [own for own in search.alternatives() if own.mesh != plan.mesh]
     made = plan.model_copy(update={"meshes": tuple(others)})
-    why = mesh_reasons(made) if request.parallel is None else ()
+    why = mesh_reasons(made) if request.given is None else ()
     return made.model_copy(update={"reasons": (*why, *reasons(made))})
 
 
@@ -204,12 +209,12 @@ class _MeshSearch:
         try:
             self.found.append(_Found(mesh, search, search.run()))
         except InputError:
-            if self.request.parallel is not None:
+            if self.request.given is not None:
                 raise
 
     def _degrees(self) -> Iterator[Parallel]:
         """Yield the meshes that divide the devices, the batch, the heads and the features."""
-        given, machine, rows = self.request.parallel, self.request.machine, self.request.rows
+        given, machine, rows = self.request.given, self.request.machine, self.request.rows
         if given is not None:
             self._check(given)
             yield from self._sharded(given)
@@ -225,10 +230,9 @@ class _MeshSearch:
 
     def _sharded(self, parallel: Parallel) -> Iterator[Parallel]:
         """Yield a mesh with each ZeRO stage that is worth a look: 1 is never slower than 0, and 3 holds the least."""
-        zeros: Sequence[int] = (
-            (0,) if parallel.dp == 1 else (1, 3) if self.request.zero is None else (self.request.zero,)
-        )
-        for zero in zeros:
+        asked = check_zero(self.request.zero)
+        zeros: Sequence[int] = (1, 3) if asked is None else (asked,)
+        for zero in zeros if parallel.dp > 1 else (0,):
             yield replace(parallel, zero=zero)
 
     def _divisors(self) -> tuple[int, ...]:
