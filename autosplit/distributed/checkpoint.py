@@ -11,7 +11,8 @@
      "others": {"scheduler": ...}}                       the bytes that torch.save writes
 
 Every value has one name and one owner, so that a checkpoint depends neither on the number of ranks nor on the cut, and
-``torch.distributed.checkpoint.load`` reads it too. It holds pickles: restore only checkpoints that you trust.
+``torch.distributed.checkpoint.load`` reads it too. Where several ranks have a key, as replicas have, their values have
+to be equal, and DCP deals out who writes; shards are DTensors. It holds pickles: restore only what you trust.
 
 The planners, the writer and the reader are DCP's. Its ``save`` is not used: it keeps one of two values that differ
 under one key, raises a BaseException, and hangs where an error cannot be pickled.
@@ -21,21 +22,18 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import pickle
 import re
-import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -45,17 +43,24 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from autosplit.distributed.facts import contents
 from autosplit.distributed.optimizer_state import (
+    Groups,
+    OptimizedParameter,
     Optimizers,
+    fill_empty_groups,
     flattened,
     optimized_parameters,
+    options_of_groups,
     parameter_of,
     state_dicts,
 )
+from autosplit.distributed.together import Ranks, Shape, check_fits, check_shared, complete, new_folder
 from autosplit.distributed.weights import read_checkpoint
-from autosplit.errors import AutosplitError, CheckpointError, InputError, listed
+from autosplit.distributed.whole import load_weights, save_weights
+from autosplit.errors import CheckpointError, InputError, listed
 
-T = TypeVar("T")
+__all__ = ["Saving", "latest", "load_weights", "restore", "save", "save_weights"]
 
 
 @dataclass(frozen=True)
@@ -105,9 +110,9 @@ def save(
     """
     others, path = others or {}, Path(folder) / f"step-{step}"
     with ExitStack() as closing:
-        ranks = closing.enter_context(_Ranks())
+        ranks = closing.enter_context(Ranks())
         ranks.check_same("step", step)
-        temporary, *_ = ranks.run(lambda: _make_folder(path, step) if ranks.rank == 0 else "")
+        temporary, *_ = ranks.run(lambda: _new_folder(path, step) if ranks.rank == 0 else "")
         # Without copies ahead, for which a thread would use the CUDA streams of device 0.
         planner, writer = DefaultSavePlanner(), FileSystemWriter(path.with_name(temporary), per_thread_copy_ahead=0)
         plans = ranks.run(lambda: _plan(planner, writer, _state(part, optimizer, others, copied=not wait)))
@@ -155,62 +160,18 @@ def restore(
         optimizer: one or several over the part's parameters, grouped as the saved ones were.
         step: which checkpoint; by default the newest complete one that rank 0 sees.
 
-    Raises InputError, before anything is loaded, where there is no such step, where keys are missing or have another
-    shape, and where an optimizer is not as the saved one; CheckpointError where files cannot be read. What one rank
-    raises is raised on every rank.
+    Raises InputError, before anything is loaded, where there is no such step, where all ranks' parts together are not
+    the model that was saved (the first name that differs, and its shapes), and where the optimizers are not those that
+    were saved; CheckpointError where files cannot be read. What one rank raises is raised on every rank.
     """
-    with _Ranks() as ranks:
+    with Ranks() as ranks:
         ranks.check_same("step", step)
         found, *_ = ranks.run(lambda: _existing(Path(folder), step))
-        restoring = _Restoring(Path(folder) / f"step-{found}", part)
-        ranks.run(lambda: restoring.prepare(optimizer))
-        ranks.run(restoring.load)
+        restoring = _Restoring(Path(folder) / f"step-{found}", part, optimizer)
+        every = ranks.run(restoring.own)
+        groups = ranks.run(lambda: restoring.prepare(every))
+        ranks.run(lambda: restoring.load(groups))
     return restoring.others
-
-
-# -- ranks -----------------------------------------------------------------------------------------------------------
-class _Ranks:
-    """The processes that save or restore together, in a group of their own; a process alone is rank 0 of 1."""
-
-    def __init__(self) -> None:
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo") if several else None
-        self.rank, self._size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-
-    def __enter__(self) -> _Ranks:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-
-    def run(self, make: Callable[[], T]) -> list[T]:
-        """Return what a function returns on every rank, by rank; raise on every rank what it raises on one."""
-        value: T | None = None
-        error: AutosplitError | None = None
-        try:
-            value = make()
-        except AutosplitError as raised:
-            error = raised
-        except Exception as raised:
-            error = CheckpointError(f"rank {self.rank}: {type(raised).__name__}: {raised}")
-            error.__cause__ = raised
-        rows: list[Any] = [(value, error)] * self._size
-        if self._group is not None:
-            dist.all_gather_object(rows, (value, error), group=self._group)
-        rows[self.rank] = value, error  # with its traceback
-        for rank, (_, other) in enumerate(rows):
-            if other is not None:
-                if rank != self.rank:
-                    other.add_note(f"raised on rank {rank}")
-                raise other
-        return [value for value, _ in rows]
-
-    def check_same(self, what: str, value: Any) -> None:
-        first, *rest = self.run(lambda: value)
-        for rank, other in enumerate(rest, 1):
-            if other != first:
-                raise InputError(f"{what} is {first} on rank 0 and {other} on rank {rank}; it has to be the same")
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------
@@ -227,33 +188,15 @@ def _existing(folder: Path, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
-def _make_folder(path: Path, step: Any) -> str:
-    """Make the folder to write in and return its name, which is new: no other save can write there."""
+def _new_folder(path: Path, step: Any) -> str:
     if not isinstance(step, int) or step < 0:
         raise InputError(f"step is {step!r}; it has to be an integer of at least 0")
-    if path.exists():
-        raise InputError(f"{path} exists and is not overwritten; save another step, or delete it first")
-    for left in path.parent.glob(f"{path.name}.*.tmp"):
-        shutil.rmtree(left, ignore_errors=True)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    temporary.mkdir(parents=True)
-    return temporary.name
+    return new_folder(path)
 
 
 def _complete(writer: FileSystemWriter, metadata: Any, results: list[Any], path: Path) -> None:
     writer.finish(metadata, results)
-    _sync(Path(writer.path))
-    Path(writer.path).rename(path)
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Bring the names in a folder to the disk, as DCP's writer does with the files."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    complete(Path(writer.path), path)
 
 
 # -- saving ----------------------------------------------------------------------------------------------------------
@@ -277,8 +220,7 @@ def _state(part: nn.Module, optimizer: Optimizers, others: Mapping[str, Any], *,
 
 def _plan(planner: DefaultSavePlanner, writer: FileSystemWriter, state: dict[str, Any]) -> SavePlan:
     """Say what this rank writes."""
-    if not Path(writer.path).is_dir():
-        raise InputError(f"rank 0 made {writer.path}, which is not on every rank; save to a disk that all ranks share")
+    check_shared(Path(writer.path))
     planner.set_up_planner(state, writer.storage_meta(), is_coordinator=False)
     if spread := [key for key in state["optimizer"] if f"optimizer.{key}" not in planner.state_dict]:
         raise InputError(
@@ -289,7 +231,7 @@ def _plan(planner: DefaultSavePlanner, writer: FileSystemWriter, state: dict[str
     return writer.prepare_local_plan(planner.create_local_plan())
 
 
-def _check_owners(ranks: _Ranks, plans: Sequence[SavePlan], values: Mapping[str, Any]) -> None:
+def _check_owners(ranks: Ranks, plans: Sequence[SavePlan], values: Mapping[str, Any]) -> None:
     """Raise where two ranks have different values under one key; DCP would keep one of them."""
     items = (item for plan in plans for item in plan.items)
     counts = Counter(item.index.fqn for item in items if item.type != WriteItemType.SHARD)
@@ -307,8 +249,7 @@ def _check_owners(ranks: _Ranks, plans: Sequence[SavePlan], values: Mapping[str,
 def _digest(value: Any) -> bytes:
     """Return a digest of a value: equal for equal values, however they came to be."""
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        data = f"{value.dtype}{list(value.shape)}".encode() + flat.numpy().tobytes()
+        data = f"{value.dtype}{list(value.shape)}{contents([value.cpu()])}".encode()
     elif isinstance(value, Mapping):
         data = b"".join(sorted(_digest(key) + _digest(entry) for key, entry in value.items()))
     elif isinstance(value, list | tuple):
@@ -319,45 +260,78 @@ def _digest(value: Any) -> bytes:
 
 
 # -- restoring -------------------------------------------------------------------------------------------------------
+class _Own(NamedTuple):
+    """What one rank has."""
+
+    shapes: dict[str, Shape]
+    optimized: list[str] | None
+    """The first names of its optimizers' parameters; None where it gave no optimizer."""
+
+
 class _Restoring:
     """A checkpoint that is being loaded: all but the model's values first."""
 
-    def __init__(self, path: Path, part: nn.Module) -> None:
-        self._path, self._part = path, part
+    def __init__(self, path: Path, part: nn.Module, optimizer: Optimizers) -> None:
+        self._path, self._part, self._optimizer = path, part, optimizer
         self._model: dict[str, Any] = {}
-        self._optimizers: dict[Optimizer, dict[str, Any]] = {}
+        self._rows: list[OptimizedParameter] = []
+        self._loads: dict[Optimizer, dict[str, Any]] = {}
         self.others: dict[str, Any] = {}
 
-    def prepare(self, optimizer: Optimizers) -> None:
-        """Read the others and the optimizers' state; raise InputError where something does not fit."""
+    def own(self) -> _Own:
+        """Return what this rank has."""
         self._model = self._part.state_dict()
+        self._rows = optimized_parameters(self._part, self._optimizer)
         meta = [key for key, value in self._model.items() if isinstance(value, torch.Tensor) and value.is_meta]
         if meta:
             raise InputError(f"on the meta device there is no memory to restore into: {listed(meta)}; materialise it")
-        metadata = FileSystemReader(self._path).read_metadata()
-        rows = optimized_parameters(self._part, optimizer)
-        rest = _placeholders(metadata.state_dict_metadata, {row.name: row.parameter for row in rows})
-        try:
-            planner = DefaultLoadPlanner()
-            planner.set_up_planner({"model": self._model}, metadata)
-            planner.create_local_plan()
-            if new := [row.name for row in rows if f"param_groups.{row.name}.class" not in rest["optimizer"]]:
-                raise ValueError(f"no optimizer had {listed(new)}")
-        except (RuntimeError, ValueError) as error:
-            raise InputError(
-                f"{self._path} does not fit: {error}; restore into the model and optimizer that were saved, or without "
-                "optimizer"
-            ) from error
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner(self._model)
+        shapes = {key: tuple(v.shape) if isinstance(v, torch.Tensor) else None for key, v in planner.state_dict.items()}
+        return _Own(shapes, None if self._optimizer is None else [row.name for row in self._rows])
+
+    def prepare(self, every: Sequence[_Own]) -> Groups:
+        """Read the others and the optimizers' state; return the options of the groups that have parameters here.
+
+        Raises InputError where what all ranks have together is not what was saved.
+        """
+        saved = FileSystemReader(self._path).read_metadata().state_dict_metadata
+        kinds = {key.removeprefix("model."): kind for key, kind in saved.items() if key.startswith("model.")}
+        shapes = {k: tuple(kind.size) if isinstance(kind, TensorStorageMetadata) else None for k, kind in kinds.items()}
+        check_fits(str(self._path), [own.shapes for own in every], shapes)
+        self._check_optimized(every, [key.removeprefix("optimizer.") for key in saved])
+        rest = _placeholders(saved, {row.name: row.parameter for row in self._rows})
         read_checkpoint(self._path, rest)
-        self._optimizers = state_dicts(rows, rest["optimizer"])
+        self._loads = state_dicts(self._rows, rest["optimizer"])
         for key, value in rest["others"].items():
             self.others[key] = torch.load(io.BytesIO(value), map_location="cpu", weights_only=False)
+        return options_of_groups(self._loads)
 
-    def load(self) -> None:
-        """Load what was prepared, and the model's values."""
+    def _check_optimized(self, every: Sequence[_Own], saved: Sequence[str]) -> None:
+        had = dict.fromkeys(parameter_of(key)[1] for key in saved if key.startswith("param_groups."))
+        first: dict[Any, str] = {}
+        for name, value in self._part.state_dict(keep_vars=True).items():
+            if isinstance(value, nn.Parameter) and first.setdefault(value, name) != name and name in had:
+                raise InputError(
+                    f"{self._path} is of another model: {name!r} was a parameter of its own, and is tied to "
+                    f"{first[value]!r} here"
+                )
+        if all(own.optimized is None for own in every):
+            return
+        given = dict.fromkeys(name for own in every for name in own.optimized or ())
+        new, left = [name for name in given if name not in had], [name for name in had if name not in given]
+        if new or left:
+            text = f"no optimizer had {listed(new)}" if new else f"no optimizer here has {listed(left)}"
+            raise InputError(
+                f"{self._path} does not fit: {text}; restore with the optimizers that were saved, or without any"
+            )
+
+    def load(self, groups: Sequence[Groups]) -> None:
+        """Load what was prepared, and the model's values; a group without parameters here is as on another rank."""
+        fill_empty_groups(self._loads, groups)
         read_checkpoint(self._path, {"model": self._model})
         self._part.load_state_dict(self._model)
-        for optimizer, state in self._optimizers.items():
+        for optimizer, state in self._loads.items():
             optimizer.load_state_dict(state)
 
 

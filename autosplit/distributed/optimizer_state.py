@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,18 @@ _NO_OPTIONS = ("params", "param_names")
 """Entries of a parameter group that are no options of the optimizer."""
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
+
+
+class Place(NamedTuple):
+    """What a group is called on all ranks: the optimizer's class, its number in that class, the group's number."""
+
+    kind: str
+    optimizer: int
+    group: int
+
+
+Groups = dict[Place, dict[str, Any]]
+"""Options by group."""
 
 
 class OptimizedParameter(NamedTuple):
@@ -87,11 +99,40 @@ def state_dicts(rows: Sequence[OptimizedParameter], flat: Mapping[str, Any]) -> 
                 f"{expected} and {options}; group the parameters as they were"
             )
         loads[optimizer]["state"][number] = saved["state", name]
-        live = loads[optimizer]["param_groups"][group]
-        for key in options.keys() - {"class"}:
-            device = live[key].device if isinstance(live.get(key), torch.Tensor) else None
-            live[key] = options[key] if device is None else options[key].to(device)
+        _set(loads[optimizer]["param_groups"][group], {key: options[key] for key in options.keys() - {"class"}})
     return loads
+
+
+def _set(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        device = group[key].device if isinstance(group.get(key), torch.Tensor) else None
+        group[key] = value if device is None else value.to(device)
+
+
+def options_of_groups(loads: Mapping[Optimizer, dict[str, Any]]) -> Groups:
+    """Return the options of the groups that have parameters."""
+    return {
+        place: {key: value for key, value in group.items() if key not in _NO_OPTIONS}
+        for place, group in _places(loads)
+        if group["params"]
+    }
+
+
+def fill_empty_groups(loads: Mapping[Optimizer, dict[str, Any]], every: Sequence[Groups]) -> None:
+    """Give groups without parameters the options that they have on other ranks: schedulers read and write them too."""
+    found = {place: options for groups in every for place, options in groups.items()}
+    for place, group in _places(loads):
+        if not group["params"]:
+            _set(group, found.get(place, {}))
+
+
+def _places(loads: Mapping[Optimizer, dict[str, Any]]) -> Iterator[tuple[Place, dict[str, Any]]]:
+    counts: Counter[str] = Counter()
+    for optimizer, state in loads.items():
+        kind = type(optimizer).__name__
+        counts[kind] += 1
+        for number, group in enumerate(state["param_groups"]):
+            yield Place(kind, counts[kind], number), group
 
 
 def parameter_of(key: str) -> tuple[str, str]:

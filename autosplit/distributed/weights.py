@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autosplit.errors import InputError
 
@@ -91,9 +92,15 @@ def _mapping(weights: Mapping[str, Any]) -> Weights:
 
     def read(targets: Mapping[str, Tensor]) -> None:
         for key, target in targets.items():
-            target.copy_(tensors[key])
+            _fill(target, tensors[key])
 
     return Weights({key: tensor.shape for key, tensor in tensors.items()}, read)
+
+
+def _fill(target: Tensor, value: Tensor) -> None:
+    if isinstance(target, DTensor):
+        value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(value)
 
 
 def _flat(weights: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -131,7 +138,7 @@ def _safetensors(files: Sequence[Path]) -> Weights:
     def read(targets: Mapping[str, Tensor]) -> None:
         for key, target in targets.items():
             with safe_open(places[key], framework="pt") as file:  # anew: its pages are resident until it is closed
-                target.copy_(file.get_tensor(key))
+                _fill(target, file.get_tensor(key))
 
     return Weights(shapes, read)
 

@@ -29,7 +29,7 @@ def error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:
 def test_a_step_is_not_overwritten(tmp_path):
     plain = Plain(1)
     save(tmp_path, 3, plain)
-    with pytest.raises(InputError, match=r"step-3 exists and is not overwritten; save another step, or delete it"):
+    with pytest.raises(InputError, match=r"step-3 exists and is not overwritten; save under another name, or del"):
         save(tmp_path, 3, Plain(2))
     restored = Plain(3)
     restore(tmp_path, restored)
@@ -154,13 +154,44 @@ def errors_of_other_models(folder: Path) -> list[str]:
 def test_another_model_or_optimizer_is_an_error_on_every_rank_and_nothing_is_loaded(ranks, tmp_path):
     first, second = ranks(2).run(errors_of_other_models, tmp_path)
     assert first == second
-    sizes = "saved torch.Size([6, 6]) and current: torch.Size([7, 7]) for model.second.weight"
-    assert f"step-1 does not fit: Size mismatch between {sizes}" in first[0]
-    assert "; restore into the model and optimizer that were saved, or without optimizer" in first[0]
-    assert "step-1 does not fit: Missing key in checkpoint state_dict: model.0.weight." in first[1]
+    assert "step-1 is of another model: 'second.weight' has shape (7, 7) here and (6, 6) there" in first[0]
+    assert "step-1 is of another model: it has no '0.weight', of shape (1, 1) here; only it has second.we" in first[1]
     assert "was saved with the optimizer Adam and is in one of class SGD; restore with the former" in first[2]
     assert "step-2 does not fit: no optimizer had embed.weight" in first[3]
     assert "'embed.weight' and 'first.bias' are in one parameter group, and were saved with different opt" in first[4]
+
+
+def in_six_layers(names: str = "layers", layers: int = 6, tied: bool = False) -> nn.Module:
+    """Return layers under some name, of which two may be tied."""
+    model = nn.Module()
+    model.add_module(names, nn.ModuleList(nn.Linear(2, 2) for _ in range(layers)))
+    if tied:
+        model.get_submodule(names)[1].weight = model.get_submodule(names)[0].weight
+    return model
+
+
+def test_a_model_that_has_more_or_fewer_or_renamed_or_tied_parameters_is_another_one(tmp_path):
+    saved = in_six_layers()
+    save(tmp_path, 1, saved, torch.optim.SGD(saved.parameters()))
+    fewer, renamed, tied = in_six_layers(layers=5), in_six_layers(names="blocks"), in_six_layers(tied=True)
+    for other, text in (
+        (fewer, r"it has 'layers.5.weight', of shape \(2, 2\), which is not in the model here \(nor layers.5.bias\)"),
+        (renamed, r"no 'blocks.0.weight', of shape \(2, 2\) here; only it has layers.0.weight, layers.0.bias, lay"),
+        (tied, "'layers.1.weight' was a parameter of its own, and is tied to 'layers.0.weight' here"),
+    ):
+        before = state_of(other)
+        with pytest.raises(InputError, match=text):
+            restore(tmp_path, other)
+        check_same([state_of(other)], before)
+
+
+def test_optimizer_state_that_nobody_takes_is_said(tmp_path):
+    plain = in_six_layers()
+    save(tmp_path, 1, plain, torch.optim.SGD(plain.parameters()))
+    with pytest.raises(
+        InputError, match=r"no optimizer here has layers.1.weight, layers.1.bias, layers.2.weight and 7 m"
+    ):
+        restore(tmp_path, plain, torch.optim.SGD(plain.get_submodule("layers.0").parameters()))
 
 
 def test_state_that_belongs_to_no_parameter_is_refused(tmp_path):
