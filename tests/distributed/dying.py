@@ -1,4 +1,4 @@
-"""Trainings of a small GPT through the pipe, with checkpoints, whose ranks die: what the tests of kills start."""
+"""Trainings of a small model through the pipe, with checkpoints, whose ranks die: what the tests of kills start."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.distributed import checkpoint
 from autosplit.distributed import step as step_module
 from tests.distributed.launching import started
-from tests.distributed.models import TiedGPT, few_targets, next_token, tokens
+from tests.distributed.models import WIDTH, WORDS, few_targets, next_token, tokens
 from tests.distributed.moments import Moment, Watch
 
 STEPS, EVERY = 12, 2
 """Steps of a training, and after how many of them it saves."""
 HAPPENS: dict[str, Callable[[], None]] = {}
-"""What happens from now on in the forward of layer 3 ("forward") and in the loss ("loss"), where they run."""
+"""What happens from now on in the forward of the last layer ("forward") and in the loss ("loss"), where they run."""
 
 
 @torch.library.custom_op("autosplit_tests::happen", mutates_args=())
@@ -35,18 +36,47 @@ happen.register_fake(lambda value, _place: torch.empty_like(value))
 happen.register_autograd(lambda _, gradient: (gradient, None))
 
 
-class Mortal(TiedGPT):
-    """A GPT with dropout and tied weights, in the last layer of which something may happen."""
+class Layer(nn.Module):
+    """A linear layer with dropout: a stage that has one has a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers[3].register_forward_hook(lambda _module, _args, value: happen(value, "forward"))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return torch.tanh(F.dropout(self.linear(value), 0.2, self.training))
+
+
+class Tied(nn.Module):
+    """Embedding and head are one weight; dropout between them. It takes little time to record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        value = self.tokens(tokens)
+        for layer in self.layers:
+            value = layer(value)
+        return self.head(value)
+
+
+class Mortal(Tied):
+    """The same model, in the last layer of which something may happen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].register_forward_hook(lambda _module, _args, value: happen(value, "forward"))
 
 
 class Training:
     """A training of which everything that changes is in its checkpoints."""
 
-    def __init__(self, folder: Path, model: type[TiedGPT] = TiedGPT, outputs: str = "last") -> None:
+    def __init__(self, folder: Path, model: type[Tied] = Tied, outputs: str = "last") -> None:
         self.folder, self.step = folder, 0
         self.pipe = autosplit(model(), devices="torchrun", chunks=4, sample=tokens(8).args, outputs=outputs)
         self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-2)

@@ -2,8 +2,9 @@
 
 ``launch(function, 3, kill=Kill(1))`` runs a function of a module in three new processes of one gloo group, kills rank 1
 at a random moment after every rank has called ``started()``, and returns how they ended. ``torchrun=True`` starts them
-by torchrun; else rank 0 hosts the store, as it does under ``torch.multiprocessing``. ``causes(ended)`` is what they
-said of it, ``root_cause(ended)`` what torchrun did.
+by torchrun's command, ``agent=True`` by torchrun's agent in a forked process, whose ranks import nothing anew; else
+rank 0 hosts the store, as it does under ``torch.multiprocessing``. ``causes(ended)`` is what they said of it,
+``root_cause(ended)`` what torchrun did.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ def launch(
     *args: Any,
     kill: Kill | None = None,
     torchrun: bool = False,
+    agent: bool = False,
     restarts: int = 0,
     limit_s: float = 60.0,
 ) -> Ended:
@@ -88,9 +90,11 @@ def launch(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run: _Torchrun | _Processes
+        run: _Torchrun | _Agent | _Processes
         if torchrun:
             run = _Torchrun(folder, size, function, args, restarts)
+        elif agent:
+            run = _Agent(folder, size, function, args, restarts)
         else:
             run = _Processes(folder, size, function, args)
         end = time.monotonic() + limit_s
@@ -161,13 +165,62 @@ class _Torchrun:
     def end(self) -> list[int]:
         self._agent.kill()
         self._agent.wait()
-        mark, left = f"{_FOLDER}={self._folder}".encode(), []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                if mark in path.read_bytes().split(b"\0"):
-                    left.append(int(path.parent.name))
-                    os.kill(left[-1], signal.SIGKILL)
-        return left
+        return _kill_left(self._folder)
+
+
+class _Agent:
+    """The agent of a torchrun, and its ranks, forked from processes that have torch."""
+
+    def __init__(
+        self, folder: Path, size: int, function: Callable[..., None], args: Sequence[Any], restarts: int
+    ) -> None:
+        self._folder = folder
+        self._agent = FORKS.Process(target=_agent, args=(folder, size, function, args, restarts))
+        self._agent.start()
+
+    @property
+    def running(self) -> bool:
+        return self._agent.exitcode is None
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [self._agent.exitcode]
+
+    def end(self) -> list[int]:
+        self._agent.kill()
+        self._agent.join()
+        return _kill_left(self._folder)
+
+
+def _kill_left(folder: Path) -> list[int]:
+    numbers = [int(line) for path in folder.glob("numbers*") for line in path.read_text().split()]
+    left = []
+    for number in numbers:
+        with suppress(OSError):
+            if Path(f"/proc/{number}/cmdline").read_bytes():  # else it has ended, and nobody has asked how
+                left.append(number)
+                os.kill(number, signal.SIGKILL)
+    return left
+
+
+def _agent(folder: Path, size: int, function: Callable[..., None], args: Sequence[Any], restarts: int) -> None:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    with open(folder / "stderr", "w") as file:
+        os.dup2(file.fileno(), 2)
+    os.environ[_FOLDER] = str(folder)
+    config = LaunchConfig(
+        1, 1, size, max_restarts=restarts, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork"
+    )
+    elastic_launch(config, _of_an_agent)(function, args)
+
+
+def _of_an_agent(function: Callable[..., None], args: Sequence[Any]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # not the agent's handlers
+    _say_number(Path(os.environ[_FOLDER]))
+    _meet()
+    _call(function, args)
 
 
 def _forked(folder: Path, rank: int, size: int, function: Callable[..., None], args: Sequence[Any]) -> None:
@@ -198,18 +251,24 @@ def _call(function: Callable[..., None], args: Sequence[Any]) -> None:
     function(*args)
 
 
+def _meet() -> None:
+    """Make the group; a restart may have the store of the attempt before, with addresses of ranks that have ended."""
+    import torch.distributed as dist
+
+    store, rank, size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
 def _say_number(folder: Path) -> None:
     own = folder / f"pid{os.environ['RANK']}"
     own.with_suffix(".new").write_text(str(os.getpid()))
     own.with_suffix(".new").rename(own)
+    with open(folder / f"numbers{os.environ['RANK']}", "a") as file:
+        file.write(f"{os.getpid()}\n")
 
 
 if __name__ == "__main__":
     _say_number(Path(os.environ[_FOLDER]))
-    import torch.distributed as dist
-
-    # torchrun may give a restart the store of the attempt before, with the addresses of ranks that have ended
-    store, rank, size = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    _meet()
     _call(*pickle.loads(Path(os.environ[_FOLDER], "call").read_bytes()))

@@ -26,7 +26,7 @@ class Pictures(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(4 if n else 3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for n in range(6)
+            nn.Sequential(nn.Conv2d(4 if n else 3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for n in range(4)
         )
         self.head = nn.Linear(4, 5)
 
@@ -77,7 +77,7 @@ class TiedGPT(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(16, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.layers = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.tokens.weight
 
@@ -95,7 +95,7 @@ class Relative(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.bias = nn.Embedding(9, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, value: Tensor) -> Tensor:
         places = torch.arange(value.shape[1])
@@ -148,7 +148,7 @@ class Dropping(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh()) for _ in range(6))
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh()) for _ in range(4))
         )
 
     def forward(self, value: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class MixesRows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from autosplit.distributed.checkpoint import latest, restore
 from tests.distributed import dying
 from tests.distributed.launching import Ended, Kill, causes, launch, root_cause
-from tests.distributed.models import TiedGPT, tokens
+from tests.distributed.models import tokens
 from tests.distributed.moments import Moment
 from tests.distributed.processes import Pool
 
@@ -32,10 +32,10 @@ def tell(capfd: pytest.CaptureFixture[str], text: str) -> None:
 
 
 # -- all end, with the cause -------------------------------------------------------------------------------------------
-def killed(folder: Path, kill: Kill, size: int) -> Ended:
+def killed(folder: Path, kill: Kill, size: int, *, torchrun: bool) -> Ended:
     """Kill a rank of a training that saves nothing; check how all ended."""
     folder.mkdir()
-    run = launch(dying.train, size, folder, 1000, kill=kill, torchrun=True, limit_s=120.0)
+    run = launch(dying.train, size, folder, 1000, kill=kill, torchrun=torchrun, agent=not torchrun, limit_s=120.0)
     assert not run.left, run
     assert run.codes == [1]
     assert run.seconds < ENDS_S, run
@@ -51,11 +51,11 @@ def test_20_kills(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     draw = random.Random(21)
     sizes = [2 + n % 2 for n in range(20)]
     kills = [
-        Kill(draw.randrange(size), within_s=draw.choice((2.0, 12.0, 24.0)), at_start=n < 10)
+        Kill(draw.randrange(size), within_s=draw.choice((1.0, 4.0, 8.0)), at_start=n < 10)
         for n, size in enumerate(sizes)
     ]
     with ThreadPoolExecutor(2) as pool:
-        runs = list(pool.map(lambda n: killed(tmp_path / str(n), kills[n], sizes[n]), range(20)))
+        runs = list(pool.map(lambda n: killed(tmp_path / str(n), kills[n], sizes[n], torchrun=n == 19), range(20)))
     for kill, run, size in zip(kills, runs, sizes, strict=True):
         assert kill.at_start or set(causes(run)) == set(range(size)) - {kill.rank}
     named = sum(bool(causes(run)) for run in runs)
@@ -78,13 +78,14 @@ def undisturbed(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 
 def restarted(
-    folder: Path, rank: int, expected: list[tuple[int, str]], *, size: int, ready: int, within_s: float
+    folder: Path, rank: int, expected: list[tuple[int, str]], *, size: int, ready: int, torchrun: bool
 ) -> int:
     """Kill a rank once, some time after step ``ready``; return behind which step the training went on."""
     folder.mkdir()
-    kill = Kill(rank, within_s=within_s)
+    kill = Kill(rank, within_s=0.6)
+    arguments = (folder, dying.STEPS, ready, 0.2)
     run = launch(
-        dying.train, size, folder, dying.STEPS, ready, 0.2, kill=kill, torchrun=True, restarts=1, limit_s=240.0
+        dying.train, size, *arguments, kill=kill, torchrun=torchrun, agent=not torchrun, restarts=1, limit_s=240.0
     )
     assert run.codes == [0], run.stderr
     assert not run.left
@@ -111,7 +112,7 @@ def test_20_restarts(tmp_path: Path, undisturbed: Callable[[int], Path], capfd: 
 
     def run(n: int) -> int:
         size, rank, ready = kills[n]
-        return restarted(tmp_path / str(n), rank, expected[size], size=size, ready=ready, within_s=0.6)
+        return restarted(tmp_path / str(n), rank, expected[size], size=size, ready=ready, torchrun=n == 1)
 
     with ThreadPoolExecutor(2) as pool:
         begins = sorted(pool.map(run, range(20)))
@@ -130,7 +131,7 @@ def killed_while_saving(folder: Path, moment: Moment, expected: dict[int, Tensor
         assert re.match(f"rank {moment.rank}(, which hosts the store,)? was killed", text)
     step = latest(folder)
     assert step in (2, 3)
-    plain = TiedGPT()
+    plain = dying.Tied()
     others = restore(folder, plain, torch.optim.AdamW(plain.parameters()))
     assert others["step"] == step
     assert torch.equal(plain.eval()(*tokens(8).args), expected[step])

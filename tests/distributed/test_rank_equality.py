@@ -13,6 +13,7 @@ import pytest
 from tests.distributed.models import DEAR, LONG, TRAININGS
 from tests.distributed.processes import Pool
 from tests.distributed.training import compare
+from tests.pairwise import in_turn
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe"},
@@ -48,21 +49,18 @@ def test_20_steps_on_4_ranks_have_the_bits_of_one_process(ranks: Pool, name: str
     assert ranks(4).run(trained, name, {}, 20)[0] == []
 
 
-@pytest.mark.parametrize("name", _slow(["dropout", "relative bias", "tied gpt with dropout"], DEAR))
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@in_turn(schedule=list(SCHEDULES), name=("dropout", "relative bias"))
 def test_every_schedule_has_the_bits_of_one_process(ranks: Pool, schedule: str, name: str) -> None:
     assert ranks(2).run(trained, name, SCHEDULES[schedule])[0] == []
 
 
-@pytest.mark.parametrize("name", _slow(["dropout", "tied gpt with dropout"], DEAR))
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("schedule", _slow(SCHEDULES, set(SCHEDULES) - {"1f1b"}))
+@in_turn(schedule=("1f1b", "zb_h1", "zb_v"), recompute=RECOMPUTE, name=("dropout", "tied gpt with dropout"))
 def test_recomputing_has_the_bits_of_one_process(ranks: Pool, schedule: str, recompute: str, name: str) -> None:
     options = {**SCHEDULES[schedule], "recompute": recompute}
     assert ranks(2).run(trained, name, options)[0] == []
 
 
-@pytest.mark.parametrize("name", _slow(["dropout", "tied gpt with dropout"], DEAR))
+@pytest.mark.parametrize("name", ["dropout", pytest.param("tied gpt with dropout", marks=pytest.mark.slow)])
 def test_random_numbers_by_counter_have_the_bits_of_one_process(ranks: Pool, name: str) -> None:
     assert ranks(2).run(trained, name, {"rng": "counter"})[0] == []
 

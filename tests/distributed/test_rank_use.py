@@ -16,8 +16,13 @@ from tests.distributed.models import TRAININGS, TiedGPT, few_targets, flat, next
 from tests.distributed.processes import Pool
 from tests.distributed.training import compare, squares, without_gradients
 from tests.equivalence.equality import flatten
+from tests.pairwise import mostly_slow
 
-FED = ["chain", "relative bias of changing length", "relative bias", "rows that mix", "own loss", "keyword inputs"]
+FED = mostly_slow(
+    ["chain", "relative bias of changing length", "relative bias", "rows that mix", "own loss", "keyword inputs"],
+    "relative bias of changing length",
+    "keyword inputs",
+)
 
 
 def _everything(part: Any) -> dict[str, Tensor]:
@@ -149,7 +154,7 @@ def test_only_the_first_and_the_last_rank_are_called_with_the_batch(ranks: Pool,
     assert all(ranks(3).run(fed, name))
 
 
-@pytest.mark.parametrize("clip", [0.05, 1e9])
+@pytest.mark.parametrize("clip", mostly_slow([0.05, 1e9], 0.05))
 def test_a_loop_of_the_users_own_on_every_rank(ranks: Pool, clip: float) -> None:
     assert ranks(2).run(loop_of_ones_own, clip) == [[], []]
 
@@ -162,7 +167,7 @@ def test_the_whole_models_state_is_loaded_in_parts(ranks: Pool) -> None:
     assert all(ranks(2).run(loaded))
 
 
-@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("weights", mostly_slow([False, True], True))
 def test_a_model_on_meta_gets_the_values_of_a_ranks_part(ranks: Pool, weights: bool) -> None:
     found = ranks(3).run(from_meta, weights)
     assert all(same for same, *_ in found)
