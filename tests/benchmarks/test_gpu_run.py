@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.gpu import measured, part, run, step, subjects
 from benchmarks.gpu.part import Found, Setting
+from tests.pairwise import in_turn
 
 CPU = Setting(torch.device("cpu"), small=True)
 TWINS = [name for name in run.PARTS if name.startswith("twin_")]
@@ -25,7 +26,7 @@ def follows(check: dict) -> bool:
     return {"<=": check["measured"] <= float(text), ">=": check["measured"] >= float(text)}[word]
 
 
-@pytest.mark.parametrize("name", RUN_HERE)
+@in_turn(share=(0, 2), name=list(RUN_HERE))
 def test_every_part_runs_here_and_its_file_has_the_form_of_results(name, tmp_path, capsys):
     path = tmp_path / f"{name}.json"
     run.main(["--part", name, "--device", "cpu", "--small", "--json", str(path)])

@@ -55,6 +55,7 @@ def test_what_is_asked(fields: dict[str, object], failed: list[str]) -> None:
     assert [check.name.rpartition(": ")[2] for check in checks if not check.ok] == failed
 
 
+@pytest.mark.slow
 def test_a_case_runs_in_a_process_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "scale.json"
     assert partition_scale.main(["--only", "1x2", "--json", str(file)]) == 0

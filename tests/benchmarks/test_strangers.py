@@ -30,6 +30,7 @@ class Plain(nn.Sequential):
         self.__dict__.update(state)
 
 
+@pytest.mark.slow
 def test_differences_are_seen():
     count = iter(range(2))
     result = run_subject(Subject("attribute", "none", lambda: Plain(built=next(count)), vectors), Setup())

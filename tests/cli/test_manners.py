@@ -136,6 +136,7 @@ def test_the_phases_of_a_report(caplog: pytest.LogCaptureFixture) -> None:
     assert {"profiling", "measuring", "searching", "replaying memory"} <= set(names)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_heeded")
 def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS.format("SIGINT"), encoding="utf-8")

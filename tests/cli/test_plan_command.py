@@ -48,6 +48,7 @@ def test_what_is_asked_for_is_in_the_plan(run: Run, tmp_path: Path) -> None:
     assert {stage.recompute for stage in plan.stages} == {"block"}
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_planned_and_the_answer_is_no(run: Run) -> None:
     result = run(f"{NETS}:make_mlp", *TWO, *X, "--memory-limit", "2KiB", "--json")
     assert result.exit_code == 1, result.output

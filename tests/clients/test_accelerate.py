@@ -46,6 +46,7 @@ def test_the_losses_are_those_of_the_plain_model() -> None:
     assert len(pipe.plan.stages) == 2
 
 
+@pytest.mark.slow
 def test_mixed_precision_and_unwrapping() -> None:
     pipe, model = split(llama()), llama()
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -62,6 +63,7 @@ def test_mixed_precision_and_unwrapping() -> None:
     torch.testing.assert_close(pipe(**batch).loss, plain(**batch).loss, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_states_are_saved_and_loaded(tmp_path: Path) -> None:
     pipe = split(llama())
     accelerator = Accelerator(cpu=True)

@@ -208,6 +208,7 @@ def test_a_pipe_that_was_asked_is_dropped_at_once(net: Net) -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_compiled_pipe_is_the_pipe(net: Net, pipe: Any) -> None:
     value = torch.ones(4, 4)
@@ -232,6 +233,7 @@ def test_a_transformers_model() -> None:
         pipe.generate(torch.ones(1, 2, dtype=torch.int64))
 
 
+@pytest.mark.slow
 def test_a_setting_of_the_config_is_followed() -> None:
     model = llama()
     pipe, plain, [batch] = split(model), copy.deepcopy(model), batches(1)
@@ -241,6 +243,7 @@ def test_a_setting_of_the_config_is_followed() -> None:
         torch.testing.assert_close(own, wanted, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_embeddings_resized_behind_the_split() -> None:
     model, [batch] = llama(), batches(1)
     pipe = split(model)

@@ -70,6 +70,7 @@ def test_a_module_that_holds_a_pipe(plain: tuple[list[float], float], tmp_path: 
     assert len(module.model.plan.stages) == 2
 
 
+@pytest.mark.slow
 def test_a_pipe_of_a_module(plain: tuple[list[float], float], tmp_path: Path) -> None:
     pipe = autosplit(Language(llama()), devices=2, chunks=2)
     trainer = fit(pipe, tmp_path)
@@ -83,6 +84,7 @@ def test_a_pipe_of_a_module(plain: tuple[list[float], float], tmp_path: Path) ->
     assert all(torch.equal(value, state[name]) for name, value in pipe.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_pipe_of_a_module_is_recorded_once_for_each_mode(tmp_path: Path) -> None:
     counts = []
     for steps in (1, 5):

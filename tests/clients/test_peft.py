@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -35,6 +36,7 @@ def test_adapters_train_as_in_the_plain_model() -> None:
     assert pipe.get_nb_trainable_parameters() == adapted(llama()).get_nb_trainable_parameters()
 
 
+@pytest.mark.slow
 def test_adapters_are_switched_and_merged_behind_the_split() -> None:
     pipe, model = split(adapted(llama())).eval(), adapted(llama()).eval()
     assert_same_output(pipe, model)
@@ -50,6 +52,7 @@ def test_adapters_are_switched_and_merged_behind_the_split() -> None:
     assert_same_output(split(pipe.merge_and_unload()).eval(), model.merge_and_unload())
 
 
+@pytest.mark.slow
 def test_adapters_for_what_was_split() -> None:
     pipe = split(llama())
     train(pipe, steps=2)
@@ -60,6 +63,7 @@ def test_adapters_for_what_was_split() -> None:
     assert_close(train(again, steps=4), train(plain, steps=4))
 
 
+@pytest.mark.slow
 def test_adapters_around_a_pipe() -> None:
     pipe, plain = adapted(split(llama())), adapted(llama())
     assert_close(train(pipe, steps=4), train(plain, steps=4))

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from tests.clients.models import STEPS, assert_close, gpt2, llama, rows, split
+from tests.pairwise import mostly_slow
 
 
 def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
@@ -38,7 +39,7 @@ def losses(model: nn.Module, folder: Path, **options: Any) -> list[float]:
     return [entry["loss"] for entry in each.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", mostly_slow([llama, gpt2], gpt2))
 def test_the_losses_are_those_of_the_plain_model(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     pipe = split(make())
     found = losses(pipe, tmp_path)
@@ -52,11 +53,13 @@ def test_accumulated_gradients_count_tokens_of_the_whole_batch(tmp_path: Path) -
     assert_close(losses(split(llama()), tmp_path, **options), losses(llama(), tmp_path, **options))
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing(tmp_path: Path) -> None:
     options = {"activation_checkpointing": True, "max_steps": 4}
     assert_close(losses(split(llama()), tmp_path, **options), losses(llama(), tmp_path, **options))
 
 
+@pytest.mark.slow
 def test_evaluation_and_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     model = llama()

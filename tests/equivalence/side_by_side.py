@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, difference
 from tests.models.named import CASES, WIDTH, numbers
+from tests.pairwise import mostly_slow
 
 Run = Callable[[nn.Module], Sequence[Any]]
+both = pytest.mark.parametrize("lanes", mostly_slow(LANES, "threads"))
+"""Both kinds of lanes, of which a default run takes threads."""
 
 
 def pair(name: str, lanes: str, *, chunks: int = 4) -> tuple[nn.Module, Any]:
@@ -44,7 +47,7 @@ def as_plain(name: str, *, tolerance: float = 1e-12) -> Callable[[Run], Callable
     """Make a test of a run: on both kinds of lanes a pipe gives what the plain model gives."""
 
     def made(run: Run) -> Callable[[str], None]:
-        @pytest.mark.parametrize("lanes", LANES)
+        @both
         def test(lanes: str) -> None:
             check(run, name, lanes, tolerance=tolerance)
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from autosplit import InputError, autosplit
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
 from tests.models.three_layers import WIDTH, Model, numbers
+from tests.pairwise import mostly_slow
 
 LIGHT = 0.2
 pytestmark = pytest.mark.filterwarnings("ignore:2 devices were given")
@@ -64,7 +65,7 @@ class States(nn.Module):
         return self.inner(value, (hidden, cell))
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("batch_first", mostly_slow([True, False], False))
 def test_states_of_an_lstm_have_the_batch_in_their_second_dimension(batch_first: bool) -> None:
     shape = (7, 4, WIDTH) if batch_first else (4, 7, WIDTH)
     dims = (0 if batch_first else 1, 1, 1)
@@ -78,6 +79,7 @@ def test_states_of_an_lstm_have_the_batch_in_their_second_dimension(batch_first:
     assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
+@pytest.mark.slow
 def test_nested_batch_dims_say_it_per_leaf() -> None:
     value, states = numbers(7, 4, WIDTH, gradient=False), (numbers(2, 7, 5, gradient=False),) * 2
     for told in ((0, 1), (0, (1, 1)), {"value": 0, "states": 1}, {"value": 0, "states_0": 1, "states_1": 1}):

@@ -16,7 +16,7 @@ from autosplit import PipelinedModule, autosplit, verify
 from tests.equivalence.equality import LANES
 from tests.models.three_layers import WIDTH, Model
 from tests.models.three_layers import numbers as drawn
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn
 
 ROWS = 10
 numbers = partial(drawn, gradient=False)
@@ -139,7 +139,7 @@ def ran(module: nn.Module, inputs: Inputs, way: str) -> list[Tensor]:
 RUNS = (("inline", "never", "gpipe"), ("threads", "always", "1f1b"))
 
 
-@pairwise(case=list(CASES), run=RUNS, way=("call", "step", "no_grad", "eval"))
+@in_turn(case=list(CASES), run=RUNS, way=("call", "step", "no_grad", "eval"))
 def test_the_caller_s_tensors(case: str, run: tuple[str, str, str], way: str) -> None:
     make, inputs = CASES[case]
     lanes, recompute, schedule = run

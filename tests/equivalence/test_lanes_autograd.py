@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import autosplit
-from tests.equivalence.equality import LANES, probe_loss
-from tests.equivalence.side_by_side import as_plain, assert_equal, check, grads, pair, value_of
+from tests.equivalence.equality import probe_loss
+from tests.equivalence.side_by_side import as_plain, assert_equal, both, check, grads, pair, value_of
 from tests.models.named import WIDTH, Chain, numbers
 from tests.models.three_layers import Model
 from tests.pairwise import in_turn
-
-both = pytest.mark.parametrize("lanes", LANES)
 
 
 # -- what is differentiated ------------------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, probe_loss
-from tests.equivalence.side_by_side import as_plain, assert_equal, check, grads, value_of
+from tests.equivalence.side_by_side import as_plain, assert_equal, both, check, grads, value_of
 from tests.models.named import CASES, WIDTH
 from tests.models.three_layers import Model
 
-both = pytest.mark.parametrize("lanes", LANES)
 REFUSED = "lanes='inline'"
 
 

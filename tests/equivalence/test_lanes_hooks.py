@@ -15,11 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, probe_loss
-from tests.equivalence.side_by_side import as_plain, assert_equal, check, grads, pair, value_of
+from tests.equivalence.side_by_side import as_plain, assert_equal, both, check, grads, pair, value_of
 from tests.models.named import WIDTH, numbers
 from tests.pairwise import in_turn, pairwise
-
-both = pytest.mark.parametrize("lanes", LANES)
 
 
 # -- hooks --------------------------------------------------------------------------------------------------------
@@ -221,14 +219,14 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Sequence[Tensor]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pairwise(name=list(TRANSFORMS), model=("shared weight", "hub"), lanes=LANES)
-def test_function_transforms(name: str, model: str, lanes: str) -> None:
+@in_turn(rest=False, name=list(TRANSFORMS), case=(("hub", "inline"), ("shared weight", "threads")))
+def test_function_transforms(name: str, case: tuple[str, str]) -> None:
     def run(module: nn.Module) -> Sequence[Any]:
         value = value_of(gradient=False)
         module(value)
         return TRANSFORMS[name](module, value)
 
-    check(run, model, lanes)
+    check(run, *case)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -260,7 +258,7 @@ def blocks_of_two() -> nn.Sequential:
     return nn.Sequential(*blocks).double().train()
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@both
 def test_a_hook_that_computes_runs_again(lanes: str) -> None:
     plain, x = blocks_of_two(), torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
     split = deepcopy(plain)

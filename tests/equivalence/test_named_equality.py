@@ -33,7 +33,7 @@ def row_loss(output: object, target: Tensor) -> Tensor:
     return (rows * torch.linspace(0.5, 1.5, rows.shape[1]) - target[:, None]).pow(2).mean()
 
 
-@in_turn(name=list(CASES), lanes=LANES)
+@in_turn(share=(0, 2), rest=False, name=list(CASES), lanes=LANES)
 def test_forward_and_backward_equal_the_plain_model(name: str, lanes: str) -> None:
     case = CASES[name]
     plain, pipe = case.build(), autosplit(case.build(), devices=["cpu"] * 3, chunks=4, lanes=lanes)
@@ -42,7 +42,7 @@ def test_forward_and_backward_equal_the_plain_model(name: str, lanes: str) -> No
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
-@in_turn(name=list(CASES), schedule=("1f1b", "gpipe"))
+@in_turn(share=(1, 2), rest=False, name=list(CASES), schedule=("1f1b", "gpipe"))
 def test_train_step_equals_the_plain_model(name: str, schedule: str) -> None:
     case = CASES[name]
     plain, pipe = case.build(), autosplit(case.build(), devices=["cpu"] * 3, chunks=4, schedule=schedule)
@@ -54,7 +54,7 @@ def test_train_step_equals_the_plain_model(name: str, schedule: str) -> None:
         assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
 
 
-@pytest.mark.parametrize("name", CASES)
+@in_turn(share=(0, 4), name=list(CASES))
 def test_eval_equals_the_plain_model(name: str) -> None:
     case = CASES[name]
     plain, pipe = case.build().eval(), autosplit(case.build().eval(), devices=["cpu"] * 2, chunks=3)
@@ -64,9 +64,9 @@ def test_eval_equals_the_plain_model(name: str) -> None:
     assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
-@in_turn(name=list(CASES), lanes=LANES[::-1], devices=(5, 3, 2))
-def test_bits_do_not_depend_on_the_cut_or_the_run(name: str, lanes: str, devices: int) -> None:
-    case = CASES[name]
+@in_turn(share=(2, 4), name=list(CASES), cut=(("threads", 5), ("inline", 3)))
+def test_bits_do_not_depend_on_the_cut_or_the_run(name: str, cut: tuple[str, int]) -> None:
+    case, (lanes, devices) = CASES[name], cut
     batch, target = case.batch(10), numbers(10, seed=5)
     whole = autosplit(case.build(), devices=["cpu"], chunks=4, lanes=lanes)
     called = forward_backward(whole, batch)

@@ -131,6 +131,7 @@ def names(pipe: PipelinedModule) -> set[str]:
     return {getattr(n.target, "__name__", "") for stage in pipe.stages for n in stage.graph.nodes}
 
 
+@pytest.mark.slow
 def test_attention_keeps_is_causal() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

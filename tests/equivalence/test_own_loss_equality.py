@@ -16,7 +16,7 @@ from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.ladder import trace
 from tests.equivalence.equality import LANES, Batch, Run, assert_equal_runs, forward_backward, train_step
 from tests.models.decoders import VOCABULARY, Decoder
-from tests.pairwise import in_turn
+from tests.pairwise import mostly_slow
 
 LENGTH = 12
 SMALL_SHARE = 0.03
@@ -33,10 +33,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]] = {
 }
 
 
-NAMES = [
-    pytest.param(name, marks=pytest.mark.slow if name in ("mixtral with a mask", "qwen3_moe") else ())
-    for name in MODELS
-]
+NAMES = mostly_slow(MODELS, "a decoder with labels", "mixtral")
 
 
 def loss_and_logits(output: Any) -> Tensor:
@@ -44,9 +41,10 @@ def loss_and_logits(output: Any) -> Tensor:
     return output["loss"] + 1e-3 * output["logits"].square().mean()
 
 
-@in_turn(name=list(MODELS), dtype=[torch.float64, torch.float32])
-def test_a_models_own_loss_is_the_plain_models(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", mostly_slow(MODELS, "a decoder with labels", "qwen3_moe with a mask"))
+def test_a_models_own_loss_is_the_plain_models(name: str) -> None:
     options, inputs = MODELS[name]
+    dtype = torch.float32 if len(name) % 2 else torch.float64
     plain = Decoder(**options).to(dtype)
     pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 3, chunks=3)
     runs = [forward_backward(m, Batch(inputs), loss=lambda o: loss_and_logits(o).double()) for m in (pipe, plain)]
@@ -139,7 +137,7 @@ def test_all_labels_ignored_give_what_the_plain_model_gives() -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["a decoder with labels", "mixtral with a mask"])
+@pytest.mark.parametrize("name", mostly_slow(["a decoder with labels", "mixtral with a mask"], "mixtral with a mask"))
 def test_a_decoders_step_with_its_own_loss(name: str) -> None:
     options, inputs = MODELS[name]
     plain = Decoder(**options).double()

@@ -23,6 +23,7 @@ from tests.equivalence.equality import (
     forward_backward,
 )
 from tests.models.named import numbers
+from tests.pairwise import in_turn, mostly_slow
 
 WIDTH, LENGTH, SHARE = 8, 3, 0.3
 Middle = Callable[[Tensor, bool], Tensor]
@@ -178,7 +179,7 @@ def assert_equal(pipe: Any, plain: nn.Module, rows: int, seed: int, dtype: torch
     assert torch.equal(after, expected_after), "the generator is elsewhere"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_turn(share=(0, 2), name=NAMES)
 def test_every_random_operation_draws_the_models_numbers(name: str) -> None:
     plain = build(name)
     pipe = split(build(name), recompute="always" if len(name) % 2 else "never", lanes=LANES[len(name) // 2 % 2])
@@ -188,7 +189,7 @@ def test_every_random_operation_draws_the_models_numbers(name: str) -> None:
     assert not any("seeded generators" in note for note in pipe.plan.notes)
 
 
-@pytest.mark.parametrize("name", ["stochastic depth", "fills", "bernoulli_ of a tensor", "dropout, batch second"])
+@pytest.mark.parametrize("name", ["stochastic depth", "fills", "bernoulli_ of a tensor"])
 def test_masks_in_memory_that_was_not_set_are_drawn_by_microbatch(name: str) -> None:
     pipe = split(build(name))
     seeded(pipe, 10, 1)
@@ -204,8 +205,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert torch.equal(after, expected_after)
 
 
-@pytest.mark.parametrize("name", ["dropout", "attention"])
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")])
+@in_turn(context=(torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")), name=("dropout", "attention"))
 def test_other_modes_of_torch(context: Callable[[], Any], name: str) -> None:
     dtype, value = torch.float32, numbers(10, LENGTH, WIDTH).float()
     found = []
@@ -218,8 +218,7 @@ def test_other_modes_of_torch(context: Callable[[], Any], name: str) -> None:
     assert torch.equal(actual_after, after)
 
 
-@pytest.mark.parametrize("loss_fn", [nn.MSELoss(), lambda output, target: (output - target).abs().mean()])
-@pytest.mark.parametrize("lanes", LANES)
+@in_turn(loss_fn=(nn.MSELoss(), lambda output, target: (output - target).abs().mean()), lanes=LANES)
 def test_train_step_draws_the_models_numbers_also_behind_a_proof(lanes: str, loss_fn: Any) -> None:
     plain, pipe = build("dropout"), split(build("dropout"), lanes=lanes, recompute="always")
     value, target = numbers(10, LENGTH, WIDTH), numbers(10, LENGTH, WIDTH, seed=1)
@@ -327,7 +326,7 @@ def test_masks_by_counter_are_dropouts_and_the_same_for_every_cut(lanes: str) ->
     assert torch.equal(torch.get_rng_state(), before), "eval mode draws nothing"
 
 
-@pytest.mark.parametrize("name", ["dropout", "attention", "lstm, batch second"])
+@pytest.mark.parametrize("name", mostly_slow(["dropout", "attention", "lstm, batch second"], "attention"))
 def test_the_counter_gives_the_same_bits_for_every_cut_and_others_than_the_model(name: str) -> None:
     runs = []
     for devices in (1, 3):

@@ -60,7 +60,7 @@ def test_every_kind_of_step_early_and_late(kind: str) -> None:
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
-@settings(max_examples=examples(240, few=15))
+@settings(max_examples=examples(80, few=8))
 @given(recipe=recipes(), rows=ROWS, later=ROWS, chunks=CHUNKS, devices=DEVICES, lanes=LANE, gradients=st.booleans())
 def test_call_and_backward_equal_the_plain_model(
     recipe: Recipe, rows: int, later: int, chunks: int, devices: int, lanes: str, gradients: bool
@@ -71,7 +71,7 @@ def test_call_and_backward_equal_the_plain_model(
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
-@settings(max_examples=examples(24, few=8))
+@settings(max_examples=examples(12, few=4))
 @given(recipe=recipes(), rows=ROWS, chunks=CHUNKS, devices=DEVICES, lanes=LANE)
 def test_float32_is_within_its_tolerance(recipe: Recipe, rows: int, chunks: int, devices: int, lanes: str) -> None:
     plain, model = build(recipe, dtype=torch.float32), build(recipe, dtype=torch.float32)
@@ -80,7 +80,7 @@ def test_float32_is_within_its_tolerance(recipe: Recipe, rows: int, chunks: int,
     assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch), dtype=torch.float32)
 
 
-@settings(max_examples=examples(80, few=10))
+@settings(max_examples=examples(40, few=6))
 @given(
     recipe=recipes(forms=("tensor",)),
     rows=ROWS,
@@ -101,7 +101,7 @@ def test_train_step_equals_the_plain_model(
         assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
 
 
-@settings(max_examples=examples(24, few=5))
+@settings(max_examples=examples(12, few=3))
 @given(recipe=recipes(kinds=ROW_WISE), rows=st.integers(2, 9), chunks=CHUNKS, devices=DEVICES)
 def test_switching_modes_equals_the_plain_model(recipe: Recipe, rows: int, chunks: int, devices: int) -> None:
     plain, pipe = build(recipe), autosplit(build(recipe), devices=["cpu"] * devices, chunks=chunks)

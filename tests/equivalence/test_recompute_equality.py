@@ -15,7 +15,7 @@ from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from tests.equivalence.equality import LANES, Batch, Run, assert_same_bits, forward_backward, train_step
 from tests.models.named import numbers
-from tests.pairwise import in_turn, pairwise
+from tests.pairwise import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -102,7 +102,7 @@ def expected(name: str, lanes: str) -> list[Run]:
 MODELS: dict[str, Callable[[], nn.Module]] = {"net": Net, "mixing": functools.partial(Net, mixes=True)}
 
 
-@pairwise(option=list(OPTIONS), lanes=LANES, schedule=("gpipe", "1f1b"))
+@in_turn(option=list(OPTIONS), lanes=LANES, schedule=("1f1b", "gpipe"))
 def test_the_same_bits(option: str, lanes: str, schedule: str) -> None:
     pipe = split(Net, lanes=lanes, recompute=OPTIONS[option], schedule=schedule)
     found = runs(pipe, words())

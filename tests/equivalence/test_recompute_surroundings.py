@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.devices import Allocations
-from tests.pairwise import in_turn
+from tests.pairwise import in_turn, mostly_slow
 
 WIDTH, ROWS, CHUNKS = 4, 10, 3
 
@@ -145,7 +145,7 @@ def mean_of(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 
 
-@in_turn(kind=list(KINDS), way=WAYS)
+@in_turn(share=(0, 2), rest=False, kind=list(KINDS), way=WAYS)
 def test_buffers_that_the_forward_writes(kind: str, way: tuple[str, str, str]) -> None:
     model, pipe = pair(KINDS[kind], way)
     for seed in range(3):
@@ -159,7 +159,7 @@ def test_buffers_that_the_forward_writes(kind: str, way: tuple[str, str, str]) -
         assert_left_equal(pipe, model)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, WAYS[1]), ids=str)
 def test_two_forwards_and_their_backwards_in_the_other_order_twice(way: tuple[str, str, str]) -> None:
     model, pipe = pair(InPlace, way)
     for module in (model, pipe):

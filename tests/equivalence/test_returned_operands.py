@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autosplit import autosplit
+from tests.pairwise import in_turn
 
 DROP, IDENTITY = nn.Dropout(0.5).eval(), nn.Identity()
 OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -75,8 +76,7 @@ def test_the_output_is_the_input(operator: Callable[[torch.Tensor], torch.Tensor
         assert not beside or torch.allclose(output["logits"], model(x)["logits"], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("recompute", ["never", "always", "block"])
-@pytest.mark.parametrize("lanes", ["inline", "threads"])
+@in_turn(recompute=("never", "always", "block"), lanes=("inline", "threads"))
 def test_gradients_and_hooks_are_those_of_the_plain_model(lanes: str, recompute: str) -> None:
     model = Returns(DROP, beside=True).double().eval()
     pipe = autosplit(model, devices=2, chunks=3, lanes=lanes, recompute=recompute)

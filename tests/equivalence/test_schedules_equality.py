@@ -16,6 +16,7 @@ from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.request import ask
 from tests.equivalence.equality import LANES, TOLERANCE, difference
+from tests.pairwise import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -152,27 +153,24 @@ def by_gpipe(folder: Path) -> dict[str, Tensor]:
     return _GPIPE[0]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_is_the_plain_model(name: str, tmp_path: Path) -> None:
+@in_turn(rest=False, name=list(SCHEDULES), lanes=LANES)
+def test_every_schedule_is_the_plain_model(name: str, lanes: str, tmp_path: Path) -> None:
     model, plain = everything()
-    found = []
-    for lanes in LANES:
-        pipe = split(copy.deepcopy(model), name, lanes, tmp_path)
-        found += [step(pipe), step(pipe)]
-        assert pipe.plan is not None
-        assert len(pipe.plan.stages) == 2 * pipe.plan.virtual_stages
-        value, target = batch()
-        pipe.zero_grad()
-        torch.manual_seed(5)
-        F.mse_loss(pipe(value), target).backward()
-        assert_plain({"loss": plain["loss"]} | gradients(pipe, value), plain)
+    pipe = split(copy.deepcopy(model), name, lanes, tmp_path)
+    found = [step(pipe), step(pipe)]
+    assert pipe.plan is not None
+    assert len(pipe.plan.stages) == 2 * pipe.plan.virtual_stages
+    value, target = batch()
+    pipe.zero_grad()
+    torch.manual_seed(5)
+    F.mse_loss(pipe(value), target).backward()
+    assert_plain({"loss": plain["loss"]} | gradients(pipe, value), plain)
     assert_plain(found[0], plain)
     for other in (*found[1:], by_gpipe(tmp_path)):
         assert_same_bits(found[0], other)
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "zb_v", "own"])
-@pytest.mark.parametrize("again", AGAIN)
+@in_turn(name=("zb_h1", "zb_v", "own"), again=list(AGAIN))
 def test_what_runs_again_under_a_split_backward(name: str, again: str, tmp_path: Path) -> None:
     model, plain = everything()
     pipe = split(copy.deepcopy(model), name, "threads", tmp_path, again)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import autosplit
-from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
+from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
 from tests.models.three_layers import Model
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda h: h,
@@ -45,8 +45,9 @@ class Strided(nn.Module):
         return self.last(h.repeat(1, 1, 2)[..., :6]), part
 
 
-@pairwise(layout=list(LAYOUTS), across=(False, True), lanes=LANES)
-def test_a_read_by_strides_equals_the_plain_model(layout: str, across: bool, lanes: str) -> None:
+@in_turn(rest=False, layout=list(LAYOUTS), kind=((True, "inline"), (False, "threads")))
+def test_a_read_by_strides_equals_the_plain_model(layout: str, kind: tuple[bool, str]) -> None:
+    across, lanes = kind
     torch.manual_seed(0)
     plain = Strided(layout, across=across).double()
     pipe = autosplit(copy.deepcopy(plain), devices=2, chunks=3, lanes=lanes)

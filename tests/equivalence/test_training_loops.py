@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from autosplit import PipelinedModule, autosplit
 from tests.equivalence.equality import LANES
 from tests.equivalence.side_by_side import assert_equal, grads
+from tests.pairwise import in_turn
 
 SCHEDULES = {"gpipe": {}, "1f1b": {}, "zb_h1": {}, "interleaved": {"virtual_stages": 2}, "zb_v": {"virtual_stages": 2}}
 KINDS = [("inline", "1f1b"), ("inline", "zb_h1"), *(("threads", schedule) for schedule in SCHEDULES)]
@@ -69,8 +70,9 @@ def pair(
     return model, autosplit(twin, devices=devices, chunks=4, lanes=lanes, schedule=schedule, **asked)
 
 
-@pytest.mark.parametrize(("lanes", "schedule"), KINDS)
-def test_operations_in_place_at_cuts(lanes: str, schedule: str) -> None:
+@in_turn(share=(0, 3), kind=KINDS)
+def test_operations_in_place_at_cuts(kind: tuple[str, str]) -> None:
+    lanes, schedule = kind
     model, pipe = pair(twice, lanes, schedule)
     value, target = batch_of()
     assert_equal([step(pipe, value, target), *grads(pipe)], [step(model, value, target), *grads(model)])

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from autosplit import InputError, autosplit
 from tests.equivalence.equality import Batch, assert_equal_runs, assert_same_bits, difference, forward_backward
 from tests.models.three_layers import ROWS, WIDTH, Body, Model, assert_equal_steps, numbers
+from tests.pairwise import in_turn
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ OWN_PYTHON = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:2 devices were given")
-@pytest.mark.parametrize("name", CASES)
+@in_turn(share=(0, 2), name=list(CASES))
 def test_call_equals_the_plain_model(name: str) -> None:
     plain, pipe = CASES[name].pair(devices=2)
     for batch in CASES[name].batches:
@@ -237,6 +238,7 @@ def test_a_leaf_and_another_stage_share_a_weight(kind: str) -> None:
         assert_same_bits(other, runs[1])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* devices were given")
 def test_complex_values_bit_for_bit() -> None:
     def body(model: Any, value: Tensor) -> Tensor:

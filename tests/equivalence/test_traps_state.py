@@ -15,6 +15,7 @@ from autosplit import autosplit
 from autosplit.errors import TraceError
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
 from tests.models.three_layers import ROWS, WIDTH, Model, assert_equal_steps, numbers
+from tests.pairwise import in_turn
 
 
 class Nested(nn.Module):
@@ -56,7 +57,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@in_turn(share=(0, 2), name=list(CHANGES))
 def test_a_change_between_calls_is_seen(name: str) -> None:
     plain = Nested()
     twin = copy.deepcopy(plain)

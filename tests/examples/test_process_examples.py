@@ -17,6 +17,7 @@ from autosplit.distributed import checkpoint
 from examples.models import GPT, GPTConfig
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+pytestmark = pytest.mark.slow
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
@@ -39,7 +40,7 @@ def output(*command: object, limit_s: float = 240.0) -> str:
 @pytest.mark.parametrize(
     ("start", "splits"),
     [
-        pytest.param((*TORCHRUN, 2), (1, 2, 4, 8), marks=pytest.mark.slow, id="torchrun"),
+        pytest.param((*TORCHRUN, 2), (1, 2, 4, 8), id="torchrun"),
         pytest.param((), (2,), id="spawn"),
     ],
 )

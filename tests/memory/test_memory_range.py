@@ -67,6 +67,7 @@ def planned(*, devices: int = 2, capacity_bytes: int | None = None, **options: A
     return plan(model, [spec] * devices, 2, sample=x, **options)
 
 
+@pytest.mark.slow
 def test_a_capacity_in_the_range_is_borderline() -> None:
     found = planned(devices=1)  # two devices with less room would be cut elsewhere
     stage = max(found.stages, key=lambda stage: stage.memory.peak_bytes)

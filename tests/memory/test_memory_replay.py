@@ -11,6 +11,7 @@ from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
 from tests.memory.extents import extent
 from tests.memory.stages import model, traces
+from tests.pairwise import in_turn
 
 X, Y, DY, DX, WEIGHT, SCRATCH = range(6)
 
@@ -113,11 +114,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("recompute", ["never", "block", "always", "except_last"])
-@pytest.mark.parametrize(("name", "stages", "microbatches", "virtual"), CASES)
-def test_replay_changes_and_a_plain_count_agree(
-    name: str, stages: int, microbatches: int, virtual: int, recompute: Recompute
-) -> None:
+@in_turn(share=(0, 2), case=CASES, recompute=("never", "block", "always", "except_last"))
+def test_replay_changes_and_a_plain_count_agree(case: tuple[str, int, int, int], recompute: Recompute) -> None:
+    name, stages, microbatches, virtual = case
     schedule = build(name, stages=stages, microbatches=microbatches, virtual_stages=virtual)
     how = model(stages, recompute, cast=stages != 4)
     static = [StaticBytes((50,), (7, 9), (500,) * (stages % 3))] * stages

@@ -101,6 +101,7 @@ def large(seed: int) -> tuple[Problem, int, bool]:
     return limited(problem, seed, assignment=even, stages=stages), stages, empty
 
 
+@pytest.mark.slow
 def test_solve_against_a_mixed_integer_program() -> None:
     proven = feasible = certain = near = seed = 0
     while proven < 24:
@@ -132,6 +133,7 @@ def test_a_search_cut_short_on_uneven_devices_has_a_bound_below_the_optimum() ->
     assert certain < 25
 
 
+@pytest.mark.slow
 def test_solve_on_uneven_devices_against_a_mixed_integer_program() -> None:
     proven = feasible = seed = 0
     while proven < 6:

@@ -59,7 +59,14 @@ def drawn(seed: int, *, feature: str) -> tuple[Problem, int, bool]:
     return problem, stages, empty
 
 
-@pytest.mark.parametrize(("feature", "most"), [("plain", 0.0), ("empty", 0.0), ("devices", 0.01)])
+@pytest.mark.parametrize(
+    ("feature", "most"),
+    [
+        ("plain", 0.0),
+        pytest.param("empty", 0.0, marks=pytest.mark.slow),
+        pytest.param("devices", 0.01, marks=pytest.mark.slow),
+    ],
+)
 def test_the_step_is_the_shortest_of_all_or_near_it(feature: str, most: float) -> None:
     feasible = equal = 0
     for seed in range(33):

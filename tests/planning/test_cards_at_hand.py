@@ -77,6 +77,7 @@ def test_a_card_that_no_data_sheet_names_is_called_unknown() -> None:
     assert not any("unknown" in note for note in planned("cuda:0", "cuda:2").notes)
 
 
+@pytest.mark.slow
 def test_a_model_on_the_cpu_is_not_measured_for_cards() -> None:
     found = planned("cuda:0", "cuda:1")
     assert not found.measured

@@ -107,6 +107,7 @@ def test_larger_devices_are_the_same_maker_s_and_only_where_no_limit_was_given()
     assert "MI" not in str(device.arguments["devices"])
 
 
+@pytest.mark.slow
 def test_where_no_change_is_enough_two_together_are() -> None:
     choices: dict[str, Any] = {"memory_limit": "0.3MiB", "chunks": 2, "recompute": "never"}
     plan = planned(f"8x{H100}", **choices)
@@ -118,6 +119,7 @@ def test_where_no_change_is_enough_two_together_are() -> None:
     assert again(change, **choices, devices=f"8x{H100}").verdict != "no", change.text
 
 
+@pytest.mark.slow
 def test_where_nothing_helps_it_is_said_what_was_tried() -> None:
     small = planned(memory_limit="1KiB")
     assert small.verdict == "no"

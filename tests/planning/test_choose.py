@@ -72,12 +72,14 @@ def test_under_a_limit_the_fastest_that_keeps_it_is_chosen(model: nn.Module, fou
     assert best.step_s == pytest.approx(min(each.step_s for each in fitting), rel=0.02)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_plan_that_comes_closest_says_no(model: nn.Module, found: Trace) -> None:
     none = chosen(model, found, WIDE, limit=1000)
     assert (none.verdict, none.fits) == ("no", False)
     assert peak(none) <= 1.02 * min(peak(each) for each in over(model, found, WIDE, limit=1000))
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_what_is_fuller_by_an_exact_formula_is_not_replayed(
     model: nn.Module, found: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,12 +90,12 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not() -> None:
     assert found.reasons[0].startswith(f"the largest batch that fits in 2 microbatches is {rows} rows, {rows // 2} in ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "limit", "choices"),
     [
-        ("2xH100-SXM5-80GB", "63KiB", {}),
-        pytest.param("2xH100-SXM5-80GB", "66KiB", {"recompute": "auto"}, marks=pytest.mark.slow),
-        pytest.param("2xH100-SXM5-80GB", "63KiB", {"schedule": "auto"}, marks=pytest.mark.slow),
+        ("2xH100-SXM5-80GB", "66KiB", {"recompute": "auto"}),
+        ("2xH100-SXM5-80GB", "63KiB", {"schedule": "auto"}),
     ],
 )
 def test_the_largest_batch_is_that_of_the_batches_around_it(devices: str, limit: str, choices: dict[str, Any]) -> None:

@@ -117,6 +117,7 @@ def test_every_field_that_is_edited_is_told() -> None:
         assert name in text, name
 
 
+@pytest.mark.slow
 def test_modules_that_moved_are_named_once(plan: Plan) -> None:
     moved = plan.diff(planned(Language(), cut=stages_of([2, 4])))
     assert [(m.name, m.nodes, m.before, m.after) for m in moved.moved] == [("layers.2", 5, 0, 1)]

@@ -74,6 +74,7 @@ def test_a_plan_as_it_is_costs_what_it_did(plan: Plan) -> None:
     assert found.boundaries == plan.boundaries
 
 
+@pytest.mark.slow
 def test_the_same_cut_with_another_optimizer_or_precision(plan: Plan) -> None:
     found = on_paper(plan=plan, optimizer="adam", precision="fp32")
     assert found.stage_of() == plan.stage_of()

@@ -77,6 +77,7 @@ def test_a_limit_that_holds_only_with_recompute_is_met_and_the_plan_says_how() -
         planned(None, limit=least // 2)
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_counts_in_time_and_memory() -> None:
     never, always, last, mixed = (
         planned(way) for way in (("never",), ("always",), ("except_last",), ("always", "never"))

@@ -23,6 +23,7 @@ from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.profile.types import NodeProfile
 from autosplit.trace.graph import NodeClass, TracedGraph
 from autosplit.trace.ladder import trace
+from tests.pairwise import in_turn, mostly_slow
 
 ROWS, LENGTH, WIDTH = 3, 5, 8
 
@@ -130,17 +131,16 @@ def shape(trace: StageTrace) -> Any:
     return passes, {numbers[i]: name for i, name in trace.gradients.items()}, sorted(trace.kept.values()), held
 
 
-@pytest.mark.parametrize(
-    ("name", "recompute"), [*((name, "never") for name in CASES), ("shared", "block"), ("tied", "always")]
-)
-def test_a_trace_of_few_blocks_expands_to_that_of_all(name: str, recompute: str) -> None:
+@in_turn(share=(1, 2), case=[*((name, "never") for name in CASES), ("shared", "block"), ("tied", "always")])
+def test_a_trace_of_few_blocks_expands_to_that_of_all(case: tuple[str, str]) -> None:
+    name, recompute = case
     stage = stage_nodes(made(name, 6))
     units = {f"blocks.{number}" for number in range(6)} if recompute == "block" else ()
     how = How(ROWS, units=units, whole=recompute == "always")
     assert shape(block_trace(stage, how)) == shape(trace_stage(stage, how))
 
 
-@pytest.mark.parametrize("name", ["plain", "tied", "nested", "two runs"])
+@pytest.mark.parametrize("name", mostly_slow(["plain", "tied", "nested", "two runs"], "nested"))
 def test_no_block_is_run_that_another_stands_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, ran = stage_nodes(made(name, 6)), []
     monkeypatch.setattr(blocks, "trace_stage", lambda given, how: ran.append(given) or trace_stage(given, how))
@@ -149,6 +149,7 @@ def test_no_block_is_run_that_another_stands_for(name: str, monkeypatch: pytest.
     assert len(short.computing()) < len(stage.computing())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_are_left_out_where_they_may_be(name: str) -> None:
     stage = stage_nodes(made(name, 6))
@@ -169,7 +170,7 @@ def described(costs: dict[str, NodeProfile]) -> Any:
     return [(replace(node, saved={}, outputs={}), own(node.outputs), own(node.saved)) for node in nodes]
 
 
-@pytest.mark.parametrize("name", CASES)
+@in_turn(share=(0, 2), name=list(CASES))
 def test_costs_of_few_blocks_are_those_of_all(name: str) -> None:
     graph = made(name, 6)
     assert described(CostMemo(graph).costs(rows=2, batch_rows=ROWS)) == described(
@@ -188,8 +189,7 @@ class Turning(nn.Module):
         return self.block(x * torch.cos(self.angle).unsqueeze(0))
 
 
-@pytest.mark.parametrize("recompute", ["never", "block"])
-@pytest.mark.parametrize("learned", [False, True])
+@in_turn(recompute=("never", "block"), learned=(True, False))
 def test_values_of_the_whole_step_that_each_block_takes_for_itself(learned: bool, recompute: str) -> None:
     """As a transformer's layers take sines and cosines: they come from outside of the stage."""
     model = Stack([Turning(learned=learned) for _ in range(6)], plain).train()
@@ -205,6 +205,7 @@ def test_values_of_the_whole_step_that_each_block_takes_for_itself(learned: bool
     assert shape(expanded)[0][:2] == shape(trace_stage(stage, how))[0][:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("amp", [False, True])
 def test_gradients_that_are_there_and_casts_that_autocast_keeps(apart: bool, amp: bool) -> None:

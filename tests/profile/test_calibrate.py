@@ -22,6 +22,7 @@ from autosplit.profile.node_costs.work import kind_of, work_of
 from benchmarks.families import families
 from cost_models.calibration import Calibrated
 from cost_models.work import KINDS, OpWork
+from tests.pairwise import mostly_slow
 
 
 def small(name: str = "small", *, low: bool = False) -> Case:
@@ -128,7 +129,7 @@ def sum_of_operations(case: Case) -> int:
     return len(ledger.operations)
 
 
-@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("gpu", mostly_slow([False, True], True))
 def test_the_cases_know_every_class_and_have_no_shapes_of_a_family(gpu):
     """On fake tensors. Predictions for the families would be no predictions if their products were among the cases."""
     everything = list(cases(gpu=gpu))

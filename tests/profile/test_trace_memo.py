@@ -89,6 +89,7 @@ def cut(tied: bool, stages: int, recompute: Recompute, seed: int) -> Cut:
     return Cut(traced.graph, costs, options, stage_of, (1,) * CHUNKS, schedule, (recompute,) * stages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("recompute", ["never", "block", "except_last"])
 def test_every_cut_is_as_if_traced_alone(tied: bool, recompute: Recompute) -> None:

@@ -9,6 +9,7 @@ from selenium.webdriver.common.keys import Keys
 
 from autosplit.planning.timeline import predicted
 from autosplit.units import format_seconds
+from tests.pairwise import in_turn
 from tests.report.paper_plans import make_units, paper_plan, searched
 
 SHAPES = [
@@ -30,8 +31,9 @@ def test_it_loads_without_a_word_and_asks_for_nothing(opened):
     assert page.chrome.title.startswith("LlamaForCausalLM: 8 devices, 1f1b")
 
 
-@pytest.mark.parametrize(("schedule", "stages", "microbatches", "virtual"), SHAPES)
-def test_the_bars_are_the_plan_s(opened, schedule, stages, microbatches, virtual):
+@in_turn(share=(0, 2), shape=SHAPES)
+def test_the_bars_are_the_plan_s(opened, shape):
+    schedule, stages, microbatches, virtual = shape
     units = make_units(3 * stages, stages=stages)
     plan = paper_plan(units, stages=stages, microbatches=microbatches, schedule=schedule, virtual_stages=virtual)
     page = opened(plan)

@@ -141,10 +141,11 @@ def test_blocks_keep_the_part_that_the_plan_kept(opened: Callable[..., Opened]) 
 @pytest.mark.parametrize(
     ("schedule", "recompute", "near"),
     [
-        ("1f1b", "never", 0.03),
         ("1f1b", "block", 0.1),
-        ("gpipe", "never", 0.1),
-        ("gpipe", "always", 0.1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("1f1b", "never", 0.03), ("gpipe", "never", 0.1), ("gpipe", "always", 0.1))
+        ),
         ("zb_h1", "never", 0.05),
     ],
 )

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from autosplit import autosplit
 from examples.models import ToyModel
 from tests.equivalence.side_by_side import assert_equal, grads
+from tests.pairwise import in_turn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -80,8 +81,9 @@ def step(module: nn.Module, rows: int) -> list[Any]:
     return [loss.detach(), *grads(module)]
 
 
-@pytest.mark.parametrize(("lanes", "again"), KINDS)
-def test_the_plain_models_numbers_on_ragged_batches(lanes: str, again: str) -> None:
+@in_turn(share=(1, 3), kind=KINDS)
+def test_the_plain_models_numbers_on_ragged_batches(kind: tuple[str, str]) -> None:
+    lanes, again = kind
     torch.manual_seed(0)
     model, counted = Net(), Counted()
     pipe = autosplit(model, devices=3, chunks=3, lanes=lanes, recompute=again, compile={"backend": counted})
@@ -158,6 +160,7 @@ def test_copies_drop_what_was_compiled() -> None:
     assert BACKEND.made == 3 * made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [True, {"mode": "default", "dynamic": True}])
 def test_inductors_code(asked: Any) -> None:
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from autosplit.runtime.step import step as steps
 from autosplit.runtime.step import train_cells
 from autosplit.runtime.step.cells import Cells
 from autosplit.runtime.transport import Message, SharedMemory, Way
-from tests.pairwise import in_turn, pairwise
+from tests.pairwise import in_turn
 from tests.runtime import lane_models
 from tests.runtime.happens_before import Keep, problems
 from tests.runtime.lane_models import MODELS, ROWS, WIDTH, Chain, Frozen, Positions, Skips, assert_close, loss, plain
@@ -134,7 +134,7 @@ def test_a_call_without_gradients(mode: Callable[[], Any], place: str) -> None:
     assert problems(run.streams.log) == []
 
 
-@pairwise(schedule=SCHEDULES, place=STEP_PLACES, case=list(STEP_CASES))
+@in_turn(case=list(STEP_CASES), place=STEP_PLACES, schedule=SCHEDULES)
 def test_a_training_step(case: str, place: str, schedule: str) -> None:
     make, target_of, loss_of = STEP_CASES[case]
     model, target, loss_fn = make(), target_of(), loss_of()

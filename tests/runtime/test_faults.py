@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autosplit.schedule.action import Action, Kind, describe
-from tests.pairwise import pairwise
+from tests.pairwise import in_turn, pairwise
 from tests.runtime.gates import (
     CHUNKS,
     HOWS,
@@ -66,8 +67,9 @@ def is_transparent(lanes: str, how: str, action: Action) -> bool:
     return (lanes, how, action.kind) == ("inline", "call", "B")
 
 
-@pairwise(lanes=LANES, how=HOWS, action=ACTIONS, kind=list(ERRORS))
-def test_a_fault_in_any_action(lanes: str, how: str, action: Action, kind: str) -> None:
+@in_turn(action=ACTIONS, how=HOWS, setting=list(product(LANES, ERRORS)))
+def test_a_fault_in_any_action(action: Action, how: str, setting: tuple[str, str]) -> None:
+    lanes, kind = setting
     case = case_of(lanes, how)
     own, every = case.threads(), set(threading.enumerate())
     for before in BEFORE:

@@ -281,12 +281,14 @@ def interrupt(process: subprocess.Popen[str], *, times: int) -> tuple[str, str]:
     return out, errors
 
 
+@pytest.mark.slow
 def test_a_script_with_idle_lanes_ends_at_once_and_in_silence() -> None:
     with script("case.run('call')", "say(len(lane_threads()))") as process:
         assert process.communicate() == ("3\nlanes at exit: 0\n", "")
         assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_script_ends_with_the_first_ctrl_c_when_its_lanes_drain() -> None:
     with script("RELEASED = True", HANG.format(action="1B1", how="1f1b")) as process:
         out, errors = interrupt(process, times=1)
@@ -295,6 +297,7 @@ def test_a_script_ends_with_the_first_ctrl_c_when_its_lanes_drain() -> None:
     assert re.search(r"\nKeyboardInterrupt\ninterrupted during .*stage 1, backward, microbatch 1", errors)  # and others
 
 
+@pytest.mark.slow
 def test_a_script_whose_lane_hangs_ends_with_the_second_ctrl_c() -> None:
     with script("RELEASED = False", HANG.format(action="2B3", how="call")) as process:
         out, errors = interrupt(process, times=2)

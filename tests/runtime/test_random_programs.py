@@ -13,6 +13,7 @@ import torch
 from benchmarks.gpu import races
 from benchmarks.gpu.part import Setting
 from benchmarks.gpu.race_programs import HOWS, KINDS, SCHEDULES, Case, Model, case_of, pipe_of, run_case
+from tests.pairwise import in_turn
 from tests.runtime.happens_before import HOST, Keep, Op, Wait, problems
 from tests.runtime.lane_models import assert_close
 from tests.runtime.recorded_pipe import RecordedPipe
@@ -59,7 +60,7 @@ def run(number: int, *, steps: int = 2) -> list[torch.Tensor]:
         return run_case(run.pipe, model, case(number), width=WIDTH, put=run.put, beside=beside, steps=steps)
 
 
-@pytest.mark.parametrize("number", range(PROGRAMS))
+@in_turn(share=(1, 2), number=range(PROGRAMS))
 def test_a_program(number: int) -> None:
     on_lanes, _, plain = recorded(number)
     found, own = run(number), case(number)
@@ -116,7 +117,7 @@ def put_back(streams: RecordingStreams, length: int) -> None:
     streams.log += [Op(HOST, "constant", (), (number,), (number,)) for number in new]
 
 
-@pytest.mark.parametrize("what", LEFT_OUT)
+@in_turn(share=(0, 3), what=list(LEFT_OUT))
 def test_what_lanes_leave_out_is_found(what: str) -> None:
     for number in range(PROGRAMS):
         streams = recorded(number)[0].streams

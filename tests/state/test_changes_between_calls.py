@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import autosplit
+from tests.pairwise import in_turn
 
 
 class Config:
@@ -135,8 +136,7 @@ def answers(model: nn.Module, x: Tensor) -> list[Tensor | None]:
     return [output.detach(), *(tensor.grad for tensor in tensors)]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("training", [True, False])
+@in_turn(rest=False, name=list(CASES), training=[True, False])
 def test_a_change_between_two_calls(name: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     last, change = CASES[name]
     monkeypatch.setattr(Base, "strength", 1.0)

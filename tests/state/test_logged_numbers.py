@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.pairwise import in_turn
 from tests.state.test_side_effects import ROWS, Root, assert_left_alike, batch, same, split
 
 
@@ -88,8 +89,7 @@ def assert_logged_alike(does: Any, *, inner: bool) -> Any:
     return pipe
 
 
-@pytest.mark.parametrize("inner", [True, False])
-@pytest.mark.parametrize("does", LOGS)
+@in_turn(rest=False, does=LOGS, inner=[True, False])
 def test_numbers_that_are_only_kept_are_outputs_of_the_graph(does: Any, inner: bool) -> None:
     pipe = assert_logged_alike(does, inner=inner)
     assert pipe._core.recordings.tree is None, "a graph follows it"
@@ -98,7 +98,6 @@ def test_numbers_that_are_only_kept_are_outputs_of_the_graph(does: Any, inner: b
 
 
 @pytest.mark.filterwarnings("ignore:2 devices were given", "ignore:.*collapsed")
-@pytest.mark.parametrize("inner", [True, False])
-@pytest.mark.parametrize("does", DECIDES)
+@in_turn(rest=False, does=DECIDES, inner=[False, True])
 def test_numbers_that_are_used_are_read_on_the_whole_batch(does: Any, inner: bool) -> None:
     assert_logged_alike(does, inner=inner)

@@ -161,7 +161,7 @@ def batch(rows: int, seed: int) -> Tensor:
     return numbers(rows, WIDTH, seed=seed, gradient=False)
 
 
-@in_turn(does=EFFECTS, inner=[True, False])
+@in_turn(rest=False, does=EFFECTS, inner=[True, False])
 def test_calls_leave_what_the_plain_model_leaves(does: Any, inner: bool) -> None:
     plain = Root(does, inner=inner)
     model = copy.deepcopy(plain)
@@ -181,7 +181,7 @@ def test_calls_leave_what_the_plain_model_leaves(does: Any, inner: bool) -> None
     assert not pipe.plan.class_flops.get("full")
 
 
-@in_turn(does=EFFECTS, inner=[False, True])
+@in_turn(rest=False, does=EFFECTS, inner=[False, True])
 def test_steps_leave_what_the_plain_model_leaves(does: Any, inner: bool) -> None:
     plain = Root(does, inner=inner)
     model = copy.deepcopy(plain)

@@ -11,12 +11,13 @@ from torch import Tensor, fx, nn
 from autosplit import autosplit
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
 from tests.models.named import CASES, Case, flat, numbers
+from tests.pairwise import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*stage:UserWarning")
 NAMES = ("chain", "nested skips", "shared weight", "tiny gpt", "weight norm", "repeated block", "unused parameters")
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=mostly_slow(NAMES, "nested skips", "shared weight"))
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 

@@ -16,6 +16,7 @@ from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.ladder import trace
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
 from tests.models.three_layers import WIDTH, Model
+from tests.pairwise import mostly_slow
 
 
 # pytest rewrites ``assert``, so these raise themselves
@@ -57,7 +58,7 @@ def node_classes(net: Model) -> dict[str, NodeClass]:
     return {info.name: info.node_class for info in infos}
 
 
-@pytest.mark.parametrize("body", [draws, chooses, asserts, asserts_a_mean])
+@pytest.mark.parametrize("body", mostly_slow([draws, chooses, asserts, asserts_a_mean], draws, asserts_a_mean))
 def test_equal_to_the_plain_model_in_all_microbatches(body: Callable[..., Any]) -> None:
     plain = Model(body)
     pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3)

@@ -17,6 +17,7 @@ from autosplit.trace.ladder import trace
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
 from tests.equivalence.test_loss_rules_equality import LOSSES, Net, inputs
 from tests.models.three_layers import WIDTH, Model, numbers
+from tests.pairwise import in_turn
 
 ROWS, TOKENS, CLASSES = 7, 5, WIDTH
 Body = Callable[..., Any]
@@ -64,7 +65,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
+@in_turn(share=(0, 2), name=list(REDUCTIONS))
 def test_a_reduction_over_the_batch_is_light(name: str) -> None:
     traced = check(lambda m, x: REDUCTIONS[name](torch.tanh(m.b(m.a(x)))), X)
     assert_light(traced)
@@ -130,7 +131,7 @@ MERGED |= {f"{loss}an own {kind}" for loss in ("", "cross entropy and ") for kin
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")
-@pytest.mark.parametrize("name", [n for n in LOSSES if n not in MERGED and "time major" not in n])
+@in_turn(share=(0, 2), name=[n for n in LOSSES if n not in MERGED and "time major" not in n])
 def test_a_loss_of_torch_is_light(name: str) -> None:
     form, loss_fn, target = LOSSES[name]
     (value,), asked = inputs().args, target()

@@ -295,6 +295,7 @@ def test_a_guard_that_compares_with_the_number_of_rows(rows: int) -> None:
     assert counts[-1] == 2
 
 
+@pytest.mark.slow
 def test_another_value_at_another_length_is_another_recording() -> None:
     model = Model(masked_mean)
     pipe = autosplit(model, ["cpu", "cpu"], 2)

@@ -12,6 +12,9 @@ import pytest
 
 from tests.trace.placed_models import MODELS, MOVES, PLACES
 
+pytestmark = pytest.mark.slow
+"""A process that makes a device and records all these models takes long."""
+
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from autosplit import Sample, autosplit
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
 from tests.models.three_layers import WIDTH, Model
+from tests.pairwise import in_turn
 
 ROWS = 8
 Body = Callable[[Tensor], Tensor]
@@ -219,7 +220,7 @@ def assert_equal(model: nn.Module, batches: list[Tensor]) -> None:
             torch.testing.assert_close(split, plain, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", MIXING)
+@in_turn(share=(0, 2), name=list(MIXING))
 def test_what_mixes_rows_is_equal(name: str) -> None:
     torch.manual_seed(1)
     assert_equal(between(MIXING[name]), [torch.randn(ROWS, WIDTH).double() for _ in range(2)])
@@ -324,7 +325,7 @@ def test_what_is_never_used_may_mix_rows() -> None:
     assert_equal(model, [torch.randn(ROWS, WIDTH).double()])
 
 
-@pytest.mark.parametrize("name", APART)
+@in_turn(share=(1, 2), name=list(APART))
 def test_rows_that_stay_apart_run_in_microbatches(name: str) -> None:
     torch.manual_seed(1)
     model, x = between(APART[name]), torch.randn(ROWS, WIDTH).double()
