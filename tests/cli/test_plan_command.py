@@ -55,9 +55,23 @@ def test_what_does_not_fit_is_planned_and_the_answer_is_no(run: Run) -> None:
     assert Plan.model_validate_json(result.stdout).verdict == "no"
 
 
+def test_a_mesh(run: Run) -> None:
+    """Degrees are in the report, the JSON and the rows of a rank; the text says what the mesh is."""
+    asked = ("--devices", "8xH100-SXM5-80GB", "--mesh", "dp=4,pp=2", "--zero", "1", "--chunks", "2", *X)
+    plan = Plan.model_validate_json(run(f"{NETS}:make_mlp", *asked, "--json").stdout)
+    assert plan.mesh is not None
+    assert (plan.mesh.dp, plan.mesh.tp, plan.mesh.pp, plan.mesh.zero) == (4, 1, 2, 1)
+    assert sum(plan.microbatch_rows) == 2
+    shown = run(f"{NETS}:make_mlp", *asked)
+    assert "  mesh       dp=4, tp=1, pp=2, ZeRO-1 of 8xH100-SXM5-80GB, 8 rows in all" in shown.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--devices", "8xH100-SXM5-80GB", "--mesh", "dp=3,pp=2", *X), "has 6 ranks, devices names 8"),
+        (("--devices", "8xH100-SXM5-80GB", "--mesh", "dp=4,cp=2", *X), "mesh has a dimension 'cp'"),
+        (("--devices", "8xH100-SXM5-80GB", "--mesh", "dp=8", "--zero", "5", *X), "zero=5 is not available"),
         (("--devices", "8xH100-SXM5-90GB", *X), "the nearest: H100-SXM5-80GB"),
         (("--devices", "cuda:0", *X), "there is no device 'cuda:0'"),
         (("--chunks", "several", *X), "chunks='several': give the number of microbatches as an int of at least 1"),

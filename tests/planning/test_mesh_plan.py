@@ -20,7 +20,7 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def _llama(**choices: Any) -> Plan:
     with torch.device("meta"):
-        model = Llama(width=512, inner=1024, layers=4, heads=8, groups=4)
+        model = Llama(width=512, inner=1024, layers=choices.pop("layers", 4), heads=8, groups=4)
     sample = torch.zeros(choices.pop("rows", 16), 256, dtype=torch.int64, device="meta")
     own = {"devices": "8xH100-SXM5-80GB", "precision": "bf16_fp32_master", "loss_fn": _loss, **choices}
     return plan(model, sample=sample, **own)
@@ -66,7 +66,7 @@ def test_zero_stages(zero: int, parameters: float, gradients: float) -> None:
 
 def test_the_best_mesh_says_why() -> None:
     """A small model is trained by replicas alone; the report and the JSON have the mesh, and what others take."""
-    found = _llama(mesh="auto", schedule="1f1b", recompute="never")
+    found = _llama(mesh="auto", schedule="1f1b", recompute="never", layers=2)
     assert found.mesh is not None
     assert (found.mesh.dp, found.mesh.tp, found.mesh.pp) == (8, 1, 1)
     assert found.reasons[0].startswith("pure data parallel (dp=8, tp=1, pp=1, ZeRO-")
@@ -74,6 +74,15 @@ def test_the_best_mesh_says_why() -> None:
     assert "and fits" in found.reasons[0]
     assert len({(own.mesh.dp, own.mesh.tp, own.mesh.pp) for own in found.meshes}) >= 6
     assert [own.step_s for own in found.meshes] == sorted(own.step_s for own in found.meshes)
+
+
+def test_a_batch_that_no_mesh_holds() -> None:
+    """The plan says no, and which mesh comes closest."""
+    found = _llama(
+        mesh="auto", memory_limit="40MiB", devices="2xL4-24GB", layers=2, chunks=4, recompute="never", schedule="1f1b"
+    )
+    assert found.verdict == "no"
+    assert found.reasons[0].startswith("no mesh of these devices holds a step of this batch; dp=")
 
 
 @pytest.mark.parametrize(

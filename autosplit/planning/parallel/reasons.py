@@ -15,6 +15,9 @@ def mesh_reasons(plan: Plan) -> Iterator[str]:
     own = plan.mesh
     if own is None or not plan.meshes:
         return
+    if plan.verdict == "no":
+        yield f"no mesh of these devices holds a step of this batch; {own} comes closest"
+        return
     if own.tp == own.pp == 1:
         yield f"pure data parallel ({own}): {_against(plan, lambda mesh: mesh.tp * mesh.pp > 1, 'the best other mesh')}"
     else:

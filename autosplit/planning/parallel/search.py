@@ -29,7 +29,7 @@ from autosplit.planning.request import sizes_of
 from autosplit.planning.search.choose import Choice, Search
 from autosplit.planning.search.finish import Finished
 from autosplit.planning.search.sweep import Space
-from autosplit.profile.types import Profile
+from autosplit.profile.types import StateProfile
 from autosplit.progress import phase
 from autosplit.trace.inputs.inputs import batch_rows
 from cost_models.machines import MachineSpec
@@ -81,7 +81,7 @@ def plan_mesh(request: MeshRequest) -> Plan:
 
     Raises InputError for degrees that do not divide the batch, the heads or the features, or where no mesh is possible.
     """
-    search = _MeshSearch(request)
+    search = MeshSearch(request)
     best = search.run()
     plan = Choice(best.sweep, None).plan
     others = [own for own in search.alternatives() if own.mesh != plan.mesh]
@@ -90,11 +90,42 @@ def plan_mesh(request: MeshRequest) -> Plan:
     return made.model_copy(update={"reasons": (*why, *reasons(made))})
 
 
+@dataclass(frozen=True)
+class _Alone:
+    """What a tensor-parallel rank does with one microbatch of the whole model, and its states."""
+
+    work_s: float
+    states: tuple[StateProfile, ...]
+
+
+class _Known:
+    """The work of a rank by its part of the model and the rows of a microbatch: equal for many meshes."""
+
+    def __init__(self, paper: OnPaper) -> None:
+        self.paper = paper
+        self._alone: dict[tuple[int, int], _Alone] = {}
+
+    def of(self, options: Options, sizes: tuple[int, ...]) -> _Alone:
+        """Return the work on a microbatch, without what waits for sharded parameters: a lower bound of it."""
+        key = options.parallel.tp, sizes[0]
+        if key not in self._alone:
+            paper = self.paper
+            assert options.placed is not None
+            plain = replace(options.placed, parallel=replace(options.parallel, zero=0))
+            own = replace(options, placed=plain)
+            whole = profiled(paper.model, paper.found, own, sizes, memo=paper.shared.costs)
+            costs = rank_costs(whole, own, paper.shared)
+            work_s = sum(node.forward_s + node.backward_s for node in costs.nodes.values())
+            self._alone[key] = _Alone(work_s, tuple(costs.state.values()))
+        return self._alone[key]
+
+
 class _Mesh:
     """One mesh and what may be chosen in it: the sizes of its microbatches, by their lower bounds."""
 
-    def __init__(self, request: MeshRequest, parallel: Parallel) -> None:
+    def __init__(self, request: MeshRequest, parallel: Parallel, known: _Known) -> None:
         self.request, self.parallel, self.options = request, parallel, request.options(parallel)
+        self.known = known
         self.rows = request.rows // parallel.dp
 
     @cached_property
@@ -114,22 +145,18 @@ class _Mesh:
         return {chunks: self._bound(chunks) for chunks in self.space.chunks}
 
     def _bound(self, chunks: int) -> float:
-        costs = self._costs(chunks)
-        work_s = sum(node.forward_s + node.backward_s for node in costs.nodes.values()) / self.parallel.pp
         fill = (self.parallel.pp - 1) / max(each for _, each in self.space.schedules)
-        return (chunks + fill) * work_s
+        return (chunks + fill) * self._alone(chunks).work_s / self.parallel.pp
 
-    def _costs(self, chunks: int) -> Profile:
-        paper = self.request.paper
-        sizes = sizes_of(self.rows, chunks, paper.found.graph.min_rows)
-        whole = profiled(paper.model, paper.found, self.options, sizes, memo=paper.shared.costs)
-        return rank_costs(whole, self.options, paper.shared)
+    def _alone(self, chunks: int) -> _Alone:
+        least = self.request.paper.found.graph.min_rows
+        return self.known.of(self.options, sizes_of(self.rows, chunks, least))
 
     @cached_property
     def fullness(self) -> float:
         """What a device holds of states alone, evenly spread, relative to what it has room for."""
         room = self.options.room_bytes(0)
-        states = self._costs(self.space.chunks[0]).state.values()
+        states = self._alone(self.space.chunks[0]).states
         total = sum(state_bytes(state, self.options).total for state in states)
         return 0.0 if room is None else total / self.parallel.pp / max(room, 1)
 
@@ -167,16 +194,19 @@ class _Found:
         return self.mesh.request.paper.of(self.mesh.options).sweep(space, rows=self.mesh.rows)
 
 
-class _MeshSearch:
-    def __init__(self, request: MeshRequest) -> None:
-        self.request = request
+class MeshSearch:
+    """The meshes of a request; ``exhaustive``: all of them, whatever their bounds, as benchmarks ask for it."""
+
+    def __init__(self, request: MeshRequest, *, exhaustive: bool = False) -> None:
+        self.request, self.exhaustive = request, exhaustive
         self.found: list[_Found] = []
         self.left: list[_Mesh] = []
 
     def run(self) -> _Found:
         """Return the best mesh; meshes whose states alone are more than a device holds come last."""
         with phase("searching meshes"):
-            meshes = [_Mesh(self.request, parallel) for parallel in self._degrees()]
+            known = _Known(self.request.paper)
+            meshes = [_Mesh(self.request, parallel, known) for parallel in self._degrees()]
             if not meshes:
                 raise InputError(
                     f"no mesh of {len(self.request.machine)} devices divides the batch of {self.request.rows} rows; "
@@ -194,7 +224,9 @@ class _MeshSearch:
     def _look_at(self, mesh: _Mesh) -> None:
         """Find the best cut of a mesh among the microbatches that may make a shorter step than the best."""
         enough_s = float("inf")
-        if self.found and self.best.rank[0] == 0:
+        if self.exhaustive:
+            pass
+        elif self.found and self.best.rank[0] == 0:
             enough_s = self.best.step_s
             if mesh.fullness > 1:
                 enough_s = 0.0
