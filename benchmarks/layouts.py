@@ -151,6 +151,8 @@ def request_of(row: Row, *, own: bool) -> MeshRequest:
     """Return a recorded row: its published layout, or everything open but devices, batch and precision."""
     machines = machine_of(row)
 
+    limit = "1TiB" if row.recompute == "selective" and not own else None  # planned as if nothing was recomputed
+
     def choices(*, devices: int) -> dict[str, Any]:
         asked = {"schedule": "auto", "virtual_stages": 1, "recompute": "auto", "chunks": "auto"}
         if not own:
@@ -162,7 +164,7 @@ def request_of(row: Row, *, own: bool) -> MeshRequest:
                 "chunks": row.batch // row.parallel.dp // row.micro_batch,
             }
         found = chosen(
-            devices=devices, memory_limit=None, reserve="3%", optimizer="adamw", precision=row.precision, **asked
+            devices=devices, memory_limit=limit, reserve="3%", optimizer="adamw", precision=row.precision, **asked
         )
         return {**found, "cut_between": "modules"}
 

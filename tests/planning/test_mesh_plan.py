@@ -54,6 +54,17 @@ def test_tensor_parallel_ranks_hold_less(given: Plan) -> None:
         assert own.memory.parameter_bytes < 0.52 * other.memory.parameter_bytes
 
 
+def test_the_loss_is_shared_over_the_words() -> None:
+    """Logits and what the loss makes of them are most of a small model's peak: a rank of four has a quarter of it."""
+    asked = {"schedule": "1f1b", "chunks": 1, "recompute": "never", "layers": 1, "zero": 0, "rows": 8}
+    whole, own = (_llama(mesh=mesh, devices=devices, **asked).stages[0].memory for mesh, devices in _ONE_AND_FOUR)
+    moving = [each.peak_bytes - each.parameter_bytes - each.optimizer_bytes for each in (whole, own)]
+    assert moving[1] < 0.3 * moving[0]
+
+
+_ONE_AND_FOUR = (("dp=1", "1xH100-SXM5-80GB"), ("tp=4", "4xH100-SXM5-80GB"))
+
+
 @pytest.mark.parametrize(("zero", "parameters", "gradients"), [(0, 1, 1), (1, 1, 1), (2, 1, 1 / 8), (3, 1 / 8, 1 / 8)])
 def test_zero_stages(zero: int, parameters: float, gradients: float) -> None:
     """Eight replicas shard the optimizer's state from ZeRO-1 on, gradients from 2 on, parameters in 3."""

@@ -37,7 +37,7 @@ def _recorded(model: nn.Module, *sample: torch.Tensor) -> tuple[DataflowIndex, P
 @pytest.fixture(scope="module")
 def llama() -> tuple[DataflowIndex, Profile, Pairs]:
     with torch.device("meta"):
-        model = Llama(width=64, inner=128, layers=2, heads=8, groups=4)
+        model = Llama(width=64, inner=128, layers=2, heads=8, groups=4).bfloat16()
     return _recorded(model, torch.zeros(4, 16, dtype=torch.int64, device="meta"))
 
 
@@ -113,6 +113,24 @@ def test_a_block_with_sharded_parameters_waits_for_them(llama: tuple[DataflowInd
         assert any(node.forward_s > other.forward_s for node, other in pairs) is waits
 
 
+def test_products_in_fp8(llama: tuple[DataflowIndex, Profile, Pairs]) -> None:
+    """A product of a block runs in fp8 behind a cast, and what only such products save is kept in half the bytes."""
+    _, costs, _ = llama
+    blocks = {name: 0 for name in costs.nodes if name.startswith("layers")}
+    plain, own = (_rank(costs, TensorShares(), Parallel(), blocks=blocks, fp8=fp8) for fp8 in (False, True))
+    dtypes = [operation.dtype for operation in own.nodes["layers.0.up#0"].forward_operations]
+    assert torch.float8_e4m3fn in dtypes
+    assert all(operation.dtype.itemsize > 1 for operation in own.nodes["lm_head#0"].forward_operations)
+    halved = {name for name, node in own.nodes.items() if sum(node.outputs.values()) < _held(plain, name)}
+    assert "layers.0.before#0" in halved
+    assert "layers.0#0/add_0" not in halved
+    assert own.nodes["layers.0.up#0"].saved != plain.nodes["layers.0.up#0"].saved
+
+
+def _held(costs: Profile, name: str) -> int:
+    return sum(costs.nodes[name].outputs.values())
+
+
 class _Gated(nn.Module):
     """A router whose softmax mixes what would be its shards, and a norm over features between two products."""
 
@@ -155,6 +173,8 @@ def test_a_degree_that_does_not_divide(llama: tuple[DataflowIndex, Profile, Pair
         shares_of(pairs, index, 2)
 
 
-def _rank(costs: Profile, shares: TensorShares, parallel: Parallel, *, blocks: dict[str, int] | None = None) -> Profile:
+def _rank(
+    costs: Profile, shares: TensorShares, parallel: Parallel, *, blocks: dict[str, int] | None = None, fp8: bool = False
+) -> Profile:
     placed, model = place(machine("8x8xH100-SXM5-80GB"), parallel), Roofline(device("H100-SXM5-80GB"))
-    return rank_profile(costs, shares, placed=placed, blocks=blocks or {}, model=model)
+    return rank_profile(costs, shares, placed=placed, blocks=blocks or {}, model=model, fp8=fp8)

@@ -38,12 +38,34 @@ def rank_profile(
     gathered a block at a time, beside the work of the block before. ``fp8``: products of blocks with a parameter run in
     that.
     """
+    if fp8:
+        shares = _kept_in_fp8(costs, shares, blocks)
     ranked = _Rank(costs, shares, placed.tp, model, blocks if fp8 else {})
     nodes = {name: ranked.node(node) for name, node in costs.nodes.items()}
     state = {name: _state(own, shares.states.get(name, 1.0)) for name, own in costs.state.items()}
     nodes |= _gathered(nodes, state, placed, blocks)
     inputs = {name: round(count * shares.of(name).held) for name, count in costs.input_bytes.items()}
     return replace(costs, nodes=nodes, state=state, input_bytes=inputs, shares=shares)
+
+
+def _kept_in_fp8(costs: Profile, shares: TensorShares, blocks: Mapping[str, int]) -> TensorShares:
+    """Return the shares where values that only products in fp8 save are kept in half the bytes: in fp8."""
+    products = {name for name in _products(costs) & blocks.keys() if costs.nodes[name].forward_flops}
+    savers: dict[int, set[str]] = {}
+    for name, node in costs.nodes.items():
+        for storage in node.saved:
+            savers.setdefault(storage, set()).add(name)
+    nodes = dict(shares.nodes)
+    for name, node in costs.nodes.items():
+        saved = [savers[storage] for storage in node.outputs if storage in savers]
+        if saved and all(each <= products for each in saved) and costs.nodes[name].forward_operations:
+            nodes[name] = replace(shares.of(name), held=shares.of(name).held / 2)
+    return replace(shares, nodes=nodes)
+
+
+def _products(costs: Profile) -> set[str]:
+    """Return the nodes that read a parameter; which of their operations are products, `_in_fp8` tells."""
+    return {name for own in costs.state.values() if own.is_parameter for name in own.uses}
 
 
 def _state(state: StateProfile, part: float) -> StateProfile:
@@ -55,8 +77,7 @@ class _Rank:
         self, costs: Profile, shares: TensorShares, group: Group, model: CostModel, fp8: Mapping[str, int]
     ) -> None:
         self.costs, self.shares, self.group, self.model = costs, shares, group, model
-        products = {name for own in costs.state.values() if own.is_parameter for name in own.uses}
-        self.fp8 = products & fp8.keys()
+        self.fp8 = _products(costs) & fp8.keys()
         self.held: dict[int, float] = {}
         for name, node in costs.nodes.items():
             for storage in node.outputs:
