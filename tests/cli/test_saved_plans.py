@@ -106,7 +106,7 @@ def test_what_a_form_cannot_say_costs_neither_the_plan_nor_the_other_files(run: 
         ),
         (("--export", "megatron"), "names no file; write FORM:FILE, for example megatron:megatron.txt"),
         (("--export", "megatron:no/x"), "--export megatron 'no/x': there is no folder 'no'; make it first"),
-        (("--precision", "bf8"), "precision='bf8' is not available (did you mean 'bf16'?)"),
+        (("--precision", "bf61"), "precision='bf61' is not available (did you mean 'bf16'?)"),
         (("--schedule", "zbh1"), "schedule='zbh1' is not available (did you mean 'zb_h1'?)"),
         (("--schedule", "zb_v", "--virtual-stages", "3"), "zb_v puts 2 stages on a device, not 3"),
         (("--optimizer", "Adam"), "optimizer='Adam' is not available (did you mean 'adam'?)"),
