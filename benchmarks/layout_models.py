@@ -56,7 +56,7 @@ def gpt(layers: int, width: int, heads: int, words: int = 51200, length: int = 2
 def llama(layers: int, width: int, heads: int, groups: int, inner: int, words: int) -> Shape:
     """Return a Llama: grouped queries, SwiGLU, RMS norms, no biases."""
     return Shape(
-        layers, width, heads, words, 4096, groups, inner, gated=True, norm="rms", bias=False, activation="silu"
+        layers, width, heads, words, 4096, groups, inner, gated=True, norm="rms", bias=False, activation="swiglu"
     )
 
 
@@ -118,17 +118,14 @@ class MLP(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         inner = shape.inner or 4 * shape.width
-        self.up, self.down = (
-            nn.Linear(shape.width, inner, bias=shape.bias),
-            nn.Linear(inner, shape.width, bias=shape.bias),
-        )
-        self.gate = nn.Linear(shape.width, inner, bias=shape.bias) if shape.gated else None
+        self.up = nn.Linear(shape.width, inner * (1 + shape.gated), bias=shape.bias)
+        self.down = nn.Linear(inner, shape.width, bias=shape.bias)
         self.activation = shape.activation
 
     def forward(self, value: Tensor) -> Tensor:
         inner = self.up(value)
-        if self.gate is not None:
-            inner = F.silu(self.gate(value)) * inner
+        if self.activation == "swiglu":  # one kernel that keeps its input alone: torch's of that kind is GLU
+            inner = F.glu(inner)
         else:
             inner = F.gelu(inner, approximate="tanh") if self.activation == "gelu" else F.relu(inner).square()
         result: Tensor = self.down(inner)
