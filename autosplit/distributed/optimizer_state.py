@@ -2,7 +2,8 @@
 
     {"state.fc.weight.exp_avg": ...,          as flatten_optimizer_state_dict=True of torch has it
      "param_groups.fc.weight.lr": ...,        the options of the parameter's group
-     "param_groups.fc.weight.class": "Adam"}  and the optimizer's class
+     "param_groups.fc.weight.class": "Adam",  the optimizer's class
+     "param_groups.fc.weight.place": (0, 2)}  the number of the group on the rank that saved, and how many it had
 
 ``get_optimizer_state_dict`` of torch would take an optimizer step where none was taken yet.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,8 @@ from autosplit.errors import InputError, listed
 
 _NO_OPTIONS = ("params", "param_names")
 """Entries of a parameter group that are no options of the optimizer."""
+_OWN = ("class", "place")
+"""What is saved beside them."""
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -70,7 +74,8 @@ def flattened(rows: Sequence[OptimizedParameter]) -> dict[str, Any]:
     packed = {row.optimizer: row.optimizer.state_dict() for row in rows}
     flat: dict[str, Any] = {}
     for name, _, optimizer, group, number in rows:
-        options = {**packed[optimizer]["param_groups"][group], "class": type(optimizer).__name__}
+        groups = packed[optimizer]["param_groups"]
+        options = {**groups[group], "class": type(optimizer).__name__, "place": (group, len(groups))}
         flat |= {f"param_groups.{name}.{key}": options[key] for key in options if key not in _NO_OPTIONS}
         flat |= {f"state.{name}.{key}": value for key, value in packed[optimizer]["state"].get(number, {}).items()}
     if loose := {key: value for one in packed.values() for key, value in one["state"].items() if isinstance(key, str)}:
@@ -85,22 +90,44 @@ def state_dicts(rows: Sequence[OptimizedParameter], flat: Mapping[str, Any]) -> 
         saved[parameter_of(key)][key.rpartition(".")[2]] = value
     loads = {row.optimizer: {**row.optimizer.state_dict(), "state": {}} for row in rows}
     leaders: dict[tuple[Optimizer, int], str] = {}
+    _check_order(rows, {row.name: saved["param_groups", row.name].get("place") for row in rows})
     for name, _, optimizer, group, number in rows:
         leader = leaders.setdefault((optimizer, group), name)
-        options, expected = saved["param_groups", name], saved["param_groups", leader]
+        options, expected = saved["param_groups", name], _options(saved["param_groups", leader])
         if options["class"] != type(optimizer).__name__:
             raise InputError(
                 f"{name!r} was saved with the optimizer {options['class']} and is in one of class "
                 f"{type(optimizer).__name__}; restore with the former, or without optimizer"
             )
-        if options != expected:
+        if _options(options) != expected:
             raise InputError(
                 f"{leader!r} and {name!r} are in one parameter group, and were saved with different options: "
-                f"{expected} and {options}; group the parameters as they were"
+                f"{expected} and {_options(options)}; group the parameters as they were"
             )
         loads[optimizer]["state"][number] = saved["state", name]
-        _set(loads[optimizer]["param_groups"][group], {key: options[key] for key in options.keys() - {"class"}})
+        _set(loads[optimizer]["param_groups"][group], expected)
     return loads
+
+
+def _check_order(rows: Sequence[OptimizedParameter], places: Mapping[str, tuple[int, int] | None]) -> None:
+    """Raise InputError where groups have changed places, which a scheduler's state would not notice.
+
+    A rank may have left out groups without parameters: then numbers tell nothing.
+    """
+    for optimizer in {row.optimizer for row in rows}:
+        own = [row for row in rows if row.optimizer is optimizer]
+        for one, other in pairwise(sorted(own, key=lambda row: row.group)):
+            first, then = places[one.name], places[other.name]
+            count = len(optimizer.param_groups)
+            if first and then and first[1] == then[1] == count and first[0] > then[0] and one.group < other.group:
+                raise InputError(
+                    f"{one.name!r} was in group {first[0]} and {other.name!r} in group {then[0]}, and here they are in "
+                    f"{one.group} and {other.group}; keep the order of groups, which schedulers count"
+                )
+
+
+def _options(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in saved.items() if key not in _OWN}
 
 
 def _set(group: dict[str, Any], options: Mapping[str, Any]) -> None:

@@ -206,13 +206,15 @@ class _Loading:
     def __init__(self, weights: Any, part: nn.Module) -> None:
         self._weights, self._part = weights, part
         self._source = Weights({}, lambda targets: None)
+        self._entries: list[_Entry] = []
         self._keys: dict[str, str] = {}
         """The names of what this rank loads, by their keys in the source."""
 
     def own(self) -> list[_Entry]:
         """Open the weights; return the tensors of this rank."""
         self._source = open_weights(self._weights)
-        return [_Entry(names, tuple(tensor.shape)) for tensor, names in _by_tensor(self._part)]
+        self._entries = [_Entry(names, tuple(tensor.shape)) for tensor, names in _by_tensor(self._part)]
+        return self._entries
 
     def prepare(self, every: Sequence[Sequence[_Entry]], strict: bool) -> None:
         """Find the key of each tensor; raise InputError where the weights are not the model's."""
@@ -223,7 +225,16 @@ class _Loading:
         read = {name for row in found for name in row}
         rest = {name: tuple(s) for name, s in shapes.items() if name in read or (strict and name not in names)}
         check_fits("weights" if isinstance(self._weights, Mapping) else str(self._weights), found, rest)
-        self._keys = {prefix + name: name for name in self._part.state_dict() if name in read}
+        state = self._part.state_dict()
+        for entry in self._entries:
+            keys = {prefix + name: state[name].dtype for name in entry.names if name in shapes}
+            if len(keys) > 1:
+                values = {key: torch.empty(self._source.shapes[key], dtype=dtype) for key, dtype in keys.items()}
+                self._source.read(values)
+                first, *others = values.values()
+                if not all(first.equal(other) for other in others):
+                    raise InputError(f"{listed(keys)} are different tensors in the weights, and one tied tensor here")
+        self._keys = {prefix + name: name for name in state if name in read}
 
     def load(self) -> None:
         """Load what was prepared."""

@@ -194,6 +194,19 @@ def test_optimizer_state_that_nobody_takes_is_said(tmp_path):
         restore(tmp_path, plain, torch.optim.SGD(plain.get_submodule("layers.0").parameters()))
 
 
+def test_groups_that_changed_places_are_refused(tmp_path):
+    """A scheduler's state counts groups, and would give each the learning rates of the other."""
+    plain = in_six_layers()
+    groups = [{"params": list(layer.parameters()), "lr": 0.1**number} for number, layer in enumerate(plain.layers)]
+    save(tmp_path, 1, plain, torch.optim.SGD(groups))
+    restore(tmp_path, plain, torch.optim.SGD(groups))
+    with pytest.raises(
+        InputError,
+        match=r"'layers.1.bias' was in group 1 and 'layers.0.weight' in group 0, and here they are in 0 and 1",
+    ):
+        restore(tmp_path, plain, torch.optim.SGD([groups[1], groups[0], *groups[2:]]))
+
+
 def test_state_that_belongs_to_no_parameter_is_refused(tmp_path):
     plain = nn.Linear(2, 2)
     optimizer = torch.optim.LBFGS(plain.parameters())

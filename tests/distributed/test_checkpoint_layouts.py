@@ -1,7 +1,8 @@
 """A training saved at one layout goes on at any other as if nothing had been: every ordered pair, to the bit.
 
 What is right comes from one process without any file: there a model and its pipe share parameters and optimizer, so one
-training can go on in the other. Ranks have the bits of the pipe.
+training can go on in the other. Ranks have the bits of the pipe; replicas, whose batch norm sees other microbatches,
+have their own.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from autosplit import autosplit
 from autosplit.distributed import checkpoint
 from tests.distributed.parts import check_same, run
 
-LAYOUTS = {"plain": 1, "pipe": 1, "pp2": 2, "pp3": 3, "pp4": 4}
+LAYOUTS = {"plain": 1, "pipe": 1, "pp2": 2, "pp3": 3, "pp4": 4, "dp2 pp2": 4}
 """How many processes each has."""
+ALL = slice(None)
 SAVED, STEPS = 3, 6
 WIDTH, WORDS = 8, 11
 
@@ -69,22 +73,31 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def built(layout: str) -> nn.Module:
-    model, sample = Net(), batch_of(0)
+    model, sample = Net(), batch_of(0, rows_of(layout))
     if layout == "plain":
         return model
+    if layout == "dp2 pp2":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+        return autosplit(model, mesh=mesh, chunks=3, sample=sample)
     devices: Any = "torchrun" if layout.startswith("pp") else ["cpu"] * 2
     return autosplit(model, devices=devices, chunks=3, sample=sample)
 
 
-def batch_of(position: int) -> Tensor:
-    return torch.randint(WORDS, (6, 3), generator=torch.Generator().manual_seed(position))
+def rows_of(layout: str) -> slice:
+    """Return this rank's rows of the batch."""
+    first = 6 * (dist.get_rank() // 2) if layout == "dp2 pp2" else 0
+    return slice(first, first + 6) if layout == "dp2 pp2" else slice(None)
+
+
+def batch_of(position: int, rows: slice = ALL) -> Tensor:
+    return torch.randint(WORDS, (12, 3), generator=torch.Generator().manual_seed(position))[rows]
 
 
 class Training:
     """What a training script has: optimizer, scheduler, scaler, the position in the data, random state."""
 
-    def __init__(self, part: nn.Module, kind: str) -> None:
-        self.part, self.optimizer = part, OPTIMIZERS[kind](part)
+    def __init__(self, part: nn.Module, kind: str, rows: slice = ALL) -> None:
+        self.part, self.optimizer, self.rows = part, OPTIMIZERS[kind](part), rows
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         self.position, self.losses = 0, list[float]()
@@ -93,7 +106,7 @@ class Training:
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            tokens = batch_of(self.position)
+            tokens = batch_of(self.position, self.rows)
             target = torch.zeros(len(tokens), WORDS)
             self.optimizer.zero_grad()
             if hasattr(self.part, "train_step"):
@@ -138,39 +151,64 @@ class Training:
         return [self.losses[-3:], self.scheduler.state_dict(), self.scaler.state_dict(), torch.get_rng_state().tolist()]
 
 
-def begun_and_saved(layout: str, folder: Path) -> None:
-    part = built(layout)
+State = dict[str, Any]
+Found = dict[Any, tuple[State, State, list[Any]]]
+"""The state where a training was saved or restored, and at its end, with what every rank has then."""
+
+
+def begun_and_saved(layout: str, folder: Path) -> Found:
+    part, found = built(layout), {}
     before = {name: value.clone() for name, value in part.state_dict().items()}
     for kind in OPTIMIZERS:
         part.load_state_dict(before)
-        training = Training(part, kind)
+        training = Training(part, kind, rows_of(layout))
         training.train(SAVED)
         training.save(folder / layout / kind)
-
-
-def resumed(layout: str, folder: Path) -> dict[tuple[str, str], tuple[dict[str, Any], list[Any]]]:
-    part, found = built(layout), {}
-    for source in LAYOUTS:
-        for kind in OPTIMIZERS:
-            training = Training(part, kind)
-            training.train(1)
-            training.restore(folder / source / kind)
-            training.train(STEPS - SAVED)
-            training.save(folder / f"{source} to {layout}" / kind)
-            found[source, kind] = training.state(), training.common()
+        state = training.state()
+        training.train(STEPS - SAVED)
+        found[kind] = state, training.state(), training.common()
     return found
 
 
-@pytest.fixture(scope="module")
-def saved(ranks, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("layouts")
-    for layout, size in LAYOUTS.items():
-        run(ranks, size, begun_and_saved, layout, folder)
-    return folder
+def resumed(layout: str, folder: Path) -> Found:
+    part, found = built(layout), {}
+    for source, kind in product(LAYOUTS, OPTIMIZERS):
+        training = Training(part, kind, rows_of(layout))
+        training.train(1)
+        training.restore(folder / source / kind)
+        state = training.state()
+        training.train(STEPS - SAVED)
+        training.save(folder / f"{source} to {layout}" / kind)
+        found[source, kind] = state, training.state(), training.common()
+    return found
+
+
+def together(layout: str, found: list[Found]) -> Found:
+    """Return what the ranks of one replica found together, in which all agree; replicas have the same."""
+    every = [found[:2], found[2:]] if layout == "dp2 pp2" else [found]
+    for key, replica in product(found[0], every):
+        assert all(one[key][2] == found[0][key][2] for one in replica)
+        for place in (0, 1):
+            check_same([one[key][place] for one in replica], merged([one[key][place] for one in every[0]]))
+    return {k: (*(merged([one[k][n] for one in every[0]]) for n in (0, 1)), found[0][k][2]) for k in found[0]}
+
+
+def merged(states: list[State]) -> State:
+    return {key: value for state in states for key, value in state.items()}
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[tuple[str, bool, bool], tuple[dict[str, Any], list[Any]]]:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, folder) -> dict[str, Found]:
+    return {layout: together(layout, run(ranks, n, begun_and_saved, layout, folder)) for layout, n in LAYOUTS.items()}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[tuple[str, bool, bool], tuple[State, list[Any]]]:
     """Uninterrupted trainings, which are first in the plain model or in its pipe, then in one of both."""
     model, found = Net(), {}
     parts = [model, autosplit(model, devices=["cpu"] * 2, chunks=3, sample=batch_of(0))]
@@ -186,9 +224,15 @@ def expected() -> dict[tuple[str, bool, bool], tuple[dict[str, Any], list[Any]]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_training_goes_from_every_layout_to_every_other(ranks, saved, expected, layout):
-    found = run(ranks, LAYOUTS[layout], resumed, layout, saved)
-    for source, kind in found[0]:
-        state, common = expected[kind, source != "plain", layout != "plain"]
-        check_same([one[source, kind][0] for one in found], state)
-        assert [one[source, kind][1] for one in found] == [common] * len(found)
+def test_a_training_goes_from_every_layout_to_every_other(ranks, saved, folder, expected, layout):
+    found = together(layout, run(ranks, LAYOUTS[layout], resumed, layout, folder))
+    for (source, kind), (begun, ended, common) in found.items():
+        check_same([begun], saved[source][kind][0])
+        right = expected[kind, source != "plain", layout != "plain"]
+        if source == layout == "dp2 pp2":
+            right = saved[source][kind][1:]
+        if source == layout or "dp2 pp2" not in (source, layout):
+            check_same([ended], right[0])
+            assert common == right[1]
+        else:
+            assert common[1:] == right[1][1:]

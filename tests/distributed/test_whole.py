@@ -165,6 +165,18 @@ def test_a_base_model_is_read_from_the_file_of_a_larger_one_and_extra_tensors_ar
     assert layer.weight.equal(values["weight"])
 
 
+def test_different_values_under_the_names_of_a_tied_tensor_are_refused(tmp_path):
+    values = {name: torch.ones(2, 2) for name in ("0.weight", "1.weight")} | {
+        f"{n}.bias": torch.ones(2) for n in (0, 1)
+    }
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    load_weights(values, tied)
+    assert tied[1].weight.equal(torch.ones(2, 2))
+    with pytest.raises(InputError, match=r"0.weight, 1.weight are different tensors in the weights, and one tied tens"):
+        load_weights(values | {"1.weight": torch.zeros(2, 2)}, tied)
+
+
 # -- shards of tensors, memory, errors -------------------------------------------------------------------------------
 def shards_written_and_read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     model, other = sharded(1), sharded(2)
