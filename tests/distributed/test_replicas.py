@@ -167,6 +167,18 @@ def test_a_checkpoint_of_replicas(ranks: Pool, tmp_path: Path) -> None:
     checkpoint.restore(tmp_path, model, torch.optim.AdamW(model.parameters()))
 
 
+class _Scaled(nn.Module):
+    """Divides its loss by the number of labels that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5))
+
+    def forward(self, value: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(value), labels, ignore_index=0, reduction="sum") / (labels != 0).sum()
+
+
 # -- what they refuse --------------------------------------------------------------------------------------------------
 def meshes() -> list[str]:
     """Give meshes that cannot be used."""
@@ -198,6 +210,9 @@ def calls() -> list[str]:
     sample = without_gradients(balanced.batch(4)).args
     experts, _ = _split(balanced.make(), sample)
 
+    labels = torch.arange(4) % 5
+    scaled, _ = _split(_Scaled(), (_values(4), labels))
+
     def step(values: Tensor, loss: Any = F.mse_loss, **how: Any) -> Any:
         return pipe.train_step(values, target=torch.zeros_like(values), loss_fn=loss, **how)
 
@@ -221,6 +236,7 @@ def calls() -> list[str]:
         lambda: mixing(_values(4)),
         lambda: mixing.train_step(_values(4), loss_fn=lambda output: output[0].square().mean()),
         lambda: experts.train_step(*sample),
+        lambda: scaled.train_step(_values(4), labels),
     ]
     found = []
     for ask in asked:
@@ -243,7 +259,7 @@ def test_meshes_that_cannot_be_used_are_refused(ranks: Pool) -> None:
 
 def test_what_replicas_differ_in_or_need_whole_is_refused_on_all_ranks(ranks: Pool) -> None:
     every = ranks(4).run(calls)
-    for seed, drawn, batch, empty, failing, root, calling, mixing, training, balanced, right in every:
+    for seed, drawn, batch, empty, failing, root, calling, mixing, training, balanced, divided, right in every:
         assert "the values of their models" in seed
         assert "torch's random state" in drawn
         assert "the batch's values" in batch
@@ -254,4 +270,5 @@ def test_what_replicas_differ_in_or_need_whole_is_refused_on_all_ranks(ranks: Po
         assert "mixes the rows" in mixing
         assert "needs the whole batch" in training
         assert "needs the whole batch" in balanced
+        assert "scales its loss by" in divided
         assert right == "nothing was raised"

@@ -37,26 +37,30 @@ class OwnLoss:
         return [node for node, half in self.form.halves.items() if half.kind == "ratio"]
 
     @property
-    def divisors(self) -> list[float]:
-        """What means over targets divide by, on these rows."""
-        return [float(self._ahead[node]) for node in self._ratios]
+    def _scales(self) -> set[fx.Node]:
+        """What the loss is scaled by, but for the model's own attributes."""
+        operands = {operand for node in self.form.chain for operand in node.all_input_nodes}
+        return {operand for operand in operands & set(self.form.fixed) if operand.op != "get_attr"}
 
-    def among(self, rows: int, divisors: Sequence[float]) -> OwnLoss:
-        """Return what the same microbatches add to the loss of a larger batch, by its rows and divisors.
+    @property
+    def divisors(self) -> list[float]:
+        """What means over targets divide by, on these rows, where they are some of a larger batch's.
 
         Raises InputError where the loss is scaled by a value of these rows.
         """
-        larger = copy(self)
-        larger._rows, larger._ahead = rows, dict(self._ahead)
-        for operand in {operand for node in self.form.chain for operand in node.all_input_nodes}:
-            info = operand.meta.get(INFO)
-            if operand in self.form.fixed and info is not None and info.node_class is not NodeClass.SHARED:
+        for node in self._scales:
+            if INFO in node.meta and node.meta[INFO].node_class is not NodeClass.SHARED:
                 raise InputError(
-                    f"the model scales its loss by {operand.name!r}, which is a value of one replica's rows; let the "
-                    "model return its outputs and give train_step a loss_fn"
+                    f"the model scales its loss by {node.name!r}, a value of all rows, and a replica has some of them; "
+                    "let the model return its outputs, and give train_step a loss_fn"
                 )
-            if operand in self.form.fixed and info is None and operand.op != "get_attr":
-                larger._ahead[operand] = _size(operand, rows, self.step.lengths)
+        return [float(self._ahead[node]) for node in self._ratios]
+
+    def among(self, rows: int, divisors: Sequence[float]) -> OwnLoss:
+        """Return what the same microbatches add to the loss of a larger batch, by its rows and divisors."""
+        larger = copy(self)
+        sizes = {node: _size(node, rows, self.step.lengths) for node in self._scales if INFO not in node.meta}
+        larger._rows, larger._ahead = rows, {**self._ahead, **sizes}
         for node, divisor in zip(self._ratios, divisors, strict=True):
             larger._ahead[node] = self._ahead[node].new_tensor(divisor)
         return larger
