@@ -253,7 +253,7 @@ def test_meshes_that_cannot_be_used_are_refused(ranks: Pool) -> None:
         assert "a dimension ep; known are dp, pp, tp" in unknown
         assert "tp=2" in tensors
         assert "2 ranks, and 4 processes" in size
-        assert "the ranks differ in their meshes" in other
+        assert any(text in other for text in ("differ in their meshes", "rank 1 joins"))  # rank 0 may know its mesh
         assert "leave devices out" in devices
 
 
