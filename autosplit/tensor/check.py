@@ -1,0 +1,84 @@
+"""Whether a node gives parts of its results when it runs on parts of its operands: tried on fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+
+from autosplit.profile.node_costs.flops import flat_tensors
+from autosplit.tensor.axes import Axis, Incompatible, Shard, shard_of
+from autosplit.tensor.facts import Facts, NodeFacts, operand_of
+from autosplit.tensor.follow import Follower, KernelsAsOne
+from autosplit.tensor.local import is_table, local_arguments, local_shape
+from autosplit.tensor.rules import rules
+from autosplit.tensor.ways import Way
+
+
+def runs(facts: Facts, root: nn.Module, node: NodeFacts, way: Way, ranks: int) -> bool:
+    """Run a node on parts of the shapes that a way gives them, and compare its results' shapes."""
+    axis = way.axis
+    assert axis is not None
+    if is_table(node.node, root):
+        return True
+    try:
+        return _shapes(facts, root, node, axis, ranks) == [
+            local_shape(facts.tensors[key].shape, _shard(facts, key, axis) if way.gives is axis else None, ranks)
+            for key in node.results
+        ]
+    except Exception:  # whatever an operation raises for sizes that do not fit: it does not run so
+        return False
+
+
+def _shard(facts: Facts, key: int, axis: Axis) -> Shard | None:
+    try:
+        return shard_of(facts.dims[key], axis)
+    except Incompatible:
+        return None
+
+
+def _shapes(facts: Facts, root: nn.Module, node: NodeFacts, axis: Axis, ranks: int) -> list[list[int]]:
+    def part(tensor: Tensor) -> Tensor:
+        shard = _shard(facts, id(tensor), axis)
+        if shard is None:
+            return tensor
+        return torch.empty(local_shape(tensor.shape, shard, ranks), dtype=tensor.dtype, device=tensor.device)
+
+    def value(operand: fx.Node) -> Any:
+        return fx.node.map_aggregate(
+            facts.values[operand_of(operand)], lambda v: part(v) if isinstance(v, Tensor) else v
+        )
+
+    call = node.node
+    follower = Follower(rules())
+    with facts.fake, torch.no_grad():
+        args, kwargs = arguments_of(facts, root, node, axis, ranks)
+        args, kwargs = fx.node.map_arg((args, kwargs), value)
+        with follower, KernelsAsOne(follower):
+            if call.op == "call_module":
+                state = {
+                    key.removeprefix(f".{call.target}."): part(facts.values[key])
+                    for key in node.operands
+                    if key.startswith(f".{call.target}.")
+                }
+                result = functional_call(root.get_submodule(str(call.target)), state, args, kwargs)
+            else:
+                called: Any = getattr(torch.Tensor, str(call.target)) if call.op == "call_method" else call.target
+                result = called(*args, **kwargs)
+    return [list(tensor.shape) for tensor in flat_tensors(result)]
+
+
+def arguments_of(facts: Facts, root: nn.Module, node: NodeFacts, axis: Axis, ranks: int) -> Any:
+    """Return a node's arguments on a rank."""
+    first = next((key for keys in node.operands.values() for key in keys), None)
+    tensor = facts.tensors[first] if first is not None else None
+    return local_arguments(
+        node.node,
+        root,
+        ndim=tensor.ndim if tensor is not None else 0,
+        source=_shard(facts, first, axis) if first is not None else None,
+        result=_shard(facts, node.results[0], axis),
+        ranks=ranks,
+    )

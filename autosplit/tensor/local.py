@@ -1,0 +1,140 @@
+"""A node on one rank's parts: which of its arguments are sizes of what is sharded, and what they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+
+from autosplit.tensor.axes import Shard
+from autosplit.trace.recording.recording import under
+from autosplit.trace.rows.kinds import function_of
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def local_shape(shape: Sequence[int], shard: Shard | None, ranks: int) -> list[int]:
+    """Return the shape of a rank's part of a tensor."""
+    return [size // ranks if shard is not None and dim == shard.dim else size for dim, size in enumerate(shape)]
+
+
+def local_arguments(
+    node: fx.Node, root: nn.Module, *, ndim: int, source: Shard | None, result: Shard | None, ranks: int
+) -> Arguments:
+    """Return a node's arguments for a rank's parts.
+
+    ``source`` is how its first operand, of ``ndim`` dimensions, is sharded, ``result`` how its first result is.
+    """
+    function = function_of(node, root)
+    name = getattr(function, "__name__", "") if node.op != "call_module" else ""
+    rule = _RULES.get(name)
+    first = 2 if node.target is under else 0
+    if rule is None or not (source or result):
+        return node.args, dict(node.kwargs)
+    args, kwargs = rule(node.args[first:], dict(node.kwargs), ndim, source, result, ranks)
+    return (*node.args[:first], *args), kwargs
+
+
+def _part(value: Any, ranks: int) -> Any:
+    """Return a size or an offset on a rank: negative ones count from the end, -1 and nodes are as they were."""
+    if not isinstance(value, int) or value == -1:
+        return value
+    return -(-value // ranks) if value < 0 else value // ranks
+
+
+def _sizes(args: Any, kwargs: Any, ndim: int, source: Shard | None, result: Shard | None, ranks: int) -> Arguments:
+    """View, reshape and expand: the sizes are those of the result."""
+    nested = len(args) == 2 and isinstance(args[1], (list, tuple))
+    sizes = [*(args[1] if nested else args[1:])]
+    if result is not None and result.dim < len(sizes):
+        sizes[result.dim] = _part(sizes[result.dim], ranks)
+    return (args[0], tuple(sizes)) if nested else (args[0], *sizes), kwargs
+
+
+def _unflatten(args: Any, kwargs: Any, ndim: int, source: Shard | None, result: Shard | None, ranks: int) -> Arguments:
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % ndim
+    sizes = [*(kwargs["sizes"] if "sizes" in kwargs else args[2])]
+    if result is not None and dim <= result.dim < dim + len(sizes):
+        sizes[result.dim - dim] = _part(sizes[result.dim - dim], ranks)
+    return (args[0], dim, tuple(sizes)), {}
+
+
+def _split(args: Any, kwargs: Any, ndim: int, source: Shard | None, result: Shard | None, ranks: int) -> Arguments:
+    named = next((name for name in ("split_size_or_sections", "split_size", "split_sizes") if name in kwargs), None)
+    sizes = kwargs[named] if named else args[1]
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % ndim
+    if source is not None and dim == source.dim:
+        sizes = [_part(n, ranks) for n in sizes] if isinstance(sizes, (list, tuple)) else _part(sizes, ranks)
+    return (args[0], sizes, dim), {}
+
+
+def _getitem(args: Any, kwargs: Any, ndim: int, source: Shard | None, result: Shard | None, ranks: int) -> Arguments:
+    index = args[1]
+    items = [*index] if isinstance(index, tuple) else [index]
+    dim = 0
+    for place, item in enumerate(items):
+        if item is None:
+            continue
+        if item is Ellipsis:
+            dim = ndim - sum(other is not None and other is not Ellipsis for other in items[place + 1 :])
+            continue
+        if isinstance(item, slice) and source is not None and dim == source.dim:
+            items[place] = slice(_part(item.start, ranks), _part(item.stop, ranks), item.step)
+        dim += 1
+    return (args[0], tuple(items) if isinstance(index, tuple) else items[0]), kwargs
+
+
+def _narrow(args: Any, kwargs: Any, ndim: int, source: Shard | None, result: Shard | None, ranks: int) -> Arguments:
+    if source is not None and not kwargs and args[1] % ndim == source.dim:
+        args = (args[0], args[1], _part(args[2], ranks), _part(args[3], ranks))
+    return args, kwargs
+
+
+def _repeated(args: Any, kwargs: Any, ndim: int, source: Shard | None, result: Shard | None, ranks: int) -> Arguments:
+    """The copies are what is sharded where the source is not."""
+    if source is None and "repeats" in kwargs:
+        kwargs["repeats"] = _part(kwargs["repeats"], ranks)
+    elif source is None:
+        args = (args[0], _part(args[1], ranks), *args[2:])
+    return args, kwargs
+
+
+_RULES: dict[str, Callable[..., Arguments]] = {
+    **dict.fromkeys(("view", "reshape", "expand", "broadcast_to"), _sizes),
+    **dict.fromkeys(("split", "split_with_sizes"), _split),
+    "unflatten": _unflatten,
+    "getitem": _getitem,
+    "narrow": _narrow,
+    "repeat_interleave": _repeated,
+}
+
+
+def run_module(stateless: Stateless, state: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Run a module on tensors that stand for its parameters and buffers."""
+    return functional_call(stateless.module, dict(state), args, kwargs)
+
+
+class Stateless:
+    """A module whose own parameters are not used: a graph that has it has none of them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+def embedding_rows(tokens: Tensor, table: Tensor, first: int, padding: int | None) -> Tensor:
+    """Return the rows of tokens from a part of a table that begins at row ``first``; zeros for other tokens."""
+    rows = tokens - first
+    inside = (rows >= 0) & (rows < table.shape[0])
+    here = padding is not None and 0 <= padding - first < table.shape[0]
+    found = F.embedding(rows.where(inside, 0), table, padding - first if here and padding is not None else None)
+    return torch.where(inside.unsqueeze(-1), found, 0)
+
+
+def is_table(node: fx.Node, root: nn.Module) -> bool:
+    """Tell whether a node looks up rows of a table."""
+    function = function_of(node, root)
+    return isinstance(function, nn.Embedding) or function is F.embedding

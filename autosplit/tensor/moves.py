@@ -1,0 +1,66 @@
+"""From one state of a value to another: the collectives that takes, forward and backward, and their bytes on the wire.
+
+Bytes are what one rank sends with rings: an all-reduce of n bytes over p ranks 2 n (p - 1) / p, an all-gather or a
+reduce-scatter half of that (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autosplit.tensor.ways import COPIED, PARTIAL, REPLICATED, State
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+_PARTS = "parts"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: ``value_bytes`` of the whole value, ``wire_bytes`` that a rank sends."""
+
+    kind: Kind
+    phase: Literal["forward", "backward"]
+    value_bytes: int
+    wire_bytes: float
+
+
+def collectives(source: State, target: State, *, value_bytes: int, ranks: int, gradient: bool) -> list[Collective]:
+    """Return the collectives between two states; ``gradient``: the value has one."""
+    if source is target:
+        return []
+    forward, backward = _MOVES[_kind(source), _kind(target)]
+    found: list[Collective] = []
+    if forward:
+        found.append(_collective(forward, "forward", value_bytes, ranks))
+    if backward and gradient:
+        found.append(_collective(backward, "backward", value_bytes, ranks))
+    return found
+
+
+def _kind(state: State) -> State | str:
+    return state if state in (REPLICATED, COPIED, PARTIAL) else _PARTS
+
+
+def _collective(kind: Kind, phase: Literal["forward", "backward"], value_bytes: int, ranks: int) -> Collective:
+    rings = 2 if kind == "all_reduce" else 1
+    return Collective(kind, phase, value_bytes, rings * value_bytes * (ranks - 1) / ranks)
+
+
+_MOVES: dict[tuple[State | str, State | str], tuple[Kind | None, Kind | None]] = {
+    (REPLICATED, COPIED): (None, "all_reduce"),
+    (REPLICATED, PARTIAL): (None, None),
+    (REPLICATED, _PARTS): (None, "all_gather"),
+    (COPIED, REPLICATED): (None, None),
+    (COPIED, PARTIAL): (None, None),
+    (COPIED, _PARTS): (None, None),
+    (PARTIAL, REPLICATED): ("all_reduce", None),
+    (PARTIAL, COPIED): ("all_reduce", "all_reduce"),
+    (PARTIAL, _PARTS): ("reduce_scatter", "all_gather"),
+    (_PARTS, REPLICATED): ("all_gather", None),
+    (_PARTS, COPIED): ("all_gather", "reduce_scatter"),
+    (_PARTS, PARTIAL): (None, None),
+    (_PARTS, _PARTS): ("all_gather", "all_gather"),
+}
+"""What a move takes forward and backward. The backward of a move is that of the gradient's states the other way round:
+a value that is whole, of whose gradient ranks hold summands, has its gradient reduced where it was the whole."""

@@ -1,0 +1,350 @@
+"""A tensor-parallel plan: how each parameter lies on the ranks, and the collectives of a step.
+
+    recording ─► one run on fake tensors: axes, what each node does to them ─► ways of each node
+              ─► fewest bytes on the wire among the plans that shard nearly all that can be ─► TensorPlan
+
+Repeated blocks are planned once, in context, and the others take over what their template was given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from autosplit.errors import InputError
+from autosplit.profile.blocks import shorten_graph
+from autosplit.tensor.axes import Axis, Shard, shard_of
+from autosplit.tensor.collectives import Placement
+from autosplit.tensor.facts import Facts, Operand, Run, operand_of
+from autosplit.tensor.moves import Collective, collectives
+from autosplit.tensor.problem import LATENCY_BYTES, SHARE, Choice, Problem
+from autosplit.tensor.ways import PARTIAL, REPLICATED, State, Way
+from autosplit.trace.graph import INFO, TracedGraph
+
+Placements = tuple[Placement, ...]
+"""How the tensors of a value lie, one after the other."""
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """How a node runs on a rank.
+
+    Attributes:
+        name: the node's stable name.
+        wants: how it takes its operands, by their names.
+        gives: how its results lie.
+        share: the part of its work that a rank does.
+        flops: of its forward on one device.
+    """
+
+    name: str
+    wants: Mapping[Operand, Placements]
+    gives: Placements
+    share: float
+    flops: int
+
+
+@dataclass(frozen=True)
+class NodeCollective:
+    """A collective that a value takes on its way to others: ``node`` makes it, or is a parameter; ``users`` take it."""
+
+    node: str
+    users: tuple[str, ...]
+    collective: Collective
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """A tensor-parallel plan for one batch size.
+
+    Attributes:
+        ranks: how many ranks share each sharded parameter.
+        rows: the batch rows that bytes and FLOPs are for.
+        parameters: how each parameter lies, by all its names.
+        replicated: why parameters with more than one dimension stay whole.
+        collectives: those of one forward and backward.
+        nodes: by the names of fx nodes; nodes that are not in it run whole, on whole values without gradients.
+    """
+
+    ranks: int
+    rows: int
+    parameters: Mapping[str, Placement]
+    replicated: Mapping[str, str]
+    collectives: tuple[NodeCollective, ...]
+    nodes: Mapping[str, NodePlan]
+    elements: Mapping[str, int]
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a rank sends in a forward and backward."""
+        return sum(one.collective.wire_bytes for one in self.collectives)
+
+    @property
+    def rank_elements(self) -> float:
+        """Elements of parameters that a rank has; a parameter of several names counts once per name."""
+        return sum(
+            self.elements[name] / (1 if placement is REPLICATED else self.ranks)
+            for name, placement in self.parameters.items()
+        )
+
+
+def tensor_plan(
+    traced: TracedGraph,
+    *,
+    ranks: int,
+    rows: int,
+    training: bool = True,
+    latency_bytes: float = LATENCY_BYTES,
+    replicated_share: float = SHARE,
+    pins: Mapping[str, int | None] | None = None,
+) -> TensorPlan:
+    """Find a plan for a recording; no weights are needed.
+
+    ``latency_bytes``: a collective costs as much as sending so many bytes more. ``replicated_share``: how much of the
+    matrices of a block that can be sharded may stay replicated where that saves bytes on the wire. ``pins``: the
+    dimensions by which some parameters are sharded, or None for whole; others are chosen.
+
+    Raises InputError where a size that attention or a pair of projections would be sharded by is not a multiple of
+    ``ranks`` and nothing else takes its place.
+    """
+    options = {"training": training, "latency_bytes": latency_bytes, "share": replicated_share, "pins": pins or {}}
+    return _Planner(traced, ranks, rows, options).plan()
+
+
+class _Planner:
+    def __init__(self, traced: TracedGraph, ranks: int, rows: int, options: dict[str, Any]) -> None:
+        self.traced, self.ranks, self.rows = traced, ranks, rows
+        short = shorten_graph(traced)
+        self.runs, self.graph = short.runs, short.graph
+        run = Run(traced, self.graph, rows=rows)
+        self.facts: Facts = run.whole()
+        self.twins = run.twins
+        outputs = {operand_of(o) for node in self.graph.nodes if node.op == "output" for o in node.all_input_nodes}
+        self._options = options
+        self.outputs = outputs
+        self.problem = self._problem()
+
+    def _problem(self, *, any_size: bool = False) -> Problem:
+        return Problem(
+            self.facts,
+            self.traced.root,
+            self.twins,
+            self.outputs,
+            ranks=self.ranks,
+            any_size=any_size,
+            **self._options,
+        )
+
+    def plan(self) -> TensorPlan:
+        """Solve and write down."""
+        choice = self.problem.solved()
+        reasons = self._reasons(choice)
+        nodes = {name: self._node(name, way) for name, way in choice.ways.items()}
+        parameters = {key: self._placed(key, choice.states[key]) for key in self.problem.parameters}
+        nodes, parameters, reasons = self._expanded(nodes, parameters, reasons)
+        return self._written(nodes, parameters, reasons)
+
+    def _placed(self, key: Operand, state: State) -> Placements:
+        if not isinstance(state, Axis):
+            return (state,) * max(len(self.facts.ids(key)), 1)
+        return tuple(shard_of(self.facts.dims[number], state) or REPLICATED for number in self.facts.ids(key))
+
+    def _node(self, name: str, way: Way) -> NodePlan:
+        facts = self.facts.nodes[name]
+        wants = {key: self._placed(key, state) for key, state in way.wants.items()}
+        share = 1 if way.axis is None else 1 / self.ranks
+        return NodePlan(facts.node.meta[INFO].name, wants, self._placed(name, way.gives), share, facts.flops)
+
+    # -- what stays replicated -----------------------------------------------------------------------------------------
+    def _reasons(self, choice: Choice) -> dict[Operand, str]:
+        """Say of each parameter with several dimensions that stays replicated why that is."""
+        problem = self.problem
+        whole = [
+            key
+            for key in problem.parameters
+            if choice.states[key] is REPLICATED and len(self.facts.dims[self.facts.ids(key)[0]]) > 1
+        ]
+        uneven = self._uneven(choice, whole)
+        reasons = {}
+        for key in whole:
+            opaque = [self.facts.nodes[name].opaque for name in problem.values[key].takers]
+            if key in uneven:
+                size = uneven[key]
+                reasons[key] = f"tp={self.ranks} does not divide {size} (degrees that do: {_divisors(size)})"
+            elif any(opaque):
+                reasons[key] = next(text for text in opaque if text)
+            elif len(problem.values[key].states) > 1:
+                reasons[key] = "sharding it takes more bytes on the wire than it is worth"
+            else:
+                reasons[key] = "no dimension of it can be computed in parts"
+        return reasons
+
+    def _uneven(self, choice: Choice, whole: Iterable[Operand]) -> dict[Operand, int]:
+        """Return the parameters that would be sharded if sizes were multiples, with the size."""
+        whole = set(whole)
+        ranks, outer = self.ranks, self.facts.outer
+        atoms = {a for key in whole for d in self.facts.dims[self.facts.ids(key)[0]] for a in d.atoms()} - outer
+        if all(atom.size % ranks == 0 or atom.size == 1 for atom in atoms):
+            return {}
+        ideal = self._problem(any_size=True)
+        best = ideal.solved()
+        uneven = {key: s.size for key in whole if isinstance(s := best.states[key], Axis) and s.size % ranks}
+        for way in best.ways.values():
+            axis = way.axis
+            if axis is None or way.gives is not PARTIAL or axis.size % ranks == 0:
+                continue
+            taken = [key for key, state in way.wants.items() if state is axis and key not in ideal.parameters]
+            sharded = [key for key in ideal.parameters if best.states[key] is axis]
+            if taken and sharded and whole.issuperset(sharded):
+                names = ", ".join(key.removeprefix(".") for key in sharded[:3])
+                raise InputError(
+                    f"tp={ranks} does not divide {axis.size}, by which {names} would be sharded; "
+                    f"degrees that do: {_divisors(axis.size)}"
+                )
+        return uneven
+
+    # -- the whole model -----------------------------------------------------------------------------------------------
+    def _expanded(
+        self, nodes: dict[str, NodePlan], parameters: dict[Operand, Placements], reasons: dict[Operand, str]
+    ) -> tuple[dict[str, NodePlan], dict[Operand, Placements], dict[Operand, str]]:
+        """Give the blocks that a template stands for what it was given."""
+        for run in self.runs:
+            before, template = run.nodes[0], run.nodes[1]
+            for number in range(2, len(run.nodes) - 1):
+                names = self._names(template, run.nodes[number])
+                taken = self._names(before, run.nodes[number - 1]) | names
+                for mine, own in zip(template, run.nodes[number], strict=True):
+                    if mine.name in nodes:
+                        copied = _renamed(nodes[mine.name], taken)
+                        nodes[own.name] = replace(copied, name=own.meta[INFO].name)
+                parameters |= {names[key]: placed for key, placed in parameters.items() if key in names}
+                reasons |= {names[key]: text for key, text in reasons.items() if key in names}
+            taken = self._names(template, run.nodes[-2])
+            for node in run.nodes[-1]:
+                if node.name in nodes:
+                    nodes[node.name] = _renamed(nodes[node.name], taken)
+        return nodes, parameters, reasons
+
+    def _names(self, block: Iterable[fx.Node], other: Iterable[fx.Node]) -> dict[Operand, Operand]:
+        """Map what names values of one block to what names them in another."""
+        names: dict[Operand, Operand] = {}
+        for one, two in zip(block, other, strict=True):
+            names[operand_of(one)] = operand_of(two)
+            if one.op == "call_module":
+                for name, _ in self.traced.root.get_submodule(str(one.target)).named_parameters():
+                    names[f".{one.target}.{name}"] = f".{two.target}.{name}"
+        return names
+
+    def _written(
+        self, nodes: dict[str, NodePlan], placed: dict[Operand, Placements], reasons: dict[Operand, str]
+    ) -> TensorPlan:
+        root = self.traced.root
+        by_tensor: dict[int, Placement] = {}
+        why: dict[int, str] = {}
+        for key, (placement, *_) in placed.items():
+            tensor = _attribute(root, key)
+            by_tensor[id(tensor)] = placement
+            why[id(tensor)] = reasons.get(key, "")
+        names = dict(root.named_parameters(remove_duplicate=False))
+        unused = "no node that can be sharded takes it"
+        parameters = {name: by_tensor.get(id(p), REPLICATED) for name, p in names.items()}
+        replicated = {
+            name: why.get(id(p)) or unused for name, p in names.items() if p.ndim > 1 and parameters[name] is REPLICATED
+        }
+        elements = {name: p.numel() for name, p in names.items()}
+        found = tuple(self._collectives(nodes, placed, names))
+        return TensorPlan(self.ranks, self.rows, parameters, replicated, found, nodes, elements)
+
+    def _collectives(
+        self, nodes: dict[str, NodePlan], placed: dict[Operand, Placements], names: Mapping[str, Tensor]
+    ) -> Iterable[NodeCollective]:
+        """Yield what values take: one move for each placement in which others want one."""
+        graph = {node.name: node for node in self.traced.graph.nodes}
+        gradients = _Gradients(self.traced, training=self._options["training"])
+        for key, users in _users(self.traced, nodes).items():
+            own = nodes[key].gives if key in nodes else placed.get(key)
+            if own is None:
+                continue
+            for want in dict.fromkeys(want for _, want in users):
+                takers = tuple(name for name, other in users if other == want)
+                node = graph.get(key)
+                size = _value_bytes(node, self.rows) if node is not None else _bytes(_attribute(self.traced.root, key))
+                for one in _between(own, want, size, self.ranks, gradients.has(key)):
+                    yield NodeCollective(nodes[key].name if key in nodes else key.removeprefix("."), takers, one)
+
+
+def _renamed(plan: NodePlan, names: Mapping[Operand, Operand]) -> NodePlan:
+    return replace(plan, wants={names.get(key, key): placed for key, placed in plan.wants.items()})
+
+
+class _Gradients:
+    """Tells which values of a recording have a gradient."""
+
+    def __init__(self, traced: TracedGraph, *, training: bool) -> None:
+        self._root = traced.root
+        self._have: set[Operand] = set()
+        if not training:
+            return
+        self._have |= {f".{n}" for n, p in traced.root.named_parameters(remove_duplicate=False) if p.requires_grad}
+        for node in traced.graph.nodes:
+            info = node.meta.get(INFO)
+            if info is None or node.op == "placeholder":
+                continue
+            own = node.op == "call_module" and any(
+                p.requires_grad for p in traced.root.get_submodule(str(node.target)).parameters()
+            )
+            taken = own or any(operand_of(o) in self._have for o in node.all_input_nodes)
+            if taken and any(tensor.differentiable for tensor in info.tensors):
+                self._have.add(node.name)
+
+    def has(self, key: Operand) -> bool:
+        """Tell whether a value has a gradient."""
+        return key in self._have
+
+
+def _users(traced: TracedGraph, nodes: Mapping[str, NodePlan]) -> dict[Operand, list[tuple[str, Placements]]]:
+    """Map values to those that take them, and how they want them."""
+    found: dict[Operand, list[tuple[str, Placements]]] = {}
+    for plan in nodes.values():
+        for key, want in plan.wants.items():
+            found.setdefault(key, []).append((plan.name, want))
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            for operand in node.all_input_nodes:
+                count = len(nodes[operand.name].gives) if operand.name in nodes else 1
+                found.setdefault(operand_of(operand), []).append(("output", (REPLICATED,) * count))
+    return found
+
+
+def _between(own: Placements, want: Placements, size: int, ranks: int, gradient: bool) -> list[Collective]:
+    if own == want:
+        return []
+    states = [_STATE if isinstance(p[0], Shard) else p[0] for p in (own, want)]
+    if states[0] is states[1]:
+        states[1] = Axis(1)
+    return collectives(states[0], states[1], value_bytes=size, ranks=ranks, gradient=gradient)
+
+
+_STATE = Axis(1)
+
+
+def _value_bytes(node: fx.Node, rows: int) -> int:
+    return sum(tensor.bytes_at(rows) for tensor in node.meta[INFO].tensors)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _attribute(root: nn.Module, key: Operand) -> Tensor:
+    path, _, name = key.removeprefix(".").rpartition(".")
+    return getattr(root.get_submodule(path), name)
+
+
+def _divisors(size: int) -> str:
+    found = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    return ", ".join(map(str, sorted({*found, *(size // n for n in found)})))

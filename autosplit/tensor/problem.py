@@ -1,0 +1,254 @@
+"""The choice of a way for every node of a graph, as tables of bytes on the wire.
+
+A value that several nodes take may be wanted in another state than it is given in. Then it is moved once, for all that
+want it so: each value has a variable for the one state, beside its own, in which it is at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from torch import Tensor, nn
+
+from autosplit.tensor.axes import Axis, Incompatible, shard_of
+from autosplit.tensor.check import runs
+from autosplit.tensor.facts import Facts, Operand
+from autosplit.tensor.moves import collectives
+from autosplit.tensor.solve import Table, cheapest
+from autosplit.tensor.ways import COPIED, PARTIAL, REPLICATED, State, Way, ways_of
+from autosplit.trace.graph import INFO, NodeClass
+
+LATENCY_BYTES = float(2**18)
+"""What a collective costs beside its bytes: some microseconds of a link between GPUs of one host."""
+SHARE = 0.002
+"""How much of what can be sharded in a block may stay whole where that saves bytes on the wire."""
+_LITTLE = 1e-3
+"""Bytes that a node in another state than the replicated one costs: of equal plans that with the fewest is chosen."""
+_CLOSE = 2.0
+"""How near the price that is found is to the least."""
+
+
+def block_of(key: Operand) -> str:
+    """Return the path of the block that a parameter is in: up to the first number; "" for none."""
+    parts = key.split(".")
+    return ".".join(parts[: next((n + 1 for n, part in enumerate(parts) if part.isdecimal()), 0)])
+
+
+@dataclass
+class Value:
+    """A parameter, or the result of a node that parameters have a part in.
+
+    Attributes:
+        key: its name.
+        states: those in which it can be given.
+        bytes: of its elements.
+        gradient: it has one.
+        of_state: it does not depend on the batch: parts of it are never put together, which would undo the sharding.
+        elements: of a parameter with several dimensions, else 0.
+        takers: the nodes that take it.
+    """
+
+    key: Operand
+    states: list[State]
+    bytes: int
+    gradient: bool
+    of_state: bool
+    elements: int = 0
+    takers: list[Operand] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The way of each node and the state of each value."""
+
+    ways: dict[Operand, Way]
+    states: dict[Operand, State]
+
+
+class Problem:
+    """Ways and values of a graph's nodes at a number of ranks."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        root: nn.Module,
+        twins: Mapping[int, tuple[Tensor, Tensor]],
+        outputs: Collection[Operand],
+        *,
+        ranks: int,
+        training: bool,
+        latency_bytes: float,
+        share: float,
+        pins: Mapping[str, int | None],
+        any_size: bool = False,
+    ) -> None:
+        self.facts, self.root, self.ranks, self.share, self.latency_bytes = facts, root, ranks, share, latency_bytes
+        self.values: dict[Operand, Value] = {}
+        self.ways: dict[Operand, list[Way]] = {}
+        self._alias: dict[Operand, Operand] = {}
+        self._outputs = outputs
+        self._nested = {name for name, node in facts.nodes.items() if len(node.results) != 1}
+        self._parameters({id(twin): tensor for tensor, twin in twins.values()}, training, any_size, pins)
+        self._nodes(any_size)
+
+    @property
+    def parameters(self) -> list[Operand]:
+        """The parameters that nodes take."""
+        return [key for key, value in self.values.items() if key not in self.ways]
+
+    def _parameters(
+        self, parameters: Mapping[int, Tensor], training: bool, any_size: bool, pins: Mapping[str, int | None]
+    ) -> None:
+        """Enter parameters, each once whatever its names, and collect the axes that may be sharded."""
+        self.axes: dict[Axis, None] = {}
+        first: dict[int, Operand] = {}
+        for key, value in self.facts.values.items():
+            parameter = parameters.get(id(value))
+            if not isinstance(parameter, nn.Parameter):
+                continue
+            if id(value) in first:
+                self._alias[key] = first[id(value)]
+                continue
+            first[id(value)] = key
+            dims = self.facts.dims[id(value)]
+            states: list[State] = [REPLICATED]
+            for atom in dict.fromkeys(atom for axis in dims for atom in axis.atoms()):
+                divides = atom.size > 1 and (any_size or atom.size % self.ranks == 0)
+                if divides and atom not in self.facts.outer and self._fits(dims, atom):
+                    states.append(atom)
+                    self.axes[atom] = None
+            if key[1:] in pins:
+                states = [s for s in states if self._dim(dims, s) == pins[key[1:]]] or [REPLICATED]
+            gradient = training and parameter.requires_grad
+            elements = parameter.numel() if parameter.ndim > 1 else 0
+            self.values[key] = Value(key, states, self.facts.bytes(key), gradient, True, elements)
+
+    def _dim(self, dims: list[Axis], state: State) -> int | None:
+        shard = shard_of(dims, state) if isinstance(state, Axis) else None
+        return None if shard is None else shard.dim
+
+    def _fits(self, dims: list[Axis], atom: Axis) -> bool:
+        try:
+            return shard_of(dims, atom) is not None
+        except Incompatible:
+            return False
+
+    def _nodes(self, any_size: bool) -> None:
+        for name, node in self.facts.nodes.items():
+            operands = [self.of(key) for key in node.operands]
+            taken = [self.values[key] for key in operands if key in self.values]
+            if not taken:
+                continue
+            info = node.node.meta[INFO]
+            ways = ways_of(self.facts, node, self.axes, random=info.random)
+            self.ways[name] = [w for w in ways if any_size or self._runs(name, w)]
+            floating = [self.facts.tensors[key].is_floating_point() for key in node.results]
+            gradient = any(value.gradient for value in taken) and any(floating)
+            of_state = info.node_class is NodeClass.SHARED
+            states = list(dict.fromkeys(way.gives for way in self.ways[name]))
+            self.values[name] = Value(name, states, self.facts.bytes(name), gradient, of_state)
+            for key in dict.fromkeys(operands):
+                if key in self.values:
+                    self.values[key].takers.append(name)
+
+    def _runs(self, name: str, way: Way) -> bool:
+        """Tell whether a node gives what it should on a rank's parts."""
+        return way.axis is None or runs(self.facts, self.root, self.facts.nodes[name], way, self.ranks)
+
+    def of(self, key: Operand) -> Operand:
+        """Return the first name of a parameter, or the name itself."""
+        return self._alias.get(key, key)
+
+    def wants(self, way: Way, key: Operand) -> State:
+        """Return the state in which a node takes a value."""
+        return next(state for operand, state in way.wants.items() if self.of(operand) == key)
+
+    # -- costs ---------------------------------------------------------------------------------------------------------
+    def move_bytes(self, value: Value, source: State, target: State) -> float:
+        """Return what moving a value from one state to another takes on the wire; infinite where it is not done."""
+        if source is target:
+            return 0.0
+        if value.of_state and not (source is REPLICATED and target in (COPIED, PARTIAL)):
+            return np.inf
+        if value.key in self._nested:
+            return np.inf
+        found = collectives(source, target, value_bytes=value.bytes, ranks=self.ranks, gradient=value.gradient)
+        return sum(collective.wire_bytes for collective in found) + self.latency_bytes * len(found)
+
+    def tables(self, price: float) -> list[Table]:
+        """Return the tables; ``price``: the bytes on the wire that a replicated element of a parameter is worth."""
+        found: list[Table] = []
+        for value in self.values.values():
+            given = ("value", value.key)
+            if value.key in self.ways:
+                states = [way.gives for way in self.ways[value.key]]
+                found.append(Table((given,), np.array([_LITTLE * (state is not REPLICATED) for state in states])))
+            else:
+                states = value.states
+                found.append(Table((given,), np.array([price * value.elements * (s is REPLICATED) for s in states])))
+            found += self._edges(value, given, states)
+        return found
+
+    def _edges(self, value: Value, given: tuple, states: list[State]) -> Iterable[Table]:
+        takers: list[tuple[tuple, list[State]]] = [
+            (("value", taker), [self.wants(way, value.key) for way in self.ways[taker]]) for taker in value.takers
+        ]
+        if value.key in self._outputs:
+            takers.append((("output", value.key), [REPLICATED]))
+        wanted = list(dict.fromkeys(state for _, wants in takers for state in wants))
+        cost = np.array([[self.move_bytes(value, s, w) for w in wanted] for s in states]).reshape(len(states), -1)
+        if len(takers) > 1:
+            at_hand = ("at hand", value.key)
+            yield Table((given, at_hand), cost)
+        for taker, wants in takers:
+            chosen = cost[:, [wanted.index(want) for want in wants]]
+            if len(takers) == 1:
+                yield Table((given, taker), chosen)
+                continue
+            table = np.repeat(chosen[:, None, :], len(wanted), axis=1)
+            for place, state in enumerate(wanted):
+                table[:, place, [n for n, want in enumerate(wants) if want is state]] = 0
+            yield Table((given, at_hand, taker), table)
+
+    # -- solving -------------------------------------------------------------------------------------------------------
+    def solved(self) -> Choice:
+        """Return the choice of fewest bytes among those that leave no more than a share of parameters replicated."""
+        dear = 1e9
+        best = self._cheapest(dear)
+        least = self.replicated(best)
+        most = {group: n + self.share * (self._total[group] - n) for group, n in least.items()}
+        low, high = 1e-9, dear
+        while high / low > _CLOSE:
+            price = float(np.sqrt(low * high))
+            choice = self._cheapest(price)
+            if all(n <= most[group] for group, n in self.replicated(choice).items()):
+                best, high = choice, price
+            else:
+                low = price
+        return best
+
+    def replicated(self, choice: Choice) -> dict[str, int]:
+        """Return how many elements of parameters every rank has, of each block."""
+        found = dict.fromkeys(self._total, 0)
+        for key in self.parameters:
+            found[block_of(key)] += self.values[key].elements * (choice.states[key] is REPLICATED)
+        return found
+
+    @cached_property
+    def _total(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for key in self.parameters:
+            found[block_of(key)] = found.get(block_of(key), 0) + self.values[key].elements
+        return found
+
+    def _cheapest(self, price: float) -> Choice:
+        chosen = cheapest(self.tables(price))
+        ways = {name: ways[chosen["value", name]] for name, ways in self.ways.items()}
+        states = {
+            key: ways[key].gives if key in ways else value.states[chosen["value", key]]
+            for key, value in self.values.items()
+        }
+        return Choice(ways, states)

@@ -1,0 +1,127 @@
+"""Plans found from the graph: pairs, attention, experts, what stays whole and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit.errors import InputError
+from autosplit.options import Sample
+from autosplit.tensor.axes import Shard
+from autosplit.tensor.plan import TensorPlan, tensor_plan
+from autosplit.tensor.ways import REPLICATED
+from autosplit.trace.ladder import trace
+from tests.tensor.nets import LENGTH, NETS, ROWS, WIDTH, WORDS, Language, Pair, Separate
+
+
+def planned(model: nn.Module, *, ranks: int = 2, words: bool = False, **options: Any) -> TensorPlan:
+    """Plan a model without weights."""
+    model = model.to("meta")
+    inputs = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")
+    if not words:
+        inputs = torch.zeros(ROWS, LENGTH, WIDTH, device="meta")
+    return tensor_plan(trace(model, Sample(inputs)).graph, ranks=ranks, rows=ROWS, **options)
+
+
+def dims(plan: TensorPlan) -> dict[str, int | None]:
+    """Return the dimension by which each parameter is sharded."""
+    return {name: p.dim if isinstance(p, Shard) else None for name, p in plan.parameters.items()}
+
+
+def kinds(plan: TensorPlan) -> list[tuple[str, str]]:
+    return [(one.collective.kind, one.collective.phase) for one in plan.collectives]
+
+
+def test_a_pair_is_sharded_by_columns_and_rows_with_one_sum_each_way() -> None:
+    plan = planned(nn.Sequential(nn.LayerNorm(WIDTH), Pair()))
+    assert dims(plan) == {
+        "0.weight": None,
+        "0.bias": None,
+        "1.b.weight": 0,
+        "1.b.bias": 0,
+        "1.a.weight": 1,
+        "1.a.bias": None,
+    }
+    assert kinds(plan) == [("all_reduce", "backward"), ("all_reduce", "forward")]
+    size = ROWS * LENGTH * WIDTH * 4
+    assert plan.wire_bytes == 2 * size  # two rings of half the bytes, forward and backward
+    assert plan.replicated == {}
+
+
+def test_halves_of_a_fused_gate_are_cut_each_for_itself() -> None:
+    plan = planned(NETS["gated"]())
+    assert plan.parameters["0.z.weight"] == Shard(0, ((2, 32),))
+    assert plan.parameters["0.y.weight"] == Shard(1, ((1, 32),))
+
+
+def test_unequal_parts_of_a_fused_attention_are_cut_each_for_itself() -> None:
+    plan = planned(NETS["fused attention, fewer key heads"]())
+    assert plan.parameters["1.one.weight"] == Shard(0, ((1, 16), (2, 8)))
+    assert plan.parameters["1.two.weight"] == Shard(1, ((1, 16),))
+
+
+def test_keys_of_one_head_stay_whole_while_its_queries_are_sharded() -> None:
+    plan = planned(NETS["one key head"](), pins={"1.s.weight": None, "1.t.weight": None})
+    assert dims(plan) | {"0.weight": None, "0.bias": None} == {
+        "0.weight": None, "0.bias": None, "1.r.weight": 0, "1.s.weight": None, "1.t.weight": None, "1.u.weight": 1
+    }  # fmt: skip
+    assert set(plan.replicated) == {"1.s.weight", "1.t.weight"}
+
+
+@pytest.mark.parametrize("name", ["experts", "list of experts"])
+def test_experts_are_sharded_inside(name: str) -> None:
+    plan = planned(NETS[name]())
+    weights = {key: dim for key, dim in dims(plan).items() if key[0] == "1" and "bias" not in key}
+    assert {key for key, dim in weights.items() if dim is None} <= {"1.router.weight"}
+    assert ("all_reduce", "forward") in kinds(plan)
+
+
+def test_an_embedding_and_a_head_are_sharded() -> None:
+    plan = planned(Language(Pair(), tied=False), words=True)
+    found = dims(plan)
+    assert found["words.weight"] is not None
+    assert found["head.weight"] == 0
+    assert ("all_gather", "forward") in kinds(plan)
+
+
+def test_repeated_blocks_take_over_what_their_template_was_given() -> None:
+    few, many = (planned(Language(*(Pair() for _ in range(n)), tied=False), words=True) for n in (3, 9))
+    assert {dims(many)[f"parts.{n}.b.weight"] for n in range(9)} == {dims(few)["parts.1.b.weight"]}
+    more = many.wire_bytes - few.wire_bytes
+    assert more == 6 * 2 * ROWS * LENGTH * WIDTH * 4
+
+
+def test_a_rank_has_its_share_of_what_is_sharded() -> None:
+    plan = planned(Language(*(Pair() for _ in range(4)), tied=False), words=True)
+    assert plan.rank_elements <= (1 / 2 + 0.03) * sum(plan.elements.values())
+
+
+def test_a_degree_that_does_not_divide_heads_names_those_that_do() -> None:
+    with pytest.raises(InputError, match=r"tp=3 does not divide 4, by which 1\.r\.weight, .* degrees that do: 1, 2, 4"):
+        planned(nn.Sequential(nn.LayerNorm(WIDTH), Separate(4)), ranks=3)
+
+
+def test_a_layer_that_runs_by_its_own_python_stays_whole_and_is_listed() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+            self.pair = Pair()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.pair(self.lstm(x)[0])
+
+    plan = planned(Counting())
+    assert plan.parameters["lstm.weight_ih_l0"] is REPLICATED
+    assert "lstm.weight_ih_l0" in plan.replicated
+    assert dims(plan)["pair.b.weight"] == 0
+
+
+def test_a_vocabulary_that_no_degree_divides_is_sharded_another_way() -> None:
+    assert WORDS % 5
+    plan = planned(Language(Pair(40), tied=False), ranks=5, words=True)
+    assert dims(plan)["parts.0.b.weight"] == 0
+    assert plan.replicated["head.weight"].startswith("tp=5 does not divide 24")
