@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import InputError
-from cost_models.collectives import Group, group_of
-from cost_models.machines import MachineSpec
+
+if TYPE_CHECKING:
+    from cost_models.collectives import Group
+    from cost_models.machines import MachineSpec
 
 DIMENSIONS = ("dp", "tp", "pp")
 ZERO = (0, 1, 2, 3)
@@ -63,6 +65,9 @@ class Placed:
 
 def place(machine: MachineSpec, parallel: Parallel, *, order: tuple[str, ...] = ("pp", "dp", "tp")) -> Placed:
     """Return where the ranks of a mesh are: neighbours of the last dimension in the order are neighbours."""
+    from cost_models.collectives import group_of
+    from cost_models.machines import MachineSpec
+
     strides, stride = {}, 1
     for name in reversed(order):
         strides[name] = stride

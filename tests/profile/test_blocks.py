@@ -221,13 +221,32 @@ def test_gradients_that_are_there_and_casts_that_autocast_keeps(apart: bool, amp
     assert bool(whole.kept) == amp
 
 
+class Mixing(nn.Module):
+    """Adds up rows: what it costs depends on the microbatch and on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(LENGTH, LENGTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x).cumsum(0)
+
+
+def test_costs_of_a_model_that_mixes_no_rows_do_not_depend_on_the_batch() -> None:
+    graph = made("plain", 6)
+    memo = CostMemo(graph)
+    known = memo.costs(rows=2, batch_rows=ROWS)
+    assert memo.costs(rows=2, batch_rows=2 * ROWS) is known
+    assert described(known) == described(CostMemo(graph).costs(rows=2, batch_rows=2 * ROWS))
+
+
 @pytest.mark.parametrize(
     "other",
     [{"rows": 3}, {"batch_rows": 2 * ROWS}, {"input_grads": (False,)}, {"kernels": "cuda"}],
     ids=lambda other: next(iter(other)),
 )
 def test_costs_that_are_known_are_those_of_the_same_question(other: dict[str, Any]) -> None:
-    graph = made("plain", 6)
+    graph = trace(Mixing(), Sample(torch.zeros(ROWS, LENGTH))).graph
     memo = CostMemo(graph)
     asked: dict[str, Any] = {"rows": 2, "batch_rows": ROWS, "input_grads": None, "kernels": "cpu"}
     first = memo.costs(**asked)

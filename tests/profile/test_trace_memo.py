@@ -31,8 +31,15 @@ class Plain(TraceMemo):
     """Knows nothing: every stage is traced as it is."""
 
     def traces(
-        self, stage: StageNodes, recompute: Recompute, *, never: How | None, recomputed: How | None
+        self,
+        stage: StageNodes,
+        recompute: Recompute,
+        *,
+        never: How | None,
+        recomputed: How | None,
+        parts: Parts | None = None,
     ) -> StageTraces:
+        assert parts is None
         one, other = (None if how is None else trace_stage(stage, how) for how in (never, recomputed))
         return StageTraces(recompute, never=one, recomputed=other)
 
