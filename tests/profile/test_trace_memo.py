@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.memory.pieces import Recompute, StageTrace, StageTraces
+from autosplit.memory.pieces import Parts, Recompute, StageTrace, StageTraces
 from autosplit.options import Options, Sample
 from autosplit.planning.memory import Cut, fullest_moments
 from autosplit.profile import blocks
