@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autosplit.distributed.facts import contents
+from autosplit.distributed.facts import checksum
 from autosplit.distributed.optimizer_state import (
     Groups,
     OptimizedParameter,
@@ -110,7 +110,7 @@ def save(
     """
     others, path = others or {}, Path(folder) / f"step-{step}"
     with ExitStack() as closing:
-        ranks = closing.enter_context(Ranks())
+        ranks = closing.enter_context(Ranks("saves a checkpoint"))
         ranks.check_same("step", step)
         temporary, *_ = ranks.run(lambda: _new_folder(path, step) if ranks.rank == 0 else "")
         # Without copies ahead, for which a thread would use the CUDA streams of device 0.
@@ -164,7 +164,7 @@ def restore(
     the model that was saved (the first name that differs, and its shapes), and where the optimizers are not those that
     were saved; CheckpointError where files cannot be read. What one rank raises is raised on every rank.
     """
-    with Ranks() as ranks:
+    with Ranks("restores a checkpoint") as ranks:
         ranks.check_same("step", step)
         found, *_ = ranks.run(lambda: _existing(Path(folder), step))
         restoring = _Restoring(Path(folder) / f"step-{found}", part, optimizer)
@@ -249,7 +249,7 @@ def _check_owners(ranks: Ranks, plans: Sequence[SavePlan], values: Mapping[str, 
 def _digest(value: Any) -> bytes:
     """Return a digest of a value: equal for equal values, however they came to be."""
     if isinstance(value, torch.Tensor):
-        data = f"{value.dtype}{list(value.shape)}{contents([value.cpu()])}".encode()
+        data = f"{value.dtype}{list(value.shape)}{checksum([value.cpu()])}".encode()
     elif isinstance(value, Mapping):
         data = b"".join(sorted(_digest(key) + _digest(entry) for key, entry in value.items()))
     elif isinstance(value, list | tuple):

@@ -6,12 +6,12 @@ import platform
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import nn
 
+from autosplit import __version__
 from autosplit.lower.split import Lowered
 from autosplit.options import Options
 from autosplit.planning.plan.plan import Plan
@@ -20,6 +20,8 @@ from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.objects import take_apart
 from autosplit.trace.inputs.signature import GradAutocastState
 
+BATCH = "the batch's values (give every rank of a pipeline the same batch, or feed='first_last')"
+"""What a fact is called that several meetings of ranks compare."""
 _MANY_BYTES, _ROW_BYTES = 1 << 16, 512
 
 
@@ -51,15 +53,14 @@ def program_text(lowered: Lowered) -> str:
 
 def pipe_facts(model: nn.Module, options: Options, plan: Plan | None, **ways: str) -> dict[str, Any]:
     """Return in what the pipes of all ranks have to agree, as texts: the first line that differs is shown."""
-    versions = [f"{name} {version(name)}" for name in ("torch", "autosplit")]
     asked = {own.name: getattr(options, own.name) for own in fields(options) if own.name != "devices"} | ways
     modules = [f"{path or 'the model'}: {type(own).__name__}" for path, own in model.named_modules()]
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     state = [f"{name}: {tensor.dtype}{list(tensor.shape)} {tensor.device.type}" for name, tensor in tensors.items()]
-    values = [f"{name}: values with checksum {contents([tensor])}" for name, tensor in tensors.items()]
+    values = [f"{name}: values with checksum {checksum([tensor])}" for name, tensor in tensors.items()]
     seed = f"{torch.initial_seed()}" if has_meta(model) else "of no use"
     return {
-        "their versions": "\n".join((*versions, f"python {platform.python_version()}")),
+        "their versions": f"torch {torch.__version__}\nautosplit {__version__}\npython {platform.python_version()}",
         "the arguments of autosplit()": "\n".join(f"{name}={value!r}" for name, value in asked.items()),
         "their models": "\n".join((*modules, *state)),
         "the values of their models (seed all alike; what was trained in parts is stale elsewhere)": "\n".join(values),
@@ -82,7 +83,7 @@ def call_text(model: nn.Module, args: Any, kwargs: Any, *, values: bool = True) 
     return "\n".join((*lines, f"{GradAutocastState.current()}", f"modes {modes}", f"gradients {wanting}"))
 
 
-def contents(tensors: Iterable[torch.Tensor]) -> int:
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
     """Return a number for the values of tensors on the CPU; those of accelerators are not read."""
     found = 0
     for tensor in tensors:

@@ -20,6 +20,14 @@ _JOINED: dict[tuple[Any, str, Layout], World] = {}
 """The worlds of the default process group, each made once, by the kind of device and the layout."""
 
 
+def meet(doing: str) -> None:
+    """Raise on every rank where ranks that have joined are about to do different things."""
+    for key, world in _JOINED.items():
+        if key[0] is dist.group.WORLD:
+            world.gather(doing, None)
+            return
+
+
 def join(mesh: Any = None) -> World:
     """Return this process's world; initialise torch.distributed by torchrun's environment where nobody has.
 

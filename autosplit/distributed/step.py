@@ -123,21 +123,21 @@ class RankStep(Step):
             return replace(start, adding=self.adding_gradients)
 
     def check_free(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Raise InputError where the loss reads what another rank holds, or has parameters that only this rank has."""
+        """Raise InputError where the loss has parameters of its own: every rank has others."""
         held = {id(leaf) for leaf in self.leaves}
         for leaf in leaves:
             if id(leaf) not in held:
                 raise InputError(
-                    f"the loss reads a parameter of shape {list(leaf.shape)} that is not of the last stage: another "
-                    "rank holds it, or every rank has one of its own; make it part of the model, and a penalty on "
-                    "weights part of the optimizer (weight_decay)"
+                    f"the loss has a parameter of its own, of shape {list(leaf.shape)}, and every rank would have "
+                    "another one; make it part of the model"
                 )
 
     def outcome(self, make: Callable[[], Any]) -> Any:
         """Return on every rank what the ranks of the last stages make together: a number, added over the replicas.
 
-        An error of one is raised on every rank.
+        An error of one is raised on every rank. Either way random numbers are then where the plain model leaves them.
         """
+        self._draw_rest()
         makes = self.world.rank == self.last and self.rows > 0
         value, error = attempt(make) if makes else (None, None)
         number = None if value is None else (value.dtype, value.item())
@@ -190,13 +190,16 @@ class RankStep(Step):
         update_statistics(self.state, self.lanes)
         self.finish()
 
+    def _draw_rest(self) -> None:
+        if self.state.tape is not None:
+            self.state.tape.finish()
+
     def finish(self) -> None:
         """Wait until all that was sent has arrived, and leave the random numbers where the plain model leaves them."""
+        self._draw_rest()
         with self.world.waiting("its messages to arrive", *self.world.others()):
             arrived(self.sent, list(self.sent))
         self.known.complete = True
-        if self.state.tape is not None:
-            self.state.tape.finish()
 
 
 class WholeCall:

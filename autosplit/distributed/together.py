@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from autosplit.distributed.join import meet
 from autosplit.errors import AutosplitError, CheckpointError, InputError, listed
 
 T = TypeVar("T")
@@ -21,7 +22,8 @@ Shape = tuple[int, ...] | None
 class Ranks:
     """The processes that save or load together, in a group of their own; a process alone is rank 0 of 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, doing: str) -> None:
+        meet(doing)
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo") if several else None
         self.rank, self._size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)

@@ -69,7 +69,7 @@ def save_weights(path: str | PathLike[str], part: nn.Module, *, max_shard_size: 
         tensors.update(_tensors_to_save(part))
         return {name: tensor.nbytes for name, tensor in tensors.items()}
 
-    with Ranks() as ranks:
+    with Ranks("saves the whole model") as ranks:
         ranks.check_same("path", str(path))
         ranks.check_same("max_shard_size", max_shard_size)
         name, *_ = ranks.run(lambda: new_folder(path) if ranks.rank == 0 else "")
@@ -98,7 +98,7 @@ def load_weights(weights: Mapping[str, Any] | str | PathLike[str], part: nn.Modu
     rank raises is raised on every rank.
     """
     loading = _Loading(weights, part)
-    with Ranks() as ranks:
+    with Ranks("loads a whole model") as ranks:
         every = ranks.run(loading.own)
         ranks.run(lambda: loading.prepare(every, strict))
         ranks.run(loading.load)

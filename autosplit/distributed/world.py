@@ -29,7 +29,7 @@ _BLOCK = 1024
 """Bytes of one rank's value in the first collective, its length among them."""
 _HEAD = 8
 _KNOWN = "known to all ranks"
-RECORDS = "records a new kind of call"
+RECORDS = "records a new kind of call, as what its Python reads of the model or of inputs is new there"
 """What the ranks of a replica may do while others wait for them."""
 _SHOWN = 300
 """How many characters of a value that differs are shown."""
@@ -122,6 +122,11 @@ class World:
     def waiting(self, what: str, *ranks: int) -> AbstractContextManager[None]:
         """Say for what, and for which ranks, this one waits; a lost connection is raised with the cause of it."""
         return self._waiting(what, tuple(self.members[rank] for rank in ranks))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Give every rank the values of a tensor without gaps that one rank has."""
+        with self.waiting(f"values of rank {source}", *([] if source == self.rank else [source])):
+            dist.broadcast(tensor, group_src=source, group=self.payload)
 
     @contextmanager
     def _waiting(self, what: str, numbers: tuple[int, ...]) -> Iterator[None]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
+from torch.overrides import TorchFunctionMode
 
 from autosplit.distributed.step import RankStep, WholeCall
 from autosplit.distributed.world import as_known, attempt
@@ -16,7 +18,7 @@ from autosplit.errors import InputError
 from autosplit.recorded import Recent
 from autosplit.runtime.loss.proof import Proofs, identity
 from autosplit.runtime.step import engine
-from autosplit.trace.borrowed.state import borrowed
+from autosplit.trace.borrowed.state import borrowed, contents
 
 
 @dataclass(frozen=True)
@@ -116,12 +118,7 @@ class RankLoss:
 
     def _found_together(self, step: RankStep, words: list[Word | None]) -> list[Word | None]:
         """Return how a loss adds up where another replica knows that, or it is asked on the outputs of all rows."""
-        world, traced = step.world, step.lowered.traced
-
-        def whole() -> Any:
-            flat = WholeCall(replace(step, state=step.state.fresh(), alone=True)).forward()
-            return None if flat is None else traced.unflatten(flat)
-
+        world = step.world
         while True:
             last = {r: words[members[step.last]] for r, members in enumerate(world.layout) if step.has_rows(r)}
             known = next((word.kind for word in last.values() if word is not None and word.kind), None)
@@ -131,12 +128,18 @@ class RankLoss:
                 words = self._said(step, partial(self.find, step))
             elif None in last.values():
                 asks = step.rows > 0 and last[world.replica] is None
-                if asks and world.rank != step.last:
-                    with borrowed(traced.root), torch.no_grad():
-                        whole()
-                words = self._said(step, partial(self.find, step, whole) if asks else partial(words.pop, world.number))
+                own = partial(self.find, step, _whole(step)) if asks else partial(words.pop, world.number)
+                words = self._said(step, own)
             else:
                 return words
+
+
+def _whole(step: RankStep) -> Callable[[], Any]:
+    """Make the outputs of a replica's rows, with its other ranks; return what gives them on the last stage's rank."""
+    traced, changed = step.lowered.traced, step.tensors if step.lowered.changes_inputs else ()
+    with borrowed(traced.root), contents(changed), torch.no_grad():
+        flat = WholeCall(replace(step, state=step.state.fresh(), alone=True)).forward()
+    return lambda: None if flat is None else traced.unflatten(flat)
 
 
 def _added_divisors(words: Sequence[Word]) -> list[float]:
@@ -157,3 +160,22 @@ def _added_divisors(words: Sequence[Word]) -> list[float]:
             )
         )
     return [sum(divisors) for divisors in zip(*(word.divisors for word in words), strict=True)]
+
+
+class ReadsHere(TorchFunctionMode):
+    """Raises InputError where a loss reads a parameter that another rank trains: here it is as it was at first."""
+
+    def __init__(self, elsewhere: Mapping[int, str]) -> None:
+        """``elsewhere`` are the names of such parameters, by their identity."""
+        super().__init__()
+        self.elsewhere = elsewhere
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = func(*args, **(kwargs or {}))
+        read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if id(leaf) in self.elsewhere]
+        if read and isinstance(value, torch.Tensor | float | list):  # not sizes and flags
+            raise InputError(
+                f"the loss reads the parameter {self.elsewhere[id(read[0])]!r}, which another rank holds; make it part "
+                "of the model, and a penalty on weights part of the optimizer (weight_decay)"
+            )
+        return value

@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import fx, nn
 
 from autosplit.backward import leaves_under
-from autosplit.distributed.facts import call_text, contents, pipe_facts, program_text
+from autosplit.distributed.facts import BATCH, call_text, checksum, pipe_facts, program_text
 from autosplit.distributed.feed import bring, like_first, takers_of
 from autosplit.distributed.replicas import Share
 from autosplit.distributed.step import RankStep, WholeCall
 from autosplit.distributed.world import World, attempt, known_to_all
 from autosplit.errors import InputError, TraceError
+from autosplit.lower.split import named_state
 from autosplit.options import Options, Sample
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.plan import Plan
-from autosplit.ranks.loss import Elsewhere, LossNumbers, RankLoss, Word
+from autosplit.ranks.loss import Elsewhere, LossNumbers, RankLoss, ReadsHere, Word
 from autosplit.ranks.recordings import RankRecordings
 from autosplit.recorded import PreparedStep, PreparedTree, Recent
 from autosplit.runtime.loss.outputs import Outputs
@@ -40,7 +42,16 @@ from autosplit.trace.inputs.signature import Key, without_rows
 
 @dataclass(kw_only=True)
 class PreparedRankStep(RankStep, PreparedStep):
-    """One call on one rank, and the recording that it follows."""
+    """One call on one rank, and the recording that it follows.
+
+    ``elsewhere`` are the names of parameters of other ranks, by their identity.
+    """
+
+    elsewhere: Mapping[int, str] = field(default_factory=dict)
+
+    def losing(self) -> AbstractContextManager[Any]:
+        """Return what a loss is called in: it reads no parameter of another rank."""
+        return ReadsHere(self.elsewhere)
 
 
 class RankPipe(PipelinedModule):
@@ -71,7 +82,7 @@ class RankPipe(PipelinedModule):
     refused: ClassVar[Mapping[str, str]] = {
         **PipelinedModule.refused,
         "state_dict": "a method of the model asks for its whole state, and this process has a part; save with "
-        "autosplit.distributed.checkpoint, or pipe.state_dict() of every rank",
+        "autosplit.distributed.checkpoint, or call it of the model that pipe.unsplit() gives on every rank",
     }
 
     @property
@@ -142,6 +153,21 @@ class RankPipe(PipelinedModule):
             raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}, no number")
         torch.nn.utils.clip_grads_with_norm_(own.values(), max_norm, total)
         return total
+
+    def unsplit(self) -> nn.Module:
+        """Return the model itself, with the values of all ranks; every rank calls it.
+
+        Raises InputError where the model was built on meta and has values in part.
+        """
+        error = None
+        if any(tensor.is_meta for _, tensor in named_state(self._core.model)):
+            error = InputError(
+                "the model was built on meta, and every rank has memory for its part; save it with "
+                "autosplit.distributed.checkpoint, and restore into a model that has values"
+            )
+        self._world.agree("takes the model back", {}, error)
+        self._recordings.share_values()
+        return super().unsplit()
 
     def __reduce__(self) -> Any:
         raise InputError(
@@ -224,9 +250,8 @@ class RankPipe(PipelinedModule):
         }
         own: dict[str, Any] = {"the call": call}
         if self._feed == "all":
-            given = "the batch's values (give every rank of a pipeline the same batch, or feed='first_last')"
-            own[given] = contents(step.tensors)
-            own["the target"] = contents(tensors_in(target))
+            own[BATCH] = checksum(step.tensors)
+            own["the target"] = checksum(tensors_in(target))
         if step.lowered.random:
             facts["torch's random state"] = zlib.crc32(torch.get_rng_state().numpy().data)
         if step.state.tape is not None and self._world.replicas > 1:
@@ -255,6 +280,7 @@ class RankPipe(PipelinedModule):
             )
         if step.recorded.traced.kept:
             raise TraceError("the model keeps tensors of the whole batch for Python to read; this needs one process")
+        self._recordings.check_reads(step.recorded)
         self._recordings.check_fresh()
         wanting = next((t for t in step.tensors if t.requires_grad), None)
         if wanting is not None and torch.is_grad_enabled():
@@ -266,6 +292,8 @@ class RankPipe(PipelinedModule):
         step_s = 0.0 if self.plan is None else self.plan.step_s
         made = PreparedRankStep(**given, world=self._world, ranks=ranks, step_s=step_s)
         made.leaves = [own for own in (*self.parameters(), *self.buffers()) if own.requires_grad]
+        named = self._core.model.named_parameters(remove_duplicate=False)
+        made.elsewhere = {id(parameter): name for name, parameter in named if not self._is_own(name)}
         if (tape := step.state.tape) is not None:
             layout, own = step.lowered.layout, made.stages
             here = {n.meta[INFO].name for s in own for p in (layout.stages, layout.prologues) for n in p[s].nodes}
@@ -336,7 +364,9 @@ class RankPipe(PipelinedModule):
             flat = call.forward()
 
             def loss() -> torch.Tensor:
-                value = engine.loss_of_whole(step.recorded.traced.unflatten(flat or []), target, loss_fn, step.lanes)
+                with step.losing():
+                    output = step.recorded.traced.unflatten(flat or [])
+                    value = engine.loss_of_whole(output, target, loss_fn, step.lanes)
                 step.check_free([leaf for leaf in leaves_under(value) if id(leaf) not in call.leaves])
                 if not value.requires_grad:
                     raise RuntimeError("the loss does not depend on any parameter that requires a gradient")

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autosplit.distributed.facts import call_text, state_of_several
+from autosplit.distributed.facts import BATCH, call_text, checksum, state_of_several
 from autosplit.distributed.materialise import materialise
+from autosplit.distributed.messages import flattened
 from autosplit.distributed.start import pairs_of
 from autosplit.distributed.world import RECORDS, World, attempt
 from autosplit.errors import InputError, TraceError
@@ -24,7 +25,8 @@ from autosplit.recordings import Recordings
 from autosplit.runtime.optimizers import move
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.borrowed.blank import has_meta, without_values
-from autosplit.trace.inputs.objects import take_apart
+from autosplit.trace.inputs.inputs import batch_rows
+from autosplit.trace.inputs.objects import take_apart, tensors_in
 from autosplit.trace.inputs.signature import Key
 from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.recording.run import PythonRun
@@ -94,7 +96,10 @@ class RankRecordings(Recordings):
 
     def _planned(self, key: Key, sample: Sample) -> Trace:
         world, found = self.world, None
-        world.agree(RECORDS, {}, own={"the call": call_text(self.model, sample.args, sample.kwargs)})
+        own: dict[str, Any] = {"the call": call_text(self.model, sample.args, sample.kwargs)}
+        if self.kept:
+            own[BATCH] = checksum(tensors_in((sample.args, sample.kwargs)))
+        world.agree(RECORDS, {}, own=own)
 
         def planned() -> Trace:
             return super(RankRecordings, self)._planned(key, sample)
@@ -113,8 +118,8 @@ class RankRecordings(Recordings):
             self._findings = world.receive(0)
             found = planned()
             self._findings = None
-        self._check_size()
         assert found is not None
+        self._check_size(key, found)
         return found
 
     def _trace(self, sample: Sample) -> Trace:
@@ -137,12 +142,13 @@ class RankRecordings(Recordings):
         """Why no graph can follow the kind of call that was refused last."""
         return next(reversed(self._refused.values()), "no graph can follow it")
 
-    def _check_size(self) -> None:
+    def _check_size(self, key: Key, found: Trace) -> None:
         assert self.plan is not None
         if len(self.plan.devices) != self.world.size:
+            self._collapses.check(key.rest, found.graph, batch_rows(found.inputs))
             raise InputError(
                 f"the model gives {len(self.plan.devices)} stages, and {self.world.size} processes were started for "
-                f"them; start {len(self.plan.devices)}"
+                f"them; start {len(self.plan.devices)}{''.join(f'. {why}' for why in self._collapses.found())}"
             )
 
     def _place(self, lowered: Lowered, devices: Sequence[torch.device]) -> None:
@@ -177,6 +183,21 @@ class RankRecordings(Recordings):
         move((named[name], self.world.device) for name in new)
         self._placed.update(new)
 
+    def check_reads(self, recorded: Recorded) -> None:
+        """Raise TraceError where Python reads a value that one rank changes, on which all ranks have to decide."""
+        if (guard := recorded.trace.guard) is None:
+            return
+        named = self.model.named_parameters(remove_duplicate=False)
+        changed = {name for name, parameter in named if parameter.requires_grad and name in self.owner}
+        changed.update(*(one.traced.written for variants in self.kept.values() for one in variants))
+        read = [str(node.target) for node in guard.graph.nodes if node.op == "get_attr" and node.target in changed]
+        if read:
+            raise TraceError(
+                f"forward reads the value of {read[0]!r} in Python, and rank {self.owner_of(read[0])} alone has it as "
+                "it is after a step; compute with it as a tensor (torch.where in place of if), freeze it on every rank "
+                "(requires_grad_(False)), or run in one process"
+            )
+
     @property
     def _trained_last(self) -> bool:
         return _trained_last is not None and _trained_last() is self
@@ -199,6 +220,18 @@ class RankRecordings(Recordings):
             _trained_last = weakref.ref(self)
             holders = [self.world.holders(rank) for rank in range(self.world.size)]
             _TRAINED.update((tensor, holders[self.owner_of(name)]) for name, tensor in named_state(self.model))
+
+    def share_values(self) -> None:
+        """Give every rank the values of all."""
+        global _trained_last
+        _trained_last = None
+        for name, tensor in {id(tensor): (name, tensor) for name, tensor in named_state(self.model)}.values():
+            value = tensor.detach().to(self.world.device, copy=True, memory_format=torch.contiguous_format)
+            self.world.broadcast(flattened(value), self.owner_of(name))
+            if self.owner_of(name) != self.world.rank:
+                with torch.no_grad():
+                    tensor.copy_(value)
+            _TRAINED.pop(tensor, None)
 
     def owner_of(self, name: str) -> int:
         """Return the rank that holds a parameter or buffer; the first stage's has what no stage uses."""

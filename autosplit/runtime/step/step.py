@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +78,10 @@ class Step:
 
     def check_free(self, leaves: Sequence[torch.Tensor]) -> None:
         """Raise InputError for leaves under a loss, beside the outputs, that would not get their whole gradient."""
+
+    def losing(self) -> AbstractContextManager[Any]:
+        """Return what a loss is called in."""
+        return contextlib.nullcontext()
 
     def outcome(self, make: Callable[[], Any]) -> Any:
         """Return what is made where the last stage runs."""

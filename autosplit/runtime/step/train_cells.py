@@ -126,7 +126,8 @@ class _TrainCells(Cells):
                     given = self.lowered.traced.unflatten(flat)
                 if self.check is not None:
                     self.check.keep(flat, microbatch)
-                value = self.roots[microbatch] = self.loss(given, microbatch)
+                with self.step.losing():
+                    value = self.roots[microbatch] = self.loss(given, microbatch)
             self.losses[microbatch] = value.detach()
             self.depends |= value.requires_grad
             given_names = {node.name for node in self.passed}
