@@ -25,6 +25,7 @@ from autosplit.runtime.step.step import Step
 from autosplit.runtime.tape import Tape
 from autosplit.runtime.transport import Way
 from autosplit.schedule.action import Action, Schedule
+from autosplit.trace.graph import NodeClass, TracedNode
 
 _HANG_S, _STEPS, _FIRST_S = 10.0, 5, 600.0
 """An action hangs after so long, or so many predicted steps; the first step of a kind may take the third."""
@@ -162,6 +163,18 @@ class RankStep(Step):
             state = replace(state, tape=Tape(tape.nodes, self.sizes, self.lengths, here=tape.here, among=place))
         return replace(self, state=state, shares=rows)
 
+    def check_empty(self, *, changes_python: bool) -> None:
+        """Raise InputError where a replica has no rows and a call changes state once, whatever its rows."""
+        written = [name for _, info in self.lowered.traced.compute_nodes() if _is_once(info) for name in info.writes]
+        if 0 in self.shares and (written or changes_python):
+            raise as_known(
+                InputError(
+                    f"replica {self.shares.index(0)} has no rows, and every call changes "
+                    f"{written[0] if written else 'Python state of the model'}, which it would not do there; give "
+                    "every replica rows"
+                )
+            )
+
     def adding_gradients(self) -> AbstractContextManager[None]:
         """Add the gradients that come to this rank's parameters inside to those of the other replicas."""
         return adding_gradients(self.world, self.leaves) if self.world.replicas > 1 else nullcontext()
@@ -200,6 +213,10 @@ class RankStep(Step):
         with self.world.waiting("its messages to arrive", *self.world.others()):
             arrived(self.sent, list(self.sent))
         self.known.complete = True
+
+
+def _is_once(info: TracedNode) -> bool:
+    return info.node_class is NodeClass.SHARED
 
 
 class WholeCall:

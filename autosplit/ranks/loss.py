@@ -38,6 +38,7 @@ class Word(NamedTuple):
         loss: a number of the loss.
         kind: how it adds up, for a loss that was proved to; None: not known, or nothing to prove.
         divisors: what torch's losses in it divide by, on the replica's rows.
+        named: the loss by name, and of one that the model returns the lengths that its means are over.
     """
 
     in_cells: bool
@@ -45,6 +46,7 @@ class Word(NamedTuple):
     loss: int
     kind: str | None = None
     divisors: Sequence[float] = ()
+    named: str = ""
 
 
 class LossNumbers:
@@ -94,8 +96,18 @@ class RankLoss:
         number, loss = self.numbers.number_of(self.loss_fn, self.found), self.found and self.found[0]
         if loss is None:
             return Word(False, None, number, engine.kind_of(self.proofs, self.loss_fn))
-        divisors = loss.divisors if step.world.replicas > 1 else ()
-        return Word(True, loss.wants, number, getattr(loss, "kind", None), divisors)
+        kind, named = getattr(loss, "kind", None), ""
+        divisors: Sequence[float] = ()
+        if step.world.replicas > 1:
+            divisors, named = loss.divisors, _name_of(self.loss_fn) or "the model's own"
+            if getattr(loss, "averages", False):
+                named += f", a mean over elements of inputs {_sizes_of_rows(step)}"
+            if self.reduction == "auto" and kind in ("mean", "sum"):
+                raise InputError(
+                    f"a loss of your own was found to be a {kind} over the rows of one replica, which says nothing of "
+                    "the rows of all; say loss_reduction='mean' or 'sum', or give one of torch's losses"
+                )
+        return Word(True, loss.wants, number, kind, divisors, f"{named} {self.reduction}")
 
     def agree(self, step: RankStep, words: list[Word | None] | None) -> Word | None:
         """Return what all ranks have to know of the loss; None on a replica without rows.
@@ -159,7 +171,28 @@ def _added_divisors(words: Sequence[Word]) -> list[float]:
                 "say it by loss_reduction='mean' or 'sum'"
             )
         )
+    if len(names := {word.named for word in words}) > 1:
+        raise as_known(InputError(f"the replicas have different losses: {'; '.join(sorted(names))}"))
     return [sum(divisors) for divisors in zip(*(word.divisors for word in words), strict=True)]
+
+
+def _sizes_of_rows(step: RankStep) -> list[list[int]]:
+    pairs = zip(step.tensors, step.lowered.traced.inputs, strict=True)
+    return [[size for dim, size in enumerate(tensor.shape) if dim != info.batch_dim] for tensor, info in pairs]
+
+
+def _name_of(loss: Any) -> str:
+    """Return what tells a loss from others in every process; "" for none."""
+    if isinstance(loss, partial):
+        return f"{_name_of(loss.func)} {_plain(loss.keywords)}"
+    if isinstance(loss, torch.nn.Module):
+        return f"{type(loss).__qualname__} {_plain(vars(loss))}"
+    line = getattr(getattr(loss, "__code__", None), "co_firstlineno", "")
+    return "" if loss is None else f"{getattr(loss, '__qualname__', type(loss).__qualname__)} {line}"
+
+
+def _plain(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k}={v!r}" for k, v in sorted(values.items()) if isinstance(v, (bool, int, float, str)))
 
 
 class ReadsHere(TorchFunctionMode):

@@ -233,6 +233,7 @@ class RankPipe(PipelinedModule):
         assert step is not None
         if self._world.replicas > 1:
             step = step.among(shares)
+            step.check_empty(changes_python=step.recorded.changes_python)
         if self._core.model.training or torch.is_grad_enabled():
             recordings.trains()
         if alone and not unseen:

@@ -71,6 +71,7 @@ def train_replicas(
     every: int,
     make: Callable[..., Any],
     options: Mapping[str, Any],
+    reduction: str,
 ) -> Any:
     """Train over a mesh, each replica on its rows; return the losses, this rank's state, and the random state."""
     replica = mesh.get_local_rank("dp")
@@ -92,6 +93,7 @@ def train_replicas(
         how = {}
         if training.loss is not None:
             how = {"target": part_of(target, rows[step], replica), "loss_fn": training.loss}
+            how["loss_reduction"] = reduction
         losses.append(pipe.train_step(*args, **kwargs, **how))
         if (step + 1) % every == 0:
             pipe.clip_grad_norm_(0.5)
@@ -119,11 +121,12 @@ def compare(
     dtype: torch.dtype = torch.float64,
     every: int = 1,
     make: Callable[..., Any] = momentum,
+    reduction: str = "auto",
     **options: Any,
 ) -> list[str]:
     """Train both ways and return what differs: relative to the largest value by more than a few roundings."""
     mesh = mesh_of(*shape)
-    own = train_replicas(training, mesh, rows, dtype, every, make, options)
+    own = train_replicas(training, mesh, rows, dtype, every, make, options, reduction)
     every_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every_rank, own)
     losses, state, random = train_plain(training, rows, dtype, every, make)

@@ -179,6 +179,34 @@ class _Scaled(nn.Module):
         return F.cross_entropy(self.layers(value), labels, ignore_index=0, reduction="sum") / (labels != 0).sum()
 
 
+class _Counting(nn.Module):
+    """Changes a buffer once per call."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.count += 1
+        return self.layers(value) * self.count
+
+
+class _Averaged(nn.Module):
+    """Returns a mean over the elements of rows of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(value), value)
+
+
 # -- what they refuse --------------------------------------------------------------------------------------------------
 def meshes() -> list[str]:
     """Give meshes that cannot be used."""
@@ -219,7 +247,7 @@ def calls() -> list[str]:
     def failing(output: Tensor, target: Tensor) -> Tensor:
         if replica == 1:
             raise ValueError("no loss of replica 1")
-        return (output - target).square().mean()
+        return F.mse_loss(output, target)
 
     def drawn() -> None:
         torch.manual_seed(replica)
@@ -244,6 +272,46 @@ def calls() -> list[str]:
         found.append(_error(ask))
     torch.manual_seed(7)
     return [*found, _error(lambda: step(_values(4)))]
+
+
+def silent() -> list[str]:
+    """Ask for what each replica by itself takes to be right."""
+    replica = dist.get_rank() // 2
+    plain = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, size)) for size in (WIDTH, 1)]
+    mesh = mesh_of(2, 2)
+    pipe, column = (autosplit(model, mesh=mesh, chunks=1, sample=_values(4)) for model in plain)
+    counting, _ = _split(_Counting(), _values(4))
+    lengths = [torch.randn(4, length, WIDTH, generator=torch.Generator().manual_seed(1)) for length in (6, 9)]
+    averaged, _ = _split(_Averaged(), lengths[0])
+    values, target = _values(4), torch.zeros(4, WIDTH)
+
+    def masked(output: Tensor, mask: Tensor) -> Tensor:
+        return (output.square().mean(1) * mask).sum() / mask.sum()
+
+    def step(loss: Any, pipe: Any = pipe, target: Any = target, values: Any = values) -> Any:
+        return pipe.train_step(values, target=target, loss_fn=loss)
+
+    asked: list[Callable[[], Any]] = [
+        lambda: step(masked, target=torch.full((4,), 1.0 + replica)),
+        lambda: step(F.mse_loss, column, torch.zeros(4)),
+        lambda: step(F.l1_loss if replica else F.mse_loss),
+        lambda: step(nn.MSELoss(reduction="sum" if replica else "mean")),
+        lambda: step(F.mse_loss, counting, torch.zeros(4 * (1 - replica), WIDTH), _values(4 * (1 - replica))),
+        lambda: averaged.train_step(lengths[replica]),
+        lambda: step(F.mse_loss),
+    ]
+    return [_error(ask) for ask in asked]
+
+
+def test_what_each_replica_by_itself_takes_to_be_right_is_refused(ranks: Pool) -> None:
+    for masked, column, other, reduction, counting, averaged, right in ranks(4).run(silent):
+        assert "say loss_reduction='mean' or 'sum'" in masked
+        assert "needs the whole batch" in column
+        assert "different losses" in other
+        assert "different losses" in reduction
+        assert "replica 1 has no rows, and every call changes count" in counting
+        assert "different losses: the model's own, a mean over elements" in averaged
+        assert right == "nothing was raised"
 
 
 def test_meshes_that_cannot_be_used_are_refused(ranks: Pool) -> None:

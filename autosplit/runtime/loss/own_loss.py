@@ -43,6 +43,12 @@ class OwnLoss:
         return {operand for operand in operands & set(self.form.fixed) if operand.op != "get_attr"}
 
     @property
+    def averages(self) -> bool:
+        """Whether a row's part of it depends on the sizes of rows: a mean over elements, or a division by a length."""
+        means = any(half.kind not in ("ratio", "total") for half in self.form.halves.values())
+        return means or any(INFO not in node.meta for node in self._scales)
+
+    @property
     def divisors(self) -> list[float]:
         """What means over targets divide by, on these rows, where they are some of a larger batch's.
 

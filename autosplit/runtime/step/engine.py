@@ -109,7 +109,7 @@ class _Loss:
         question = "adds up", self.step.sizes, *_shapes(self.outputs, self.target)
         adds_up = proofs.find(self.loss_fn, question)
         if adds_up is None:
-            adds_up = proofs.keep(self.loss_fn, question, self._adds_up(counted))
+            adds_up = proofs.keep(self.loss_fn, question, self._in_parts()._adds_up(counted))
         return (self._parts("counted", counted), None) if adds_up else None
 
     def proved(self, proofs: Proofs, whole: Callable[[], Any]) -> Found | None:
@@ -134,7 +134,8 @@ class _Loss:
             return self
         sizes = (self.step.rows - self.step.rows // 2, self.step.rows // 2)
         targets = split_target(self.target, sizes, outputs=self.outputs.shapes())
-        return replace(self, step=replace(self.step, sizes=sizes), targets=targets)
+        step = replace(self.step, sizes=sizes)
+        return replace(self, step=step, outputs=Outputs(step), targets=targets)
 
     def _parts(self, kind: str, counted: Sequence[Counted] = ()) -> losses.Parts:
         return losses.Parts(kind, self.loss_fn, self.step.sizes, self.targets, counted, self.wants)
