@@ -110,7 +110,7 @@ class Training:
             target = torch.zeros(len(tokens), WORDS)
             self.optimizer.zero_grad()
             if hasattr(self.part, "train_step"):
-                loss = self.part.train_step(tokens, target=target, loss_fn=squares)
+                loss = self.part.train_step(tokens, target=target, loss_fn=squares, loss_reduction="mean")
             else:
                 loss = squares(self.part(tokens), target)
                 loss.backward()
