@@ -114,7 +114,7 @@ def test_devices_that_are_not_known_are_told(devices: object, message: str) -> N
         ({"sample": None}, "no inputs are known for Sequential"),
         ({"chunks": "many"}, "chunks='many'"),
         ({"chunks": 0}, "chunks=0"),
-        ({"precision": "fp8"}, "precision='fp8'"),
+        ({"precision": "int8"}, "precision='int8'"),
         ({"reserve": "-1GiB"}, "is no size in bytes"),
         ({"reserve": -1}, "reserve=-1"),
         ({"reserve": "three%"}, "reserve='three%' is no percentage"),
