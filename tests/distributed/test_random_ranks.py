@@ -34,7 +34,7 @@ def trained(recipe: Recipe, rows: int, later: int, chunks: int, schedule: str) -
         raise
 
 
-@settings(max_examples=examples(40, few=4))
+@settings(max_examples=examples(200, few=4))
 @given(
     recipe=recipes(),
     rows=st.integers(1, 13),
