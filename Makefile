@@ -1,9 +1,10 @@
 # autosplit: every target makes its own environment from constraints.txt; a machine needs python3 (3.11 or newer) and make.
 #
 #   make demo     run the demonstration
-#   make test     check, then the suite without what is marked slow, a process per core (four at most)
+#   make test     check, then the quick tests, a process per core (four at most): 10 minutes on two cores
 #                 ARGS="-k name" goes to pytest
-#   make test-all the same with what is marked slow: full products and long oracles
+#   make test-all the same with long oracles and more cases of dear tests: 25 minutes; what CI runs
+#   make campaign all there is: also the rest of full products, 20 kills, 200 random modules over ranks; hours, by hand
 #   make browser  Debian's Chromium, in which the tests open the report's page: installed as root where it is missing
 #   make check    lint, format, types, layers, the line budget     fast
 #   make docs     the documentation as a site, in build/docs; a warning is an error
@@ -29,14 +30,15 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test test-all check docs golden clean browser
+.PHONY: demo test test-all campaign check docs golden clean browser
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
 test: SELECTION := -m "not slow"
-test-all: SELECTION := --hypothesis-profile=full
-test test-all: browser $(if $(TORCH),,check) $(INSTALLED)
+test-all: SELECTION := -m "not campaign" --hypothesis-profile=full
+campaign: SELECTION := --hypothesis-profile=campaign
+test test-all campaign: browser $(if $(TORCH),,check) $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(SELECTION) $(ARGS)
 
 # A page is tested where it is read. Without root, or on another system, its tests are skipped, and say so.

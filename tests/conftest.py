@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
 
+from tests import tiers
+
 
 class _TorchRandom:
     """torch's global generator as hypothesis wants it, so that every example starts from the same seed."""
@@ -27,7 +29,8 @@ _PROFILE = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25
 )
 settings.register_profile("autosplit", _PROFILE)
-settings.register_profile("full", _PROFILE, max_examples=100)
+settings.register_profile("full", _PROFILE, max_examples=50)
+settings.register_profile("campaign", _PROFILE, max_examples=100)
 settings.load_profile("autosplit")
 
 
@@ -35,9 +38,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite the golden files with what the tests produce"
     )
+    parser.addoption("--update-costs", action="store_true", help="rewrite the list of what the cases of tests cost")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--update-costs"):
+        config.pluginmanager.register(tiers.Meter())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tiers.deal(items)
     cuda_items = [item for item in items if item.get_closest_marker("cuda")]
     if cuda_items and not _cuda_is_available():
         for item in cuda_items:

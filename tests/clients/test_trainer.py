@@ -40,6 +40,7 @@ def losses(model: nn.Module, folder: Path, **options: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("make", mostly_slow([llama, gpt2], gpt2))
+@pytest.mark.quick
 def test_the_losses_are_those_of_the_plain_model(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     pipe = split(make())
     found = losses(pipe, tmp_path)

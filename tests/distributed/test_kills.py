@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +23,12 @@ from tests.distributed.processes import Pool
 ENDS_S = 30.0
 """Within so many seconds all ranks have ended."""
 AT_WORK = r"in stage \d, (forward|backward), microbatch \d|between actions|outside a step|in \w.*"
+
+
+def some(*which: int) -> pytest.MarkDecorator:
+    """Return a parametrisation by all 20 cases in a campaign, and by some of them in a full run."""
+    every = pytest.param(range(20), id="20", marks=pytest.mark.campaign)
+    return pytest.mark.parametrize("which", [every, pytest.param(which, id="some", marks=pytest.mark.slow)])
 
 
 def tell(capfd: pytest.CaptureFixture[str], text: str) -> None:
@@ -46,8 +52,8 @@ def killed(folder: Path, kill: Kill, size: int, *, torchrun: bool) -> Ended:
     return run
 
 
-@pytest.mark.slow
-def test_20_kills(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@some(3, 14)
+def test_kills(tmp_path: Path, capfd: pytest.CaptureFixture[str], which: Sequence[int]) -> None:
     draw = random.Random(21)
     sizes = [2 + n % 2 for n in range(20)]
     kills = [
@@ -55,11 +61,14 @@ def test_20_kills(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         for n, size in enumerate(sizes)
     ]
     with ThreadPoolExecutor(2) as pool:
-        runs = list(pool.map(lambda n: killed(tmp_path / str(n), kills[n], sizes[n], torchrun=n == 19), range(20)))
-    for kill, run, size in zip(kills, runs, sizes, strict=True):
-        assert kill.at_start or set(causes(run)) == set(range(size)) - {kill.rank}
+        runs = list(pool.map(lambda n: killed(tmp_path / str(n), kills[n], sizes[n], torchrun=n == 19), which))
+    for n, run in zip(which, runs, strict=True):
+        assert kills[n].at_start or set(causes(run)) == set(range(sizes[n])) - {kills[n].rank}
     named = sum(bool(causes(run)) for run in runs)
-    tell(capfd, f"20 kills: all ended within {max(run.seconds for run in runs):.1f} s, {named} with the last action")
+    tell(
+        capfd,
+        f"{len(which)} kills: all ended within {max(run.seconds for run in runs):.1f} s, {named} with the last action",
+    )
 
 
 # -- a restart goes on -------------------------------------------------------------------------------------------------
@@ -103,8 +112,10 @@ def restarted(
     return begin
 
 
-@pytest.mark.slow
-def test_20_restarts(tmp_path: Path, undisturbed: Callable[[int], Path], capfd: pytest.CaptureFixture[str]) -> None:
+@some(4, 7)
+def test_restarts(
+    tmp_path: Path, undisturbed: Callable[[int], Path], capfd: pytest.CaptureFixture[str], which: Sequence[int]
+) -> None:
     draw = random.Random(23)
     expected = {size: dying.losses(undisturbed(size)) for size in (2, 3)}
     assert all([step for step, _ in own] == list(range(1, dying.STEPS + 1)) for own in expected.values())
@@ -115,8 +126,8 @@ def test_20_restarts(tmp_path: Path, undisturbed: Callable[[int], Path], capfd: 
         return restarted(tmp_path / str(n), rank, expected[size], size=size, ready=ready, torchrun=n == 1)
 
     with ThreadPoolExecutor(2) as pool:
-        begins = sorted(pool.map(run, range(20)))
-    tell(capfd, f"20 restarts went on behind steps {begins} of {dying.STEPS}")
+        begins = sorted(pool.map(run, which))
+    tell(capfd, f"{len(which)} restarts went on behind steps {begins} of {dying.STEPS}")
 
 
 # -- a kill during a save ----------------------------------------------------------------------------------------------
@@ -158,8 +169,10 @@ def test_a_kill_during_a_save_leaves_a_checkpoint(
     assert killed_while_saving(tmp_path / "run", moment, outputs, size=2, wait=True) == newest
 
 
-@pytest.mark.slow
-def test_20_kills_during_a_save(tmp_path: Path, outputs: dict[int, Tensor], capfd: pytest.CaptureFixture[str]) -> None:
+@some(2, 9)
+def test_kills_during_a_save(
+    tmp_path: Path, outputs: dict[int, Tensor], capfd: pytest.CaptureFixture[str], which: Sequence[int]
+) -> None:
     draw = random.Random(22)
     moments = [Moment(draw.randrange(2), share=0.98 * draw.random()) for _ in range(20)]
 
@@ -167,8 +180,11 @@ def test_20_kills_during_a_save(tmp_path: Path, outputs: dict[int, Tensor], capf
         return killed_while_saving(tmp_path / str(n), moments[n], outputs, size=2, wait=n % 2 == 0)
 
     with ThreadPoolExecutor(2) as pool:
-        steps = list(pool.map(run, range(20)))
-    tell(capfd, f"20 kills during a save: {steps.count(2)} left the checkpoint before, {steps.count(3)} the new one")
+        steps = list(pool.map(run, which))
+    tell(
+        capfd,
+        f"{len(which)} kills during a save: {steps.count(2)} left the checkpoint before, {steps.count(3)} the new one",
+    )
 
 
 # -- what a stage or a loss does ---------------------------------------------------------------------------------------

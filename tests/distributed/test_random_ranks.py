@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,8 @@ def trained(recipe: Recipe, rows: int, later: int, chunks: int, schedule: str) -
         raise
 
 
-@settings(max_examples=examples(200, few=4))
+@pytest.mark.quick
+@settings(max_examples=examples(200, few=2))
 @given(
     recipe=recipes(),
     rows=st.integers(1, 13),

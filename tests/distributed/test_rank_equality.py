@@ -38,6 +38,7 @@ def _slow(values: Iterable[str], slow: Collection[str]) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow if value in slow else ()) for value in values]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", _slow(TRAININGS, DEAR - {"tied gpt with dropout"}))
 def test_a_training_has_the_bits_of_one_process(ranks: Pool, name: str) -> None:
     assert ranks(3).run(trained, name, {})[0] == []
@@ -49,6 +50,7 @@ def test_20_steps_on_4_ranks_have_the_bits_of_one_process(ranks: Pool, name: str
     assert ranks(4).run(trained, name, {}, 20)[0] == []
 
 
+@pytest.mark.quick
 @in_turn(schedule=list(SCHEDULES), name=("dropout", "relative bias"))
 def test_every_schedule_has_the_bits_of_one_process(ranks: Pool, schedule: str, name: str) -> None:
     assert ranks(2).run(trained, name, SCHEDULES[schedule])[0] == []

@@ -31,12 +31,14 @@ def said(name: str) -> dict[str, Any]:
     return {"reduction": "mean"} if name == "relative bias" else {}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("rows", [EVEN, RAGGED, EMPTY], ids=["even", "ragged", "empty"])
 @pytest.mark.parametrize("name", ["mlp", "tied gpt with dropout"])
 def test_replicas_train_as_the_plain_model_on_all_rows(ranks: Pool, name: str, rows: Any) -> None:
     assert ranks(4).run(trained, name, (2, 2), rows, {})[0] == []
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["mlp", "relative bias", "own loss"])
 def test_replicas_alone_train_as_the_plain_model(ranks: Pool, name: str) -> None:
     """Each replica is one rank; the losses are torch's, the user's, and the model's own."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -52,19 +52,16 @@ LAUNCHES: dict[str, Callable[[], Ended]] = {
 
 
 @pytest.fixture(scope="module")
-def ended() -> Iterator[Callable[[str], Ended]]:
-    """How the ranks of a launch ended: most of the time they wait, so that some run at once."""
-    with ThreadPoolExecutor(6) as pool:
-        futures: dict[str, Future[Ended]] = {}
+def ended() -> Callable[[str], Ended]:
+    """How the ranks of a launch ended."""
+    runs: dict[str, Ended] = {}
 
-        def of(name: str) -> Ended:
-            if not futures:
-                futures.update({name: pool.submit(run) for name, run in LAUNCHES.items()})
-            return futures[name].result()
+    def of(name: str) -> Ended:
+        if name not in runs:
+            runs[name] = LAUNCHES[name]()
+        return runs[name]
 
-        yield of
-        for future in futures.values():
-            future.cancel()
+    return of
 
 
 def assert_all_end(run: Ended, culprit: int, cause: str, *, within_s: float, size: int = 3) -> None:
@@ -90,6 +87,7 @@ def test_a_rank_that_raises(ended, rank):
     assert run.stderr.count(message) == 2  # not gloo's "Connection closed"
 
 
+@pytest.mark.slow
 def test_a_rank_that_catches_its_error_and_goes_on(ended):
     run = ended("go on")
     assert_all_end(run, 1, f"rank 1 raised ValueError: a bad row, {FAULT.format(1)}", within_s=KILLED_S + 8)
@@ -110,12 +108,14 @@ def test_a_rank_that_gets_sigterm(ended):
     assert all(text.startswith("rank 1 was killed, last seen") for text in causes(run).values())
 
 
+@pytest.mark.slow
 def test_a_rank_that_gets_sigterm_while_it_waits_in_gloo(ended):
     assert_all_end(
         ended("terminate in a wait"), 1, "rank 1 was killed, last seen outside a step", within_s=KILLED_S, size=2
     )
 
 
+@pytest.mark.slow
 def test_ranks_of_other_machines_are_known_by_their_heartbeat_alone(ended):
     cause = rf"rank 1 raised ValueError: a bad row, {FAULT.format(1)}"
     assert_all_end(ended("apart raise"), 1, cause, within_s=KILLED_S)
@@ -137,6 +137,7 @@ def test_a_rank_without_a_heartbeat_is_killed(ended, name, rank):
     assert run.codes[rank] == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_that_hosts_the_store(ended):
     run = ended("stop the store")
     for text in causes(run).values():
@@ -161,6 +162,7 @@ def test_waiting_for_a_rank_that_has_finished(ended):
     assert not run.left
 
 
+@pytest.mark.slow
 def test_a_process_of_multiprocessing_that_raises_outside_a_step(ended):
     assert_all_end(
         ended("raise outside"), 1, "rank 1 raised ValueError: no more data, outside a step", within_s=KILLED_S
@@ -173,17 +175,20 @@ def test_a_process_of_multiprocessing_that_ends_too_early(ended):
     assert causes(run) == {0: "rank 0 in a receive waits for rank 1, which has finished"}
 
 
+@pytest.mark.slow
 def test_a_connection_lost_in_a_wait_of_the_users_own_is_no_cause(ended):
     cause = r"rank 1 was killed or stopped \(no heartbeat for 3 s\), last seen outside a step"
     assert_all_end(ended("own wait"), 1, cause, within_s=HUNG_S)
 
 
+@pytest.mark.slow
 def test_a_lost_connection_without_a_cause_is_one(ended):
     run = ended("lost")
     cause = "rank 0 raised RuntimeError: Connection closed by peer, between actions"
     assert_all_end(run, 0, cause, within_s=HUNG_S, size=2)
 
 
+@pytest.mark.slow
 def test_a_lost_connection_is_explained_when_the_culprit_has_ended_despite_sigterm(ended):
     run = ended("explained")
     assert run.codes == [1, -signal.SIGKILL]
@@ -197,6 +202,7 @@ def test_no_failure(ended, name):
     assert run.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_second_watch_starts_anew(ended):
     run = ended("twice")
     assert_all_end(run, 1, f"rank 1 raised ValueError: a bad row, {FAULT.format(1)}", within_s=KILLED_S, size=2)
@@ -217,6 +223,7 @@ def test_a_watch_over_a_store_in_a_file(ranks):
     ranks(2).run(failing.pipeline, "", -1, LIMIT_S, 1)
 
 
+@pytest.mark.slow
 def test_torchrun_reports_a_rank_that_is_killed(ended):
     run = ended("torchrun kill")
     assert not run.left
@@ -225,6 +232,7 @@ def test_torchrun_reports_a_rank_that_is_killed(ended):
     assert run.seconds < HUNG_S
 
 
+@pytest.mark.slow
 def test_torchrun_reports_an_exception_outside_a_step(ended):
     run = ended("torchrun raise outside")
     rank, text = root_cause(run)
@@ -253,7 +261,7 @@ def test_a_script_that_ends_without_closing_is_no_failure():
     assert "autosplit" not in run.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_no_end_is_taken_for_a_failure():
     with ThreadPoolExecutor(8) as pool:
         culprits = [n % 3 for n in range(30)]
@@ -270,7 +278,7 @@ def test_a_restart_knows_nothing_of_the_failure():
     assert causes(run) == {0: f"rank 1 raised ValueError: a bad row, {FAULT.format(1)}"}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("agent", [False, True])
 def test_random_kills(agent):
     with ThreadPoolExecutor(4) as pool:

@@ -119,7 +119,7 @@ def test_where_no_change_is_enough_two_together_are() -> None:
     assert again(change, **choices, devices=f"8x{H100}").verdict != "no", change.text
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_where_nothing_helps_it_is_said_what_was_tried() -> None:
     small = planned(memory_limit="1KiB")
     assert small.verdict == "no"
