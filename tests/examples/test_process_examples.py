@@ -62,6 +62,12 @@ def test_a_driver_trains_two_workers_by_remote_calls() -> None:
     assert re.search(r"^  loss +\S+  equal$", printed, flags=re.MULTILINE)
 
 
+def test_replicas_have_the_numbers_of_one_process() -> None:
+    printed = output(*TORCHRUN, 4, EXAMPLES / "data_parallel.py", "--steps", 10)
+    assert sorted(re.findall(r"input size \[(\d), 5\] output size \[(\d), 2\]", printed)) == [(n, n) for n in "7788"]
+    assert len(re.findall(r"^  .*  equal$", printed, flags=re.MULTILINE)) == 3
+
+
 def trained(processes: int, folder: Path, *, start: int) -> list[str]:
     """Run the training script for 4 steps; return what it prints of each, from the one after ``start``."""
     size = ("--steps", 4, "--save-every", 2, "--folder", folder)
