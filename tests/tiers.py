@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 COSTS = Path(__file__).with_name("costs.txt")
-QUICK_S, FULL_S = 1.0, 4.0
+QUICK_S, FULL_S = 0.5, 2.0
 """Of one test a run takes as many cases as fit into so many seconds, and at least one."""
-DEAR_S = 3.0
+DEAR_S = 2.0
 """No case that takes longer is in a quick run, unless the test is marked quick."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 

@@ -38,13 +38,13 @@ def dealt(monkeypatch: pytest.MonkeyPatch, cost: float, *marks: str) -> dict[str
 
 
 def test_a_run_takes_as_many_cases_as_fit(monkeypatch):
-    found = dealt(monkeypatch, 0.4)
-    assert (len(found["quick"]), len(found["full"])) == (2, 12)
-    found = dealt(monkeypatch, 1.0)
+    found = dealt(monkeypatch, tiers.QUICK_S / 2)
+    assert (len(found["quick"]), len(found["full"])) == (2, 10)
+    found = dealt(monkeypatch, tiers.FULL_S / 4)
     assert (len(found["quick"]), len(found["full"])) == (1, 5)
     assert {value for case in found["full"] for value in case.split("-")} == set("abcwxyz")
     assert set(found["quick"]) <= set(found["full"])
-    assert found == dealt(monkeypatch, 1.0)
+    assert found == dealt(monkeypatch, tiers.FULL_S / 4)
 
 
 def test_what_is_dear_is_in_a_quick_run_only_where_it_is_marked(monkeypatch):

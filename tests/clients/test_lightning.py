@@ -84,7 +84,7 @@ def test_a_pipe_of_a_module(plain: tuple[list[float], float], tmp_path: Path) ->
     assert all(torch.equal(value, state[name]) for name, value in pipe.state_dict().items())
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_pipe_of_a_module_is_recorded_once_for_each_mode(tmp_path: Path) -> None:
     counts = []
     for steps in (1, 5):

@@ -179,7 +179,7 @@ def test_ours_trains_beside_the_peer_and_is_compared_with_it(ranks: Pool) -> Non
     assert ours["speed"].low <= ours["speed"].median <= ours["speed"].high != 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_it_starts_its_own_ranks_and_writes_its_figures(tmp_path: Path) -> None:
     file = tmp_path / "distributed.json"
     command = [

@@ -78,6 +78,7 @@ def trained(processes: int, folder: Path, *, start: int) -> list[str]:
     return lines
 
 
+@pytest.mark.campaign
 def test_training_under_torchrun_and_after_a_restart_has_the_numbers_of_one_process(tmp_path: Path) -> None:
     one, two = (trained(size, tmp_path / str(size), start=0) for size in (1, 2))
     assert two == one
