@@ -9,9 +9,12 @@ import pytest
 from tests.distributed.processes import Pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Pool]:
-    """Return processes by their number: ``ranks(2).run(function, ...)``."""
+    """Return processes by their number: ``ranks(2).run(function, ...)``.
+
+    They end with a file's tests: every group of gloo has a thread that polls, and hundreds take a third of a core.
+    """
     pool = Pool()
     yield pool
     pool.close()
