@@ -294,9 +294,10 @@ def plan(
 
     with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
         paper = prepare(model, given, options, loss_fn=loss_fn)
-        if pinned is not None:
-            return assumed(recosted(paper.model, paper.found, paper.options, pinned), paper)
         request = None if degrees is None else MeshRequest(paper, own, choices, degrees, zero, chunks == "auto")
+        if pinned is not None:
+            own_options = request.options(degrees) if request and isinstance(degrees, Parallel) else paper.options
+            return assumed(recosted(paper.model, paper.found, own_options, pinned), paper)
         return assumed(_searched(paper, request, find=find, free_chunks=chunks == "auto"), paper)
 
 
@@ -323,6 +324,9 @@ def _mesh(mesh: Any, zero: Any, *, devices: int, find: str, pinned: Plan | None)
         raise InputError(f"zero={zero!r} is for the ranks of a mesh; give mesh= too")
     if degrees is not None and (find != "best" or pinned is not None):
         raise InputError("mesh= plans the best for all devices; leave find= and plan= out")
+    if pinned is not None and (own := pinned.mesh) is not None:
+        check_mesh({"dp": own.dp, "tp": own.tp, "pp": own.pp}, devices=devices)
+        return Parallel(own.dp, own.tp, own.pp, own.zero)
     return degrees
 
 

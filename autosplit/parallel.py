@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 DIMENSIONS = ("dp", "tp", "pp")
 ZERO = (0, 1, 2, 3)
 """What data-parallel ranks shard (Rajbhandari et al. 2020): nothing, the optimizer's state, gradients too, all."""
+BUCKET_BYTES = 25 << 20
+"""Gradients of replicas are added up in buckets: parameters in model order, until they fill so much."""
+
+
+def largest_bucket(sizes: Iterable[int]) -> int:
+    """Return the bytes of the largest bucket of gradients of these sizes."""
+    largest = filled = 0
+    for size in sizes:
+        filled += size
+        largest = max(largest, filled)
+        filled = 0 if filled >= BUCKET_BYTES else filled
+    return largest
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The transformers of published layouts, by name: decoders whose shapes their configurations have. For meta.
 
-Shapes: GPT of Megatron-LM's SC21 table (in the data file), GPT of NeMo's ``conf/gpt3`` (5B, 20B, 175B), Nemotron of
-NeMo's ``collections/llm/gpt/model/nemotron.py``, Llama of its model cards; rotary positions are left out. Attention is
+Shapes: GPT of Megatron-LM's SC21 table (in the data file), GPT of NeMo's ``conf/gpt3`` (5B, 20B, 175B, dropout too:
+NVIDIA/NeMo-Framework-Launcher, Apache-2.0, ``launcher_scripts/conf/training/gpt3/5b.yaml``), Nemotron of NeMo's
+``collections/llm/gpt/model/nemotron.py``, Llama of its model cards; rotary positions are left out. Attention is
 torch's fused one, as H100 runs have it; runs of 2021 and 2022 had a plain one, whose core a selective recompute makes
 again.
 """
@@ -66,9 +67,9 @@ def nemotron(layers: int, width: int, heads: int, groups: int) -> Shape:
 
 
 SHAPES = {
-    "GPT3-5B": gpt(24, 4096, 32),
-    "GPT3-20B": gpt(44, 6144, 48),
-    "GPT3-175B": gpt(96, 12288, 96),
+    "GPT3-5B": gpt(24, 4096, 32, dropout=0.1),
+    "GPT3-20B": gpt(44, 6144, 48, dropout=0.1),
+    "GPT3-175B": gpt(96, 12288, 96, dropout=0.1),
     "Llama2-7B": llama(32, 4096, 32, 32, 11008, 32000),
     "Llama2-13B": llama(40, 5120, 40, 40, 13824, 32000),
     "Llama2-70B": llama(80, 8192, 64, 8, 28672, 32000),
@@ -92,7 +93,8 @@ class Core(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if not self.plain:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
+            p = self.dropout if self.training else 0.0
+            return F.scaled_dot_product_attention(query, key, value, None, p, is_causal=True, enable_gqa=self.grouped)
         scores = (query @ key.transpose(-1, -2)).softmax(-1)
         return F.dropout(scores, self.dropout, self.training) @ value
 

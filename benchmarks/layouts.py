@@ -2,11 +2,12 @@
 
     python -m benchmarks.layouts [--only TEXT ...] [--own] [--json FILE]
 
-For each row of ``data/published_layouts.json`` that can be modelled the published degrees, microbatches, schedule and
-recompute are planned as they are (what a row does not say is searched). One constant per device and precision is
-fitted on the rows of *other* sources: the geometric mean of published over predicted seconds. ``--own`` lets the
-planner choose all of it for the rows of at most ``OWN`` devices. Rows are kept in the file as they are made; without
-rows to make, the summary is made anew from the file. A row takes half a minute to two of CPU.
+For each row of ``data/published_layouts.json`` that can be modelled the published degrees, microbatches, schedule, cut
+and recompute are costed as they are. A row that does not say what it recomputes recomputes nothing where that is no
+"no", as NeMo's configurations have it (``activations_checkpoint_granularity: null``), else its blocks. One constant per
+device and precision is fitted on the rows of *other* sources: the geometric mean of published over predicted seconds.
+``--own`` lets the planner choose all of it for the rows of at most ``OWN`` devices. Rows are kept in the file as they
+are made; without rows to make, the summary is made anew from the file.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from autosplit.parallel import Parallel
 from autosplit.planning.paper import prepare, stand_ins
 from autosplit.planning.parallel.search import MeshRequest, plan_mesh
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.plan.write import Writer
+from autosplit.planning.profiled.problem import prepare as prepare_case
 from autosplit.planning.profiled.problem import profiled, rank_costs
-from autosplit.planning.request import chosen
+from autosplit.planning.request import chosen, settle, sizes_of
+from autosplit.planning.search.make import given
 from autosplit.planning.timeline import simulated
 from benchmarks.layout_models import SHAPES, Shape, build, gpt, loss
 from cost_models import device, machine
@@ -178,12 +182,32 @@ def request_of(row: Row, *, own: bool) -> MeshRequest:
     return MeshRequest(paper, machines, choices, row.parallel, row.parallel.zero, False)
 
 
+def published_cut(row: Row) -> dict[str, int]:
+    """Return the stage of each module: layers evenly, the words with the first ones, the head with the last.
+
+    So does Megatron-LM (``get_num_layers_to_build``). Where that leaves a rest, the first and the last stage have a
+    layer less, as torchtitan and Llama 3.1 have it.
+    """
+    layers, last = row.shape.layers, row.parallel.pp * row.virtual - 1
+    fewer = int(layers % (last + 1) > 0)
+    each = (layers + 2 * fewer) // (last + 1)
+    return {"words": 0, "norm": last, "head": last} | {f"layers.{n}": (n + fewer) // each for n in range(layers)}
+
+
 def planned(row: Row) -> Result:
     """Return what the planner says of a published layout."""
     begin = time.process_time()
     request = request_of(row, own=False)
-    plan = plan_mesh(request)
-    again = sorted({stage.recompute for stage in plan.stages})
+    options, paper = request.options(row.parallel), request.paper
+    sizes = sizes_of(row.batch // row.parallel.dp, options.chunks, paper.found.graph.min_rows)
+    case = prepare_case(paper.model, paper.found, options, sizes=sizes, shared=paper.shared)
+    stages = row.parallel.pp * row.virtual
+    case = case.under(options, settle(options, parts=stages, microbatches=len(sizes)))
+    options_of = {"auto": ("never", "block"), "selective": ("never",)}
+    for again in options_of.get(row.recompute, (row.recompute,)):
+        plan = Writer(case, given(case, published_cut(row), (again,), stages=stages)).plan()
+        if plan.verdict != "no":
+            break
     seconds = _selective_s(plan, request, row) if row.recompute == "selective" else plan.step_s
     return Result(
         name=row.name,
@@ -195,7 +219,7 @@ def planned(row: Row) -> Result:
         peak_gib=max(stage.memory.peak_bytes for stage in plan.stages) / 2**30,
         bubble=plan.bubble,
         update_s=plan.update_s,
-        recompute="selective" if row.recompute == "selective" else ", ".join(again),
+        recompute="selective" if row.recompute == "selective" else again,
         flops=(plan.model_flops or 0.0) / row.parallel.ranks,
         cpu_s=round(time.process_time() - begin, 1),
     )

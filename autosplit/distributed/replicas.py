@@ -18,10 +18,9 @@ from torch import Tensor
 
 from autosplit.backward import donate_gradients
 from autosplit.distributed.world import World
+from autosplit.parallel import BUCKET_BYTES
 from autosplit.runtime.norms import Part, Use
 from autosplit.runtime.step.cells import held_back
-
-_BUCKET_BYTES = 25 << 20
 
 
 class Share(NamedTuple):
@@ -81,7 +80,7 @@ def _buckets(leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for leaf in leaves:
         own = kinds[leaf.dtype]
         own.append(leaf)
-        if sum(one.numel() * one.element_size() for one in own) >= _BUCKET_BYTES:
+        if sum(one.numel() * one.element_size() for one in own) >= BUCKET_BYTES:
             yield kinds.pop(leaf.dtype)
     yield from kinds.values()
 

@@ -43,6 +43,7 @@ from autosplit.memory.allocator import device_changes, simulate_allocator
 from autosplit.memory.pieces import Change, Parts, Recompute, StageTraces
 from autosplit.memory.replay import DeviceReplay, StaticBytes, optimizer_changes, replay
 from autosplit.options import Options
+from autosplit.parallel import largest_bucket
 from autosplit.planning.profiled.formulate import held_copies, state_bytes
 from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How
@@ -233,13 +234,18 @@ def _drawn(cut: Cut, stage: int) -> tuple[int, ...]:
 
 
 def finish_of(cut: Cut, lane: int) -> tuple[Change, ...]:
-    """Return what the optimizer allocates in its step on a device, as torch does by default; where there is a step."""
+    """Return what is allocated behind the last action of a device; where there is a step.
+
+    Replicas add up gradients a bucket at a time, then the optimizer steps as torch does by default.
+    """
     if not cut.schedule.has_backward:
         return ()
     own, options = cut.schedule.stages_on(lane), cut.options
-    trained = (s for s, home in cut.homes if home in own and s.trainable and s.elements)
+    trained = [s for s, home in cut.homes if home in own and s.trainable and s.elements]
+    bucket = largest_bucket(s.bytes for s in trained) if options.parallel.dp > 1 else 0
     updated = [options.updated_bytes(elements=s.elements, parameter_bytes=s.bytes) for s in trained]
-    return optimizer_changes(updated, name=options.optimizer, foreach=options.devices[lane].type != "cpu")
+    changes = optimizer_changes(updated, name=options.optimizer, foreach=options.devices[lane].type != "cpu")
+    return ((-1, bucket), (-1, -bucket), *changes) if bucket else changes
 
 
 def _epilogue(cut: Cut) -> tuple[int, ...]:

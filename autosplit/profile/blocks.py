@@ -28,7 +28,7 @@ from autosplit.profile.expand import Costs, Run, Traces, Uneven
 from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
-from autosplit.profile.types import NodeProfile
+from autosplit.profile.types import NodeProfile, Profile
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 
 _FEWEST = 4
@@ -101,12 +101,18 @@ def _copied(
 
 
 class CostMemo:
-    """Costs of one recording at several sizes or for several devices, each made once; under one autocast."""
+    """Costs of one recording at several sizes or for several devices, each made once; under one autocast.
+
+    Attributes:
+        mixes: some nodes run on the whole batch.
+        profiles: whole profiles, by all that they depend on.
+    """
 
     def __init__(self, traced: TracedGraph) -> None:
         self._traced = traced
         self._short = shorten_graph(traced)
-        self._mixes = any(info.node_class is NodeClass.FULL for _, info in traced.compute_nodes())
+        self.mixes = any(info.node_class is NodeClass.FULL for _, info in traced.compute_nodes())
+        self.profiles: dict[Hashable, Profile] = {}
         self._known: dict[Hashable, dict[str, NodeProfile]] = {}
 
     def costs(
@@ -118,7 +124,7 @@ class CostMemo:
         kernels: Literal["cpu", "cuda"] = "cpu",
     ) -> dict[str, NodeProfile]:
         """Return what :func:`fake_costs` returns, from a run without most of the repeated blocks."""
-        key = rows, batch_rows if self._mixes else None, input_grads, kernels
+        key = rows, batch_rows if self.mixes else None, input_grads, kernels
         if key not in self._known:
             run = partial(fake_costs, rows=rows, batch_rows=batch_rows, input_grads=input_grads, kernels=kernels)
             self._known[key] = self._expanded(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autosplit import InputError, Plan, plan
+from autosplit import InputError, Plan, PlanError, plan
 from autosplit.parallel import Parallel, check_mesh
 from tests.planning.llama import Llama
 
@@ -44,6 +45,28 @@ def test_a_given_mesh(given: Plan) -> None:
     assert given.rows_per_s == pytest.approx(16 / given.step_s)
     assert given.tokens_per_s == pytest.approx(16 * 256 / given.step_s)
     assert 0 < given.update_s < given.step_s
+
+
+def test_replicas_hold_a_bucket_of_gradients() -> None:
+    """Behind the last backward there is a copy of the gradients that are added up: of one large weight all of it."""
+    model, sample = nn.Linear(2048, 2048, bias=False, device="meta"), torch.zeros(4, 2048, device="meta")
+    asked: dict[str, Any] = {"optimizer": "sgd", "chunks": 1, "recompute": "never", "zero": 0}
+    alone, two = (plan(model, f"{n}xcpu-lane", sample=sample[: 2 * n], mesh={"dp": n}, **asked) for n in (1, 2))
+    held = [own.stages[0].memory.peak_bytes / (4 * 2048**2) for own in (alone, two)]
+    assert held == pytest.approx([2, 3], rel=0.01)
+
+
+def test_a_saved_plan_is_costed_anew(given: Plan, tmp_path: Path) -> None:
+    """A plan's mesh is followed with its cut: the same figures for the same batch, others for another."""
+    given.save(tmp_path / "plan.json")
+    again = _llama(plan=tmp_path / "plan.json", precision=None)
+    assert (again.mesh, again.step_s) == (given.mesh, given.step_s)
+    assert [own.memory for own in again.stages] == [own.memory for own in given.stages]
+    assert _llama(plan=given, precision=None, rows=32).step_s > 1.2 * given.step_s
+    with pytest.raises(PlanError, match="2 replicas, which do not divide the batch of 17 rows"):
+        _llama(plan=given, precision=None, rows=17)
+    with pytest.raises(InputError, match="leave find= and plan= out"):
+        _llama(plan=given, mesh="auto")
 
 
 def test_tensor_parallel_ranks_hold_less(given: Plan) -> None:

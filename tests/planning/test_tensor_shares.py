@@ -13,7 +13,7 @@ from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.parallel import Parallel, place
 from autosplit.planning.parallel.pairs import Pairs, find_pairs, shares_of
-from autosplit.planning.parallel.rank import rank_profile
+from autosplit.planning.parallel.rank import rank_profile, with_gathers
 from autosplit.planning.profiled.apply import DataflowIndex
 from autosplit.profile.node_costs.combine import profile
 from autosplit.profile.shares import Collective, NodeShare, TensorShares
@@ -177,4 +177,5 @@ def _rank(
     costs: Profile, shares: TensorShares, parallel: Parallel, *, blocks: dict[str, int] | None = None, fp8: bool = False
 ) -> Profile:
     placed, model = place(machine("8x8xH100-SXM5-80GB"), parallel), Roofline(device("H100-SXM5-80GB"))
-    return rank_profile(costs, shares, placed=placed, blocks=blocks or {}, model=model, fp8=fp8)
+    part = rank_profile(costs, shares, group=placed.tp, blocks=blocks or {}, model=model, fp8=fp8)
+    return with_gathers(part, placed=placed, blocks=blocks or {})

@@ -27,23 +27,21 @@ def rank_profile(
     costs: Profile,
     shares: TensorShares,
     *,
-    placed: Placed,
+    group: Group,
     blocks: Mapping[str, int],
     model: CostModel,
     fp8: bool = False,
 ) -> Profile:
-    """Return what one rank has of a profile, in modelled times.
+    """Return what one rank of a tensor-parallel group has of a profile, in modelled times.
 
-    ``blocks`` are the numbers of the repeated blocks that nodes lie in: with parameters sharded (ZeRO-3) they are
-    gathered a block at a time, beside the work of the block before. ``fp8``: products of blocks with a parameter run in
-    that.
+    ``blocks`` are the numbers of the repeated blocks that nodes lie in. ``fp8``: products of these with a parameter run
+    in that.
     """
     if fp8:
         shares = _kept_in_fp8(costs, shares, blocks)
-    ranked = _Rank(costs, shares, placed.tp, model, blocks if fp8 else {})
+    ranked = _Rank(costs, shares, group, model, blocks if fp8 else {})
     nodes = {name: ranked.node(node) for name, node in costs.nodes.items()}
     state = {name: _state(own, shares.states.get(name, 1.0)) for name, own in costs.state.items()}
-    nodes |= _gathered(nodes, state, placed, blocks)
     inputs = {name: round(count * shares.of(name).held) for name, count in costs.input_bytes.items()}
     return replace(costs, nodes=nodes, state=state, input_bytes=inputs, shares=shares)
 
@@ -129,20 +127,16 @@ def _in_fp8(operation: Operation) -> Sequence[Operation]:
     return replace(operation, dtype=_FP8), Operation("_to_copy", 0, operation.bytes, operation.dtype)
 
 
-def _gathered(
-    nodes: Mapping[str, NodeProfile],
-    state: Mapping[str, StateProfile],
-    placed: Placed,
-    blocks: Mapping[str, int],
-) -> dict[str, NodeProfile]:
-    """Return the nodes that wait for sharded parameters or gradients of their block, and hold them whole meanwhile.
+def with_gathers(part: Profile, *, placed: Placed, blocks: Mapping[str, int]) -> Profile:
+    """Return a rank's profile with the waits for what data-parallel ranks shard of each block's parameters.
 
     Under ZeRO-3 a block's parameters are gathered in both passes, those of the next block already beside it; from
     ZeRO-2 on its gradients are scattered in every backward. What the block's own work does not hide is waited for.
     """
+    nodes, state = part.nodes, part.state
     parallel, group = placed.parallel, placed.dp
     if parallel.zero < 2 or parallel.dp == 1:
-        return {}
+        return part
     held: dict[int, int] = {}
     for own in state.values():
         block = next((blocks[name] for name in own.uses if name in blocks), None)
@@ -169,4 +163,4 @@ def _gathered(
             forward_transient_bytes=first.forward_transient_bytes + whole,
             backward_transient_bytes=first.backward_transient_bytes + whole + count,
         )
-    return changed
+    return replace(part, nodes={**nodes, **changed})

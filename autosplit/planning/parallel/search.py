@@ -1,8 +1,8 @@
 """The search over meshes: for each a pipeline's search on what one rank has, the likeliest first.
 
-    degrees x ZeRO stage x microbatch ─► lower bound of the step ─► shortest bound first ─► best cut, replayed
-                                                                      ▲                         │
-                                                                      └─ until no bound is less ┘
+    degrees x ZeRO stage x microbatch x schedule ─► bound of the step ─► shortest bound first ─► best cut, replayed
+                                                                           ▲                          │
+                                                                           └─ until no bound is less ─┘
 
 The bound of a mesh counts all work of a rank, evenly spread over its stages, and the least that fills a pipeline: what
 is left out by it cannot be faster than the best that was found.
@@ -29,7 +29,7 @@ from autosplit.planning.request import sizes_of
 from autosplit.planning.search.choose import Choice, Search
 from autosplit.planning.search.finish import Finished
 from autosplit.planning.search.sweep import Space
-from autosplit.profile.types import StateProfile
+from autosplit.profile.types import Profile
 from autosplit.progress import phase
 from autosplit.trace.inputs.inputs import batch_rows
 from cost_models.machines import MachineSpec
@@ -90,42 +90,11 @@ def plan_mesh(request: MeshRequest) -> Plan:
     return made.model_copy(update={"reasons": (*why, *reasons(made))})
 
 
-@dataclass(frozen=True)
-class _Alone:
-    """What a tensor-parallel rank does with one microbatch of the whole model, and its states."""
-
-    work_s: float
-    states: tuple[StateProfile, ...]
-
-
-class _Known:
-    """The work of a rank by its part of the model and the rows of a microbatch: equal for many meshes."""
-
-    def __init__(self, paper: OnPaper) -> None:
-        self.paper = paper
-        self._alone: dict[tuple[int, int], _Alone] = {}
-
-    def of(self, options: Options, sizes: tuple[int, ...]) -> _Alone:
-        """Return the work on a microbatch, without what waits for sharded parameters: a lower bound of it."""
-        key = options.parallel.tp, sizes[0]
-        if key not in self._alone:
-            paper = self.paper
-            assert options.placed is not None
-            plain = replace(options.placed, parallel=replace(options.parallel, zero=0))
-            own = replace(options, placed=plain)
-            whole = profiled(paper.model, paper.found, own, sizes, memo=paper.shared.costs)
-            costs = rank_costs(whole, own, paper.shared)
-            work_s = sum(node.forward_s + node.backward_s for node in costs.nodes.values())
-            self._alone[key] = _Alone(work_s, tuple(costs.state.values()))
-        return self._alone[key]
-
-
 class _Mesh:
-    """One mesh and what may be chosen in it: the sizes of its microbatches, by their lower bounds."""
+    """One mesh and what may be chosen in it: the sizes of its microbatches and schedules, by their lower bounds."""
 
-    def __init__(self, request: MeshRequest, parallel: Parallel, known: _Known) -> None:
+    def __init__(self, request: MeshRequest, parallel: Parallel) -> None:
         self.request, self.parallel, self.options = request, parallel, request.options(parallel)
-        self.known = known
         self.rows = request.rows // parallel.dp
 
     @cached_property
@@ -140,23 +109,28 @@ class _Mesh:
         return replace(search_space(self.options, rows=self.rows, free_chunks=False), chunks=tuple(sorted(enough)))
 
     @cached_property
-    def bounds(self) -> dict[int, float]:
-        """The lower bound of a step in each number of microbatches."""
-        return {chunks: self._bound(chunks) for chunks in self.space.chunks}
+    def bounds(self) -> dict[tuple[int, tuple[str, int]], float]:
+        """The lower bound of a step in each number of microbatches under each schedule."""
+        found = {}
+        for chunks in self.space.chunks:
+            each_s = sum(node.forward_s + node.backward_s for node in self._costs(chunks).nodes.values())
+            for name, each in self.space.schedules:
+                fill = (self.parallel.pp - 1) / each
+                found[chunks, (name, each)] = (chunks + fill) * each_s / self.parallel.pp
+        return found
 
-    def _bound(self, chunks: int) -> float:
-        fill = (self.parallel.pp - 1) / max(each for _, each in self.space.schedules)
-        return (chunks + fill) * self._alone(chunks).work_s / self.parallel.pp
-
-    def _alone(self, chunks: int) -> _Alone:
-        least = self.request.paper.found.graph.min_rows
-        return self.known.of(self.options, sizes_of(self.rows, chunks, least))
+    def _costs(self, chunks: int) -> Profile:
+        """Return what a rank does with one microbatch of the whole model."""
+        paper = self.request.paper
+        sizes = sizes_of(self.rows, chunks, paper.found.graph.min_rows)
+        whole = profiled(paper.model, paper.found, self.options, sizes, memo=paper.shared.costs)
+        return rank_costs(whole, self.options, paper.shared)
 
     @cached_property
     def fullness(self) -> float:
         """What a device holds of states alone, evenly spread, relative to what it has room for."""
         room = self.options.room_bytes(0)
-        states = self._alone(self.space.chunks[0]).states
+        states = self._costs(self.space.chunks[0]).state.values()
         total = sum(state_bytes(state, self.options).total for state in states)
         return 0.0 if room is None else total / self.parallel.pp / max(room, 1)
 
@@ -205,8 +179,7 @@ class MeshSearch:
     def run(self) -> _Found:
         """Return the best mesh; meshes whose states alone are more than a device holds come last."""
         with phase("searching meshes"):
-            known = _Known(self.request.paper)
-            meshes = [_Mesh(self.request, parallel, known) for parallel in self._degrees()]
+            meshes = [_Mesh(self.request, parallel) for parallel in self._degrees()]
             if not meshes:
                 raise InputError(
                     f"no mesh of {len(self.request.machine)} devices divides the batch of {self.request.rows} rows; "
@@ -222,7 +195,7 @@ class MeshSearch:
         return min(self.found, key=lambda own: own.rank)
 
     def _look_at(self, mesh: _Mesh) -> None:
-        """Find the best cut of a mesh among the microbatches that may make a shorter step than the best."""
+        """Find the best cut of a mesh among what may make a shorter step than the best."""
         enough_s = float("inf")
         if self.exhaustive:
             pass
@@ -232,11 +205,11 @@ class MeshSearch:
                 enough_s = 0.0
         elif self.found and mesh.fullness > 1 and mesh.fullness > self.best.finished.worst:
             enough_s = 0.0
-        chunks = tuple(count for count in mesh.space.chunks if mesh.bounds[count] < enough_s)
-        if not chunks:
+        slow = frozenset(pair for pair, bound_s in mesh.bounds.items() if bound_s >= enough_s)
+        if len(slow) == len(mesh.bounds):
             self.left.append(mesh)
             return
-        space = replace(mesh.space, chunks=chunks)
+        space = replace(mesh.space, left_out=slow)
         search = Search(self.request.paper.of(mesh.options).sweep(space, rows=mesh.rows))
         try:
             self.found.append(_Found(mesh, search, search.run()))

@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autosplit.options import Options
+from autosplit.parallel import BUCKET_BYTES
 from autosplit.planning.profiled.formulate import state_bytes
 from autosplit.profile.types import StateProfile
 from autosplit.schedule.simulate import Timeline
 
 _REACHED = 0.8
 """The part of a device's memory bandwidth that an update reaches: `cost_models.roofline`'s for optimizers."""
-_BUCKET_BYTES = 25 * 2**20
-"""As DDP has them by default."""
 
 
 def update_s(timeline: Timeline, states: Mapping[int, Sequence[StateProfile]], options: Options) -> float:
@@ -50,7 +49,7 @@ def _behind_s(trained: Sequence[StateProfile], options: Options, lane: int, *, h
     sum_s = gather_s = 0.0
     if zero < 2 and count:
         whole_s = group.seconds("reduce_scatter" if zero else "all_reduce", count)
-        sum_s = max(whole_s - hidden_s[1], whole_s * min(1.0, _BUCKET_BYTES / count))
+        sum_s = max(whole_s - hidden_s[1], whole_s * min(1.0, BUCKET_BYTES / count))
     if zero in (1, 2):
         gather_s = max(0.0, group.seconds("all_gather", count) - hidden_s[0])
     bandwidth = _REACHED * options.machine.devices[lane].memory_bandwidth_bytes_per_s

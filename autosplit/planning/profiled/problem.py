@@ -13,7 +13,7 @@ from autosplit.partition.graph import base_graph
 from autosplit.partition.problem import Problem
 from autosplit.planning.paper_loss import PaperLoss, with_loss
 from autosplit.planning.parallel.pairs import Pairs, find_pairs, shares_of
-from autosplit.planning.parallel.rank import rank_profile
+from autosplit.planning.parallel.rank import rank_profile, with_gathers
 from autosplit.planning.profiled.apply import DataflowIndex
 from autosplit.planning.profiled.formulate import Outline, formulate, scheduled
 from autosplit.planning.profiled.specs import device_specs, driver_name
@@ -28,6 +28,7 @@ from autosplit.profile.types import Profile
 from autosplit.trace.borrowed.state import borrowed
 from autosplit.trace.ladder import Trace
 from autosplit.trace.rows.probe import probe_rows
+from cost_models.collectives import Group
 from cost_models.specs import DeviceSpec
 
 
@@ -70,6 +71,7 @@ class Shared:
         self.costs = CostMemo(found.graph)
         self.outline = Outline(found.graph)
         self._pairs: Pairs | None = None
+        self._parts: dict[tuple[int, int, bool], tuple[Profile, Group, Profile]] = {}
 
     def pairs(self, costs: Profile) -> Pairs:
         """Return the products that tensor-parallel ranks may share."""
@@ -83,6 +85,22 @@ class Shared:
         Raises InputError where the degree does not divide the heads and features that are to be shared.
         """
         return shares_of(self.pairs(costs), self.outline.index, degree)
+
+    def part(self, costs: Profile, options: Options) -> Profile:
+        """Return what a tensor-parallel rank has of a profile, with its parameters and their gradients whole.
+
+        Profiles at equal rows are one object (`profiled`), so a part is made once for all meshes that have it.
+        """
+        assert options.placed is not None
+        fp8, group = options.precision == "fp8", options.placed.tp
+        key = costs.rows, options.parallel.tp, fp8
+        made_of = self._parts.get(key, (None, None))[:2]
+        if made_of[0] is not costs or made_of[1] != group:
+            shares = self.shares(costs, options.parallel.tp)
+            model = cost_model_of(device_specs(options)[options.leading])
+            part = rank_profile(costs, shares, group=group, blocks=self.outline.blocks, model=model, fp8=fp8)
+            self._parts[key] = costs, group, part
+        return self._parts[key][2]
 
 
 def prepare(
@@ -99,17 +117,9 @@ def prepare(
 
 def rank_costs(costs: Profile, options: Options, shared: Shared) -> Profile:
     """Return what one rank of the mesh that is planned for has of a profile; without a mesh it is the profile."""
-    fp8 = options.precision == "fp8"
     if options.placed is None:
         return costs
-    return rank_profile(
-        costs,
-        shared.shares(costs, options.parallel.tp),
-        placed=options.placed,
-        blocks=shared.outline.blocks,
-        model=cost_model_of(device_specs(options)[options.leading]),
-        fp8=fp8,
-    )
+    return with_gathers(shared.part(costs, options), placed=options.placed, blocks=shared.outline.blocks)
 
 
 def prepare_scheduled(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> ProfiledProblem:
@@ -174,6 +184,25 @@ def profiled(
         device = (
             "cpu-lane" if options.machine is None and lead.type == "cpu" else device_specs(options)[options.leading]
         )
+    memo = memo or CostMemo(found.graph)
+    if options.measure:
+        return _profiled(model, found, options, sizes, device, memo)
+    name = device if isinstance(device, str) else device.name
+    key = sizes[0], sum(sizes) if memo.mixes else None, name, options.kernels, id(options.loss)
+    if key not in memo.profiles:
+        memo.profiles[key] = _profiled(model, found, options, sizes, device, memo)
+    return memo.profiles[key]
+
+
+def _profiled(
+    model: nn.Module,
+    found: Trace,
+    options: Options,
+    sizes: tuple[int, ...],
+    device: DeviceSpec | str,
+    memo: CostMemo,
+) -> Profile:
+    lead = options.devices[options.leading]
     leaves = []
     for position in found.inputs.tensors():
         leaf, dim = found.inputs.leaves[position], found.inputs.batch_dims[position]

@@ -99,7 +99,10 @@ def recosted(model: nn.Module, found: Trace, options: Options, plan: Plan) -> Pl
         virtual_stages=plan.virtual_stages,
         actions=plan.actions,
     )
-    sizes = sizes_of(batch_rows(found.inputs), plan.chunks, found.graph.min_rows, like=options.microbatches)
+    rows, dp = batch_rows(found.inputs), options.parallel.dp
+    if rows % dp:
+        raise PlanError(f"the plan has {dp} replicas, which do not divide the batch of {rows} rows; give another batch")
+    sizes = sizes_of(rows // dp, plan.chunks, found.graph.min_rows, like=options.microbatches)
     case = prepare_scheduled(model, found, own, sizes=sizes)
     recompute = tuple(stage.recompute for stage in plan.stages)
     partition = given(case, cut, recompute, stages=len(plan.stages))

@@ -38,11 +38,13 @@ class Space:
     """What may be chosen: how many microbatches, which schedule with how many stages per device, what is recomputed.
 
     ``recompute`` is as in `Options`: one entry for all stages, one per stage, or None for what the memory asks for.
+    ``left_out`` are pairs of a number of microbatches and a schedule that are not looked at.
     """
 
     chunks: tuple[int, ...]
     schedules: tuple[tuple[str, int], ...] = (("1f1b", 1),)
     recompute: tuple[str, ...] | None = None
+    left_out: frozenset[tuple[int, tuple[str, int]]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,9 @@ class Sweep:
         every: dict[tuple[int, ...], list[tuple[str, int]]] = {}
         for chunks in self.space.chunks:
             sizes = sizes_of(self.rows, chunks, self.found.graph.min_rows, like=self.options.microbatches)
-            every.setdefault(sizes, []).extend(own for own in self.space.schedules if own not in every[sizes])
+            own = [each for each in self.space.schedules if (chunks, each) not in self.space.left_out]
+            if own:
+                every.setdefault(sizes, []).extend(each for each in own if each not in every[sizes])
         for sizes, schedules in every.items():
             sized = self._sized(sizes)
             made = (self._entry(sized, *schedule) for schedule in schedules)

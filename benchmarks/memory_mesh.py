@@ -1,0 +1,156 @@
+"""The peak of every rank of a mesh in its training step: predicted by `plan`, measured by the rank's allocator.
+
+    python -m benchmarks.memory_mesh [--subject mlp transformer] [--json FILE]
+
+`plan` is asked on paper for four CPU lanes as dp=2, pp=2; four processes train that cut over gloo. Each records its own
+allocator in one step in the steady state: gradients are None when it begins, and the optimizer's step, Adam's, is part
+of it. Measured is that, and what was there before: parameters and the optimizer's state. Nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from autosplit import Plan, autosplit, plan
+from autosplit.devices import Allocations
+from benchmarks import pairs
+from benchmarks.memory_subject import bytes_of
+
+ASKED = 0.03
+MESH = {"dp": 2, "pp": 2}
+RANKS = 4
+CHUNKS = 4
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and the values of so many rows."""
+
+    make: Callable[[], nn.Module]
+    values: Callable[[int], Tensor]
+    rows: int
+
+    def batch(self) -> Tensor:
+        """Return the rows of all replicas."""
+        return self.values(self.rows)
+
+
+def _mlp() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(1024, 2048), nn.GELU(), nn.Linear(2048, 1024)) for _ in range(8)]
+    return nn.Sequential(*layers)
+
+
+def _transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+
+
+SUBJECTS = {
+    "mlp": Subject(_mlp, lambda rows: torch.randn(rows, 1024), 4096),
+    "transformer": Subject(_transformer, lambda rows: torch.randn(rows, 128, 512), 64),
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """One rank's peak in a step."""
+
+    subject: str
+    rank: int
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+def planned(subject: Subject) -> Plan:
+    """Return the plan of a mesh on paper."""
+    asked: dict[str, Any] = {"schedule": "1f1b", "recompute": "never", "chunks": CHUNKS, "optimizer": "adam"}
+    sample = subject.batch().to("meta")
+    with torch.device("meta"):
+        model = subject.make()
+    return plan(model, f"{RANKS}xcpu-lane", sample=sample, mesh=MESH, zero=0, loss_fn=F.mse_loss, **asked)
+
+
+def rank(number: int, folder: Path, name: str) -> None:
+    """Train as one rank of the mesh; write the bytes of its peak."""
+    torch.set_num_threads(1)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=number, world_size=RANKS)
+    mesh = init_device_mesh("cpu", tuple(MESH.values()), mesh_dim_names=tuple(MESH))
+    subject = SUBJECTS[name]
+    torch.manual_seed(0)
+    x = subject.batch().chunk(MESH["dp"])[mesh.get_local_rank("dp")].clone()
+    pipe: Any = autosplit(subject.make(), mesh=mesh, sample=x, plan=folder / "plan.json")
+    optimizer, target = torch.optim.Adam(pipe.parameters(), lr=0.0), torch.zeros_like(x)
+
+    def step() -> None:
+        pipe.train_step(x, target=target, loss_fn=F.mse_loss)
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+        optimizer.zero_grad()
+    gc.collect()
+    with Allocations() as run:
+        step()
+    state = [value for own in optimizer.state.values() for value in own.values() if isinstance(value, Tensor)]
+    static = sum(bytes_of([*pipe.parameters(), *pipe.buffers(), *state]))
+    (folder / f"{number}").write_text(str(static + run.peak_bytes))
+    dist.destroy_process_group()
+
+
+def peaks(name: str) -> list[Peak]:
+    """Return what the plan says and what the allocators did, rank by rank."""
+    made = planned(SUBJECTS[name])
+    predicted = [max(own.memory.peak_bytes for own in made.stages if own.lane == lane) for lane in range(MESH["pp"])]
+    with tempfile.TemporaryDirectory() as folder:
+        made.save(Path(folder) / "plan.json")
+        mp.start_processes(rank, (Path(folder), name), nprocs=RANKS, start_method="spawn")
+        measured = [int((Path(folder) / f"{number}").read_text()) for number in range(RANKS)]
+    return [Peak(name, number, predicted[number % MESH["pp"]], own) for number, own in enumerate(measured)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a line per rank and what is asked, and write all figures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--subject", nargs="*", default=list(SUBJECTS))
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args(arguments)
+    found = []
+    for name in asked.subject:
+        for peak in peaks(name):
+            found.append(peak)
+            both = f"{peak.predicted_bytes / 2**20:9.2f} MiB predicted {peak.measured_bytes / 2**20:9.2f} MiB measured"
+            print(f"{name:12} rank {peak.rank}  {both} {peak.error:+.2%}", flush=True)
+    checks = [pairs.at_most(f"{own.subject} rank {own.rank}", ASKED, abs(own.error)) for own in found]
+    print(pairs.checks_text(checks))
+    if asked.json is not None:
+        pairs.write(
+            asked.json,
+            benchmark="memory_mesh",
+            settings={"mesh": MESH, "chunks": CHUNKS, "rows": {name: SUBJECTS[name].rows for name in asked.subject}},
+            machine=pairs.facts(),
+            figures=[asdict(own) | {"error": own.error} for own in found],
+            checks=checks,
+        )
+
+
+if __name__ == "__main__":
+    main()
