@@ -27,6 +27,7 @@ import torch
 from autosplit.options import Options, Sample
 from autosplit.parallel import Parallel
 from autosplit.planning.paper import prepare, stand_ins
+from autosplit.planning.parallel.rank import rank_profile
 from autosplit.planning.parallel.search import MeshRequest, plan_mesh
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.write import Writer
@@ -35,8 +36,10 @@ from autosplit.planning.profiled.problem import profiled, rank_costs
 from autosplit.planning.request import chosen, settle, sizes_of
 from autosplit.planning.search.make import given
 from autosplit.planning.timeline import simulated
+from autosplit.profile.node_costs.work import cost_model_of
 from benchmarks.layout_models import SHAPES, Shape, build, gpt, loss
 from cost_models import device, machine
+from cost_models.collectives import Group
 from cost_models.machines import MachineSpec
 
 DATA = Path(__file__).parent / "data" / "published_layouts.json"
@@ -45,6 +48,10 @@ OWN = 128
 """Devices of a row for which the planner also chooses all itself, at most."""
 _HOST = {"GB200-186GB": 64}
 """Devices of a host, or of a rack with NVLink between all; 8 where it is not named."""
+_OVERLAPPED = {"nemo", "bridge"}
+"""Sources whose runs hide tensor parallelism's collectives beside products: NeMo's configurations of these runs say so
+(``ub_tp_comm_overlap: True`` in NVIDIA/NeMo-Framework-Launcher, ``gpt3/175b_fp8_performance.yaml`` and others), and
+Megatron-Bridge's guide to performance (``tp_comm_overlap``)."""
 _SOURCES = {
     "Megatron-LM SC21": "sc21",
     "Reducing activation": "selective",
@@ -208,13 +215,12 @@ def planned(row: Row) -> Result:
         plan = Writer(case, given(case, published_cut(row), (again,), stages=stages)).plan()
         if plan.verdict != "no":
             break
-    seconds = _selective_s(plan, request, row) if row.recompute == "selective" else plan.step_s
     return Result(
         name=row.name,
         source=row.source,
         constant=row.constant,
         published_s=row.published_s,
-        predicted_s=seconds,
+        predicted_s=_changed_s(plan, request, row),
         verdict=plan.verdict if row.recompute != "selective" else "not asked",
         peak_gib=max(stage.memory.peak_bytes for stage in plan.stages) / 2**30,
         bubble=plan.bubble,
@@ -225,17 +231,39 @@ def planned(row: Row) -> Result:
     )
 
 
-def _selective_s(plan: Plan, request: MeshRequest, row: Row) -> float:
-    """Return the step in which each backward does the core of attention again: a plan has no such recompute."""
+def _changed_s(plan: Plan, request: MeshRequest, row: Row) -> float:
+    """Return the step of a run that makes attention's core again, or hides collectives: a plan does neither."""
     options, paper = request.options(row.parallel), request.paper
     whole = profiled(paper.model, paper.found, options, plan.microbatch_rows, memo=paper.shared.costs)
     costs = rank_costs(whole, options, paper.shared)
+    products = {name for name in paper.shared.outline.blocks if whole.nodes[name].forward_flops}
+    alone = costs
+    if row.source in _OVERLAPPED and row.parallel.tp > 1:
+        shares = paper.shared.shares(whole, row.parallel.tp)
+        model = cost_model_of(options.machine.devices[0])  # type: ignore[union-attr]
+        blocks = paper.shared.outline.blocks
+        alone = rank_profile(whole, shares, group=Group(1, 1, None, None), blocks=blocks, model=model, fp8=True)
     stages = []
     for stage in plan.stages:
-        again_s = sum(costs.nodes[name].forward_s for name in stage.nodes if ".core#" in name)
-        stages.append(stage.model_copy(update={"backward_s": stage.backward_s + again_s}))
-    longer = plan.model_copy(update={"stages": tuple(stages)})
-    return plan.step_s + simulated(longer).step_s - simulated(plan).step_s
+        forward_s = backward_s = 0.0
+        for name in products & set(stage.nodes):
+            own, other = costs.nodes[name], alone.nodes[name]
+            forward_s -= _hidden_s(other.forward_s, own.forward_s - other.forward_s, row.parallel.tp)
+            backward_s -= _hidden_s(other.backward_s, own.backward_s - other.backward_s, row.parallel.tp)
+        if row.recompute == "selective":
+            backward_s += sum(costs.nodes[name].forward_s for name in stage.nodes if ".core#" in name)
+        update = {"forward_s": stage.forward_s + forward_s, "backward_s": stage.backward_s + backward_s}
+        stages.append(stage.model_copy(update=update))
+    changed = plan.model_copy(update={"stages": tuple(stages)})
+    return plan.step_s + simulated(changed).step_s - simulated(plan).step_s
+
+
+def _hidden_s(work_s: float, waits_s: float, ranks: int) -> float:
+    """Return how much of a product's collectives its own work hides where both are done in a part per rank.
+
+    All parts but one overlap (Wang et al., ASPLOS 2023); what is left is the longer, and a part of the other.
+    """
+    return min(work_s, waits_s) * (1 - 1 / ranks)
 
 
 def chosen_by_us(row: Row) -> dict[str, Any]:

@@ -54,13 +54,13 @@ def _mlp() -> nn.Module:
 
 
 def _transformer() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True, norm_first=True)
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True)
     return nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
 
 
 SUBJECTS = {
-    "mlp": Subject(_mlp, lambda rows: torch.randn(rows, 1024), 4096),
-    "transformer": Subject(_transformer, lambda rows: torch.randn(rows, 128, 512), 64),
+    "mlp": Subject(_mlp, lambda rows: torch.randn(rows, 1024), 2048),
+    "transformer": Subject(_transformer, lambda rows: torch.randn(rows, 64, 256), 64),
 }
 
 
