@@ -177,7 +177,10 @@ class MeshSearch:
         self.left: list[_Mesh] = []
 
     def run(self) -> _Found:
-        """Return the best mesh; meshes whose states alone are more than a device holds come last."""
+        """Return the best mesh; those without a pipeline come first, as they take least to search.
+
+        Meshes whose states alone are more than a device holds come last.
+        """
         with phase("searching meshes"):
             meshes = [_Mesh(self.request, parallel) for parallel in self._degrees()]
             if not meshes:
@@ -185,7 +188,7 @@ class MeshSearch:
                     f"no mesh of {len(self.request.machine)} devices divides the batch of {self.request.rows} rows; "
                     "give another batch, or mesh={'dp': ..., 'tp': ..., 'pp': ...}"
                 )
-            for mesh in sorted(meshes, key=lambda own: (own.fullness > 1, own.bound_s)):
+            for mesh in sorted(meshes, key=lambda own: (own.fullness > 1, own.parallel.pp > 1, own.bound_s)):
                 self._look_at(mesh)
         return self.best
 
@@ -212,10 +215,15 @@ class MeshSearch:
         space = replace(mesh.space, left_out=slow)
         search = Search(self.request.paper.of(mesh.options).sweep(space, rows=mesh.rows))
         try:
-            self.found.append(_Found(mesh, search, search.run()))
+            finished = search.run() if enough_s == float("inf") else search.faster(enough_s)
         except InputError:
             if self.request.given is not None:
                 raise
+            return
+        if finished is None:
+            self.left.append(mesh)
+        else:
+            self.found.append(_Found(mesh, search, finished))
 
     def _degrees(self) -> Iterator[Parallel]:
         """Yield the meshes that divide the devices, the batch, the heads and the features."""

@@ -145,25 +145,30 @@ class Search:
         """Every configuration whose schedule can be built."""
         return [entry for entry in self.sweep.entries() if entry.has_schedule]
 
-    def weigh(self) -> None:
-        """Find the best cuts of every configuration by the formula; raises InputError where none can be built."""
+    def weigh(self, enough_s: float = float("inf")) -> None:
+        """Find the best cuts of every configuration by the formula; raises InputError where none can be built.
+
+        A policy whose cut takes ``enough_s`` even without limits is left out.
+        """
         for done, entry in enumerate(self.entries):
             if self.progress is not None:
                 self.progress(done, len(self.entries))
-            self.candidates += self._cuts(entry)
+            self.candidates += self._cuts(entry, enough_s)
         if not self.entries:
             raise InputError(
                 f"none of {len(self.sweep.space.chunks) * len(self.sweep.space.schedules)} combinations of chunks and "
                 "schedules can be built; give others"
             )
 
-    def _cuts(self, entry: Entry) -> list[Candidate]:
+    def _cuts(self, entry: Entry, enough_s: float) -> list[Candidate]:
         """Return the best cut of a configuration for each policy to recompute, until one fits without limits."""
         limits = self.sweep.memory_limits(entry.problem)
         cuts: list[Candidate] = []
         for policy in self.sweep.recompute_policies(entry.settled.stages):
             free = entry.best(policy, None)
             assert free is not None, "without limits every line of enough units can be cut"
+            if free.step_s >= enough_s:
+                continue
             cuts.append(Candidate(entry, policy, free, None))
             if self._fits(cuts[-1]):
                 break
@@ -178,8 +183,19 @@ class Search:
 
     def run(self) -> Finished:
         """Return the best that surely fits when it is replayed; else what is predicted to fit, or comes closest."""
-        self.weigh()
-        heap = [(each.cut.step_s, place, each) for place, each in enumerate(self.candidates) if self._fits(each)]
+        found = self.faster(float("inf"))
+        if found is None or not found.sure:
+            self._replay_min_memory_cuts()
+        return min(self.finished, key=lambda each: each.rank)
+
+    def faster(self, enough_s: float) -> Finished | None:
+        """Return the best that surely fits when it is replayed of what takes less than ``enough_s`` by the formula.
+
+        Else the best that was replayed, if anything was.
+        """
+        self.weigh(enough_s)
+        fitting = [(each.cut.step_s, place, each) for place, each in enumerate(self.candidates) if self._fits(each)]
+        heap = [entry for entry in fitting if entry[0] < enough_s]
         heapq.heapify(heap)
         known: set[tuple[int, LineCut]] = set()
         turns = 0
@@ -200,10 +216,9 @@ class Search:
                     return finished
                 over = [high - held for high, held in zip(finished.highs, best.cut.device_bytes, strict=True)]
             for place, following in enumerate(self._less_room(best, over)):
-                heapq.heappush(heap, (following.cut.step_s, len(self.candidates) + 10 * turns + place, following))
-        if not any(each.sure for each in self.finished):
-            self._replay_min_memory_cuts()
-        return min(self.finished, key=lambda each: each.rank)
+                if following.cut.step_s < enough_s:
+                    heapq.heappush(heap, (following.cut.step_s, len(self.candidates) + 10 * turns + place, following))
+        return min(self.finished, key=lambda each: each.rank, default=None)
 
     def fastest(self) -> Candidate | None:
         """Return the fastest cut that keeps the limits by the formula, and as much above it as replays came out."""
