@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 _DEVICES = 4
-_ONE_PROCESS = {"feed": "all", "outputs": "last", "weights": None}
+_ONE_PROCESS = {"feed": "all", "outputs": "last", "weights": None, "parallelize": None}
 
 
 def autosplit(
@@ -63,6 +63,7 @@ def autosplit(
     compile: bool | str | Mapping[str, Any] = False,
     cut: str = "modules",
     mesh: Any = None,
+    parallelize: Any = None,
     feed: str = "all",
     outputs: str = "last",
     weights: Any = None,
@@ -111,6 +112,10 @@ def autosplit(
         mesh: a ``DeviceMesh`` over all processes, as "torchrun" in what is said of it: the ranks along its dimension
             "pp" are one pipeline, of which "dp" has replicas, each called with its own rows. Losses and gradients are
             those of all rows together.
+        parallelize: what replicas share out. None: nothing, each has a copy of the model. "fsdp": parameters,
+            gradients and the optimizer's state, by torch's ``fully_shard`` over "dp", or over "dp_replicate" and
+            "dp_shard" (HSDP). A function ``(part, mesh) -> part``: it wraps this process's part of the model, a module
+            with the model's names, of which repeated blocks then run by their calls (fully_shard, compiling).
         feed: which processes are called with the batch under "torchrun": "all": each with the same; "first_last": that
             of the first stage with the inputs, and that of the last with ``target`` and ``loss_fn``.
         outputs: which processes get the model's output under "torchrun": "last", that of the last stage, others None;
@@ -134,6 +139,7 @@ def autosplit(
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     world = _world(devices, mesh)
     ways = {"feed": choose("feed", feed, FEED), "outputs": choose("outputs", outputs, OUTPUTS), "weights": weights}
+    ways["parallelize"] = parallelize
     _check_model(model, world, ways)
     resolved = resolve_devices(devices) if world is None else (world.device,) * world.size
     asked = chosen(
@@ -159,7 +165,7 @@ def autosplit(
         rng=resolve_rng(rng, resolved),
         batch_norm=choose("batch_norm", batch_norm, BATCH_NORM),
     )
-    return _piped(model, options, pinned, sample, world, ways)
+    return _piped(model, options, pinned, sample, world, mesh, ways)
 
 
 def _world(devices: Any, mesh: Any) -> World | None:
@@ -175,7 +181,13 @@ def _world(devices: Any, mesh: Any) -> World | None:
 
 
 def _piped(
-    model: nn.Module, options: Options, pinned: Plan | None, sample: Any, world: World | None, ways: dict[str, Any]
+    model: nn.Module,
+    options: Options,
+    pinned: Plan | None,
+    sample: Any,
+    world: World | None,
+    mesh: Any,
+    ways: dict[str, Any],
 ) -> PipelinedModule:
     """Return the pipe, or the part of this process; that is planned, so that its parameters are known."""
     if world is None:
@@ -185,8 +197,10 @@ def _piped(
     elif sample is None:
         raise InputError("devices='torchrun' needs sample=: a process's parameters must be known before its optimizer")
     else:
+        from autosplit.ranks.parallelize import parallelizing
         from autosplit.ranks.pipe import RankPipe
 
+        ways["parallelize"] = parallelizing(ways["parallelize"], mesh)
         pipe = RankPipe(model, options, pinned, world, **ways)
     if sample is not None:
         pipe.prepare(Sample.of(sample))

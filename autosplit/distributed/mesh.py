@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autosplit.errors import InputError, listed
 
-_DIMENSIONS = ("dp", "pp", "tp")
+_DIMENSIONS = ("dp", "dp_replicate", "dp_shard", "pp", "tp")
+"""In the order of ranks in a layout; the second and third are those of HSDP, in the place of the first."""
 
 Layout = tuple[tuple[int, ...], ...]
 """By replica and by rank of its pipeline, the rank in ``torch.distributed``."""
@@ -28,6 +29,8 @@ def layout_of(mesh: Any) -> Layout:
         raise InputError(f"the dimensions of mesh {list(table.shape)} have no names; give mesh_dim_names=('dp', 'pp')")
     if unknown := [name for name in names if name not in _DIMENSIONS]:
         raise InputError(f"mesh has a dimension {listed(unknown)}; known are {listed(_DIMENSIONS)}")
+    if "dp" in names and len(replicas_of(mesh)) > 1:
+        raise InputError(f"mesh has dimensions {listed(replicas_of(mesh))}; give dp, or dp_replicate and dp_shard")
     sizes = dict.fromkeys(_DIMENSIONS, 1) | dict(zip(names, table.shape, strict=True))
     if sizes["tp"] > 1:
         raise InputError(f"mesh has tp={sizes['tp']}: tensors are not split yet; give their ranks to dp or pp")
@@ -38,4 +41,9 @@ def layout_of(mesh: Any) -> Layout:
             "started; every process has one place in it"
         )
     ordered = table.permute([names.index(name) for name in _DIMENSIONS if name in names])
-    return tuple(map(tuple, ordered.reshape(sizes["dp"], sizes["pp"]).tolist()))
+    return tuple(map(tuple, ordered.reshape(-1, sizes["pp"]).tolist()))
+
+
+def replicas_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the dimensions along which the replicas of a pipeline lie."""
+    return tuple(name for name in mesh.mesh_dim_names or () if name.startswith("dp"))

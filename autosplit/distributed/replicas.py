@@ -1,6 +1,7 @@
 """What replicas of a pipeline add up in a step, each of which had rows of its own.
 
     gradients             of the replica's rows ── bucket by bucket, all_reduce ──► of all rows ─► .grad, hooks
+    of sharded ones       one by one, reduce_scatter ──► this replica's shard of the sum ─► .grad of the shard
     running statistics    what norms saw in its rows ── gathered ──► what all saw, replica by replica ─► one update
 
 No exchange depends on a replica's rows: one without any takes part.
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 
 from autosplit.backward import donate_gradients
 from autosplit.distributed.world import World
@@ -32,8 +34,11 @@ class Share(NamedTuple):
 
 
 @contextmanager
-def adding_gradients(world: World, leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Take the gradients that come to leaves inside, add those of all replicas, and give the sums to the leaves."""
+def adding_gradients(world: World, leaves: Sequence[Tensor], takers: Sequence[Tensor]) -> Iterator[None]:
+    """Take the gradients that come to leaves inside, add those of all replicas, and give the sums to ``takers``.
+
+    These are the leaves themselves, or shards of them.
+    """
     before = [leaf.grad for leaf in leaves]
     try:
         with held_back(leaves):
@@ -44,13 +49,32 @@ def adding_gradients(world: World, leaves: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for leaf, gradient in zip(leaves, before, strict=True):
             leaf.grad = gradient
-    own = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=True)}
+    own = {id(taker): (leaf, gradient) for leaf, taker, gradient in zip(leaves, takers, found, strict=True)}
     del found
-    for bucket in list(_buckets(leaves)):
-        given = _added(world, bucket, [own.pop(id(leaf)) for leaf in bucket])
-        if pairs := [(leaf, gradient) for leaf, gradient in zip(bucket, given, strict=True) if gradient is not None]:
-            tensors, gradients = [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
-            torch.autograd.backward(donate_gradients(tensors, gradients))
+    shards = [taker for taker in takers if isinstance(taker, DTensor)]
+    for bucket in list(_buckets(taker for taker in takers if not isinstance(taker, DTensor))):
+        _give(bucket, _added(world, bucket, [own.pop(id(leaf))[1] for leaf in bucket]))
+    there = torch.tensor([own[id(shard)][1] is not None for shard in shards], dtype=torch.int32)
+    if shards:
+        world.add_up("which gradients other replicas have", there)
+    for shard, count in zip(shards, there.tolist(), strict=True):
+        leaf, gradient = own.pop(id(shard))
+        if count:
+            _give([shard], [_scattered(shard, torch.zeros_like(leaf) if gradient is None else gradient)])
+
+
+def _give(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Give leaves their gradients, those that have one."""
+    if pairs := [(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]:
+        tensors, found = [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
+        torch.autograd.backward(donate_gradients(tensors, found))
+
+
+def _scattered(shard: DTensor, gradient: Tensor) -> Tensor:
+    """Return this replica's shard of the sum over the replicas."""
+    mesh = shard.device_mesh
+    dense = (gradient.to_dense() if gradient.is_sparse else gradient).to(shard.dtype)
+    return DTensor.from_local(dense, mesh, [Partial()] * mesh.ndim).redistribute(placements=shard.placements)
 
 
 def _added(world: World, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -74,7 +98,7 @@ def _flat(gradient: Tensor) -> Tensor:
     return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
 
 
-def _buckets(leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _buckets(leaves: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield leaves of one dtype, so many that their gradients fill a bucket; the same on all replicas."""
     kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for leaf in leaves:

@@ -9,6 +9,7 @@ from threading import Event
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from autosplit.distributed.messages import Descriptions, Messages, Sent, arrived
 from autosplit.distributed.order import Receive, arrivals, of_rank, step_order
@@ -43,6 +44,7 @@ class RankStep(Step):
         loss: what tells steps of the same signature apart: which loss ends them.
         step_s: the seconds that a step should take.
         leaves: the parameters and buffers of this rank that require a gradient.
+        takers: what gets their gradients: these themselves, or this replica's shards of them.
         shares: the rows of each replica, where there are several.
         alone: whether the other replicas do not make this call.
     """
@@ -54,6 +56,7 @@ class RankStep(Step):
     loss: Any = None
     step_s: float = 0.0
     leaves: Sequence[torch.Tensor] = ()
+    takers: Sequence[torch.Tensor] = ()
     shares: Sequence[int] = ()
     alone: bool = False
 
@@ -177,7 +180,9 @@ class RankStep(Step):
 
     def adding_gradients(self) -> AbstractContextManager[None]:
         """Add the gradients that come to this rank's parameters inside to those of the other replicas."""
-        return adding_gradients(self.world, self.leaves) if self.world.replicas > 1 else nullcontext()
+        if self.world.replicas == 1 and not any(isinstance(taker, DTensor) for taker in self.takers):
+            return nullcontext()
+        return adding_gradients(self.world, self.leaves, self.takers)
 
     def has_rows(self, replica: int) -> bool:
         """Tell whether a replica has rows of the batch."""

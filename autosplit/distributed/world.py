@@ -143,6 +143,8 @@ class World:
 
     def add_up(self, what: str, tensor: torch.Tensor) -> None:
         """Add a tensor's values over the replicas, in place."""
+        if self.replicas == 1:
+            return
         with self._waiting(what, tuple(self.holders(self.rank) - {self.number})):
             dist.all_reduce(tensor, group=self.across)
 

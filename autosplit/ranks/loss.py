@@ -99,7 +99,7 @@ class RankLoss:
         kind, named = getattr(loss, "kind", None), ""
         divisors: Sequence[float] = ()
         if step.world.replicas > 1:
-            divisors, named = loss.divisors, _name_of(self.loss_fn) or "the model's own"
+            divisors, named = loss.divisors, name_of(self.loss_fn) or "the model's own"
             if getattr(loss, "averages", False):
                 named += f", a mean over elements of inputs {_sizes_of_rows(step)}"
             if self.reduction == "auto" and kind in ("mean", "sum"):
@@ -181,10 +181,10 @@ def _sizes_of_rows(step: RankStep) -> list[list[int]]:
     return [[size for dim, size in enumerate(tensor.shape) if dim != info.batch_dim] for tensor, info in pairs]
 
 
-def _name_of(loss: Any) -> str:
+def name_of(loss: Any) -> str:
     """Return what tells a loss from others in every process; "" for none."""
     if isinstance(loss, partial):
-        return f"{_name_of(loss.func)} {_plain(loss.keywords)}"
+        return f"{name_of(loss.func)} {_plain(loss.keywords)}"
     if isinstance(loss, torch.nn.Module):
         return f"{type(loss).__qualname__} {_plain(vars(loss))}"
     line = getattr(getattr(loss, "__code__", None), "co_firstlineno", "")

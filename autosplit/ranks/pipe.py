@@ -10,26 +10,29 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 
 from autosplit.backward import leaves_under
 from autosplit.distributed.facts import BATCH, call_text, checksum, pipe_facts, program_text
 from autosplit.distributed.feed import bring, like_first, takers_of
 from autosplit.distributed.replicas import Share
-from autosplit.distributed.step import RankStep, WholeCall
+from autosplit.distributed.step import WholeCall
 from autosplit.distributed.world import World, attempt, known_to_all
 from autosplit.errors import InputError, TraceError
 from autosplit.lower.split import named_state
 from autosplit.options import Options, Sample
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.plan import Plan
-from autosplit.ranks.loss import Elsewhere, LossNumbers, RankLoss, ReadsHere, Word
+from autosplit.ranks.loss import Elsewhere, LossNumbers, RankLoss, Word
+from autosplit.ranks.parallelize import Parallelize, check_plain
+from autosplit.ranks.prepared import PreparedRankStep
 from autosplit.ranks.recordings import RankRecordings
+from autosplit.ranks.shards import like, total_norm
 from autosplit.recorded import PreparedStep, PreparedTree, Recent
 from autosplit.runtime.loss.outputs import Outputs
 from autosplit.runtime.step import engine, train_cells
@@ -38,20 +41,6 @@ from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.objects import mapped, tensors_in
 from autosplit.trace.inputs.signature import Key, without_rows
-
-
-@dataclass(kw_only=True)
-class PreparedRankStep(RankStep, PreparedStep):
-    """One call on one rank, and the recording that it follows.
-
-    ``elsewhere`` are the names of parameters of other ranks, by their identity.
-    """
-
-    elsewhere: Mapping[int, str] = field(default_factory=dict)
-
-    def losing(self) -> AbstractContextManager[Any]:
-        """Return what a loss is called in: it reads no parameter of another rank."""
-        return ReadsHere(self.elsewhere)
 
 
 class RankPipe(PipelinedModule):
@@ -71,11 +60,16 @@ class RankPipe(PipelinedModule):
         feed: str = "all",
         outputs: str = "last",
         weights: Any = None,
+        parallelize: Parallelize | None = None,
         own_plan: bool = False,
     ) -> None:
-        world.agree("makes a pipe", pipe_facts(model, options, plan, feed=feed, outputs=outputs))
+        """``parallelize`` wraps this rank's part of the model; None: it stays as it is."""
+        ways = {"feed": feed, "outputs": outputs, "parallelize": parallelize.name if parallelize else ""}
+        _, error = attempt(lambda: check_plain(model))
+        world.agree("makes a pipe", {} if error else pipe_facts(model, options, plan, **ways), error)
         super().__init__(model, options, plan, own_plan)
         self._core.recordings = RankRecordings(model, options, plan, world, own=own_plan, weights=weights)
+        self._core.recordings.parallelize = parallelize
         self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _texts=Recent())
         self.__dict__.update(_losses=LossNumbers())
 
@@ -128,9 +122,10 @@ class RankPipe(PipelinedModule):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's part of a state, which may be the whole model's."""
         model = self._core.model
-        own = {name: value for name, value in state_dict.items() if self._is_own(name)}
+        state = model.state_dict()
+        own = {name: like(value, state.get(name)) for name, value in state_dict.items() if self._is_own(name)}
         missing = [name for name in self.state_dict() if name not in own]
-        unexpected = [name for name in own if name not in model.state_dict()]
+        unexpected = [name for name in own if name not in state]
         if strict and (missing or unexpected):
             raise RuntimeError(f"missing keys of rank {self._world.number}: {missing}; unexpected keys: {unexpected}")
         return model.load_state_dict(own, strict=False, assign=assign)
@@ -138,20 +133,14 @@ class RankPipe(PipelinedModule):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the gradients of all ranks by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does; return it.
-
-        Norms of single gradients are reduced in the model's order, so the total has the bits of one process.
-        """
+        """Clip the gradients of all ranks by their norm, as ``torch.nn.utils.clip_grad_norm_`` does; return that."""
         own = {n: p for n, p in self.named_parameters() if p.grad is not None}
-        norms = {n: torch.linalg.vector_norm(p.grad, norm_type).cpu() for n, p in own.items() if p.grad is not None}
-        every: dict[str, torch.Tensor] = {}
-        for found in self._world.gather("clips gradients", norms):
-            every |= found
-        ordered = [every[n] for n, _ in self._core.model.named_parameters() if n in every]
-        total = torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.tensor(0.0)
+        total = total_norm(self._world, (n for n, _ in self._core.model.named_parameters()), own, norm_type)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}, no number")
-        torch.nn.utils.clip_grads_with_norm_(own.values(), max_norm, total)
+        for shards in (True, False):  # which torch's loops over many tensors do not mix
+            mine = [parameter for parameter in own.values() if isinstance(parameter, DTensor) is shards]
+            torch.nn.utils.clip_grads_with_norm_(mine, max_norm, total)
         return total
 
     def unsplit(self) -> nn.Module:
@@ -166,6 +155,7 @@ class RankPipe(PipelinedModule):
                 "autosplit.distributed.checkpoint, and restore into a model that has values"
             )
         self._world.agree("takes the model back", {}, error)
+        self._recordings.unwrap()
         self._recordings.share_values()
         return super().unsplit()
 
@@ -187,7 +177,9 @@ class RankPipe(PipelinedModule):
             if any(tensor.is_meta for tensor in tensors_in(given)):
                 self._recordings.sample = sample
                 given = mapped(_on_cpu, given)
-            return self._on_rank(self._prepare(*given))
+            step = self._on_rank(self._prepare(*given))
+            self._recordings.wrap()
+            return step
 
         with random_state():
             step, error = attempt(prepared)
@@ -283,6 +275,7 @@ class RankPipe(PipelinedModule):
             raise TraceError("the model keeps tensors of the whole batch for Python to read; this needs one process")
         self._recordings.check_reads(step.recorded)
         self._recordings.check_fresh()
+        self._recordings.check_wrapped(step)
         wanting = next((t for t in step.tensors if t.requires_grad), None)
         if wanting is not None and torch.is_grad_enabled():
             raise InputError(
@@ -294,6 +287,7 @@ class RankPipe(PipelinedModule):
         made = PreparedRankStep(**given, world=self._world, ranks=ranks, step_s=step_s)
         made.leaves = [own for own in (*self.parameters(), *self.buffers()) if own.requires_grad]
         named = self._core.model.named_parameters(remove_duplicate=False)
+        made.part = self._recordings.part
         made.elsewhere = {id(parameter): name for name, parameter in named if not self._is_own(name)}
         if (tape := step.state.tape) is not None:
             layout, own = step.lowered.layout, made.stages

@@ -20,7 +20,8 @@ from autosplit.errors import InputError, TraceError
 from autosplit.lower.split import Lowered, named_state, names_of, owners
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
-from autosplit.recorded import Recorded
+from autosplit.ranks.parallelize import Parallelize, Part
+from autosplit.recorded import PreparedStep, Recorded
 from autosplit.recordings import Recordings
 from autosplit.runtime.optimizers import move
 from autosplit.runtime.tree import TreeRun
@@ -44,6 +45,8 @@ class RankRecordings(Recordings):
     Attributes:
         owner: the rank of each parameter and buffer that is used, by name; empty before the first recording.
         sample: what is recorded in the place of a call's inputs, where a sample on meta was given.
+        parallelize: what wraps this rank's part of the model; None: it stays as it is.
+        part: what it has wrapped.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class RankRecordings(Recordings):
         self.world = world
         self.owner: dict[str, int] = {}
         self.sample: Sample | None = None
+        self.parallelize: Parallelize | None = None
+        self.part: Part | None = None
         self._on_meta, self._weights = has_meta(model), weights
         self._findings: Findings | None = None
         self._placed: set[str] = set()
@@ -92,7 +97,40 @@ class RankRecordings(Recordings):
     @property
     def _has_part(self) -> bool:
         """Whether the model has values here in part."""
-        return bool(self.owner) and self._on_meta
+        return self.part is not None or (bool(self.owner) and self._on_meta)
+
+    def wrap(self) -> None:
+        """Have this rank's part of the model wrapped, once it is known."""
+        parallelize = self.parallelize
+        if parallelize is not None and self.part is None:
+            names = {n for n, _ in named_state(self.model) if self.owner_of(n) == self.world.rank}
+            part, error = attempt(lambda: Part(self.model, names, parallelize, self.world))
+            self.world.agree("wraps its part of the model", {}, error)
+            assert part is not None
+            part.check()
+            self.part = part
+
+    def unwrap(self) -> None:
+        """Give the model plain parameters again, on every rank."""
+        if self.part is not None:
+            self.part.give_back()
+
+    def check_wrapped(self, step: PreparedStep) -> None:
+        """Raise InputError where the part has given its parameters back, TraceError for what it may not do wrapped."""
+        if self.parallelize is None:
+            return
+        if self.part is not None and self.part.given_back:
+            raise InputError("unsplit() gave the model plain parameters again, in the place of shards; split it anew")
+        if step.recorded.changes_python:
+            raise TraceError("the model's forward changes its Python state, which needs a pipe without parallelize=")
+        blocks = self.parallelize.blocks_of(self.model)
+        taped = {node.name for node in step.lowered.tape} if step.state.tape is not None else set()
+        for node, info in step.lowered.traced.compute_nodes():
+            if info.name in taped and info.module in blocks and node.op == "call_module":
+                raise TraceError(
+                    f"{info.module!r} draws random numbers, and runs as a whole by what parallelize= has made of it, "
+                    "which may draw anew in the backward; use rng='counter', or parallelize='fsdp'"
+                )
 
     def _planned(self, key: Key, sample: Sample) -> Trace:
         world, found = self.world, None
@@ -135,6 +173,7 @@ class RankRecordings(Recordings):
                 whole_norms=options.batch_norm == "full",
                 made_up=True,
                 findings=self._findings,
+                blocks=() if self.parallelize is None else self.parallelize.blocks_of(self.model),
             )
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import networkx as nx
@@ -83,6 +83,7 @@ def trace(
     whole_norms: bool = False,
     made_up: bool = False,
     findings: Findings | None = None,
+    blocks: Collection[str] = (),
 ) -> Trace:
     """Record a model's forward in its present modes; the model and all random states are as before at the end.
 
@@ -91,7 +92,7 @@ def trace(
     With ``made_up`` a model on meta is recorded as it would be on the CPU, and probed on values that are made up;
     without it the structure alone says which rows it mixes: enough for a plan, not for a run. A model that lies on
     several devices is recorded on the CPU too, and probed on copies; one that lies on another device than its inputs is
-    recorded on copies of the inputs there.
+    recorded on copies of the inputs there. The modules ``blocks`` are one call each.
 
     Raises TraceError when a graph cannot follow the model, InputError for inputs without a batch, and the model's own
     exception when its forward raises.
@@ -99,7 +100,8 @@ def trace(
     flat, home = _at_home(flatten(model, sample, batch_dims), model), home_of(model)
     on_cpu = flat.lie_apart(model) or (made_up and has_meta(model))
     try:
-        gathered = gather(model, flat, scope=Scope(whole_norms=whole_norms, on_cpu=on_cpu, home=home))
+        scope = Scope(whole_norms=whole_norms, on_cpu=on_cpu, home=home, blocks=frozenset(blocks))
+        gathered = gather(model, flat, scope=scope)
     except Unexpected as error:
         _raise_own(model, flat, error.error)
     raw = _decomposed(model, gathered)

@@ -49,7 +49,7 @@ def identity(model: nn.Module, flat: FlatInputs, gathered: Gathered, raw: RawGra
     """
     scope, modules = gathered.scope, list(model.modules())
     tensors = [*model.parameters(), *model.buffers()]
-    if scope.opaque or scope.answers or has_module_hooks():
+    if scope.opaque or scope.blocks or scope.answers or has_module_hooks():
         return None
     if any(has_hooks(module) or "forward" in vars(module) for module in modules):
         return None

@@ -73,6 +73,7 @@ class Scope:
         whole_norms: whether batch norms that keep running statistics see the whole batch at once.
         on_cpu: whether all tensors are taken to lie on the CPU, wherever they lie.
         home: the device that the model lay on when it was recorded; None: on several, or it has no tensors.
+        blocks: modules that the caller wants to be one call, unless their parameters are used elsewhere too.
     """
 
     entered: frozenset[str] = frozenset()
@@ -82,6 +83,7 @@ class Scope:
     whole_norms: bool = False
     on_cpu: bool = False
     home: torch.device | None = None
+    blocks: frozenset[str] = frozenset()
 
     def only_keeps(self, read: str, line: str) -> bool:
         """Tell whether a read of a value in a line of code is taken to keep the number and no more."""
@@ -91,7 +93,11 @@ class Scope:
         """Tell whether a module is recorded as one call."""
         if path in self.opaque or has_hooks(module):
             return True
-        if path in self.entered or not is_layer(module):
+        if path in self.entered:
+            return False
+        if path in self.blocks:
+            return True
+        if not is_layer(module):
             return False
         if isinstance(module, _ATTENTION):
             return takes_fast_path(module)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from autosplit import autosplit
 from autosplit.options import Sample
@@ -19,9 +20,27 @@ Rows = Sequence[Sequence[int]]
 """By step, the rows of each replica."""
 
 
-def mesh_of(dp: int, pp: int) -> Any:
+NAMES = {1: ("dp",), 2: ("dp", "pp"), 3: ("dp_replicate", "dp_shard", "pp")}
+"""The dimensions of a mesh, by their number."""
+
+
+def mesh_of(*shape: int) -> Any:
     """Return a mesh over all processes."""
-    return init_device_mesh("cpu", (dp, pp), mesh_dim_names=("dp", "pp"))
+    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES[len(shape)])
+
+
+def replica_of(mesh: Any) -> int:
+    """Return the number of this process's replica."""
+    replica = 0
+    for name in mesh.mesh_dim_names:
+        if name != "pp":
+            replica = replica * mesh[name].size() + mesh.get_local_rank(name)
+    return replica
+
+
+def whole(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state without shards."""
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
 def part_of(value: Any, rows: Sequence[int], replica: int) -> Any:
@@ -74,7 +93,7 @@ def train_replicas(
     reduction: str,
 ) -> Any:
     """Train over a mesh, each replica on its rows; return the losses, this rank's state, and the random state."""
-    replica = mesh.get_local_rank("dp")
+    replica = replica_of(mesh)
     given = batches(training, rows, dtype)
     first = given[0][0]
     largest = next(r for r, own in enumerate(rows[0]) if own == max(rows[0]))
@@ -100,7 +119,7 @@ def train_replicas(
             if optimizer is not None:
                 optimizer.step()
             pipe.zero_grad()
-    return losses, pipe.state_dict(), torch.get_rng_state()
+    return losses, whole(pipe.state_dict()), torch.get_rng_state()
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
@@ -115,7 +134,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def compare(
     training: Training,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     rows: Rows,
     *,
     dtype: torch.dtype = torch.float64,
@@ -145,7 +164,8 @@ def compare(
         ]
         if options.get("rng") != "counter" and not torch.equal(rng, random):
             found.append(f"rank {rank}: the random state is another one")
-    for members in mesh.mesh.T.tolist():
+    replicas = mesh.mesh.reshape(len(rows[0]), -1)
+    for members in replicas.T.tolist():
         first = every_rank[members[0]][1]
         found += [
             f"{name}: ranks {members[0]} and {rank} have other bits"
@@ -153,7 +173,7 @@ def compare(
             for name, value in every_rank[rank][1].items()
             if not torch.equal(value, first[name])
         ]
-    names = {name for members in mesh.mesh.tolist()[:1] for rank in members for name in every_rank[rank][1]}
+    names = {name for members in replicas.tolist()[:1] for rank in members for name in every_rank[rank][1]}
     return found + [f"nobody has {name}" for name in state if name not in names]
 
 

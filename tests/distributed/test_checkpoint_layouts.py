@@ -17,13 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from autosplit import autosplit
 from autosplit.distributed import checkpoint
 from tests.distributed.parts import check_same, run
 
-LAYOUTS = {"plain": 1, "pipe": 1, "pp2": 2, "pp3": 3, "pp4": 4, "dp2 pp2": 4}
+LAYOUTS = {"plain": 1, "pipe": 1, "pp2": 2, "pp3": 3, "pp4": 4, "dp2 pp2": 4, "fsdp2 pp2": 4}
 """How many processes each has."""
+REPLICAS = {"dp2 pp2", "fsdp2 pp2"}
+"""Those with two replicas, which have the same bits."""
 ALL = slice(None)
 SAVED, STEPS = 3, 6
 WIDTH, WORDS = 8, 11
@@ -76,17 +79,18 @@ def built(layout: str) -> nn.Module:
     model, sample = Net(), batch_of(0, rows_of(layout))
     if layout == "plain":
         return model
-    if layout == "dp2 pp2":
+    if layout in REPLICAS:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-        return autosplit(model, mesh=mesh, chunks=3, sample=sample)
+        parallelize = "fsdp" if layout == "fsdp2 pp2" else None
+        return autosplit(model, mesh=mesh, chunks=3, sample=sample, parallelize=parallelize)
     devices: Any = "torchrun" if layout.startswith("pp") else ["cpu"] * 2
     return autosplit(model, devices=devices, chunks=3, sample=sample)
 
 
 def rows_of(layout: str) -> slice:
     """Return this rank's rows of the batch."""
-    first = 6 * (dist.get_rank() // 2) if layout == "dp2 pp2" else 0
-    return slice(first, first + 6) if layout == "dp2 pp2" else slice(None)
+    first = 6 * (dist.get_rank() // 2) if layout in REPLICAS else 0
+    return slice(first, first + 6) if layout in REPLICAS else slice(None)
 
 
 def batch_of(position: int, rows: slice = ALL) -> Tensor:
@@ -135,13 +139,13 @@ class Training:
     def state(self) -> dict[str, Any]:
         """Return all that makes up the training, by names of the plain model."""
         names = {value: name for name, value in reversed(list(self.part.named_parameters()))}
-        state: dict[str, Any] = {name: value.clone().numpy() for name, value in self.part.state_dict().items()}
+        state: dict[str, Any] = {name: whole(value) for name, value in self.part.state_dict().items()}
         for group in self.optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             for value in group["params"]:
                 state[f"options of {names[value]}"] = repr(options)
                 state |= {
-                    f"{names[value]}.{key}": torch.as_tensor(entry).clone().numpy()
+                    f"{names[value]}.{key}": whole(torch.as_tensor(entry))
                     for key, entry in self.optimizer.state[value].items()
                 }
         return state
@@ -149,6 +153,11 @@ class Training:
     def common(self) -> list[Any]:
         """Return what every rank has."""
         return [self.losses[-3:], self.scheduler.state_dict(), self.scaler.state_dict(), torch.get_rng_state().tolist()]
+
+
+def whole(value: Tensor) -> Any:
+    """Return a copy of a tensor, of all its shards."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone().numpy()
 
 
 State = dict[str, Any]
@@ -185,7 +194,7 @@ def resumed(layout: str, folder: Path) -> Found:
 
 def together(layout: str, found: list[Found]) -> Found:
     """Return what the ranks of one replica found together, in which all agree; replicas have the same."""
-    every = [found[:2], found[2:]] if layout == "dp2 pp2" else [found]
+    every = [found[:2], found[2:]] if layout in REPLICAS else [found]
     for key, replica in product(found[0], every):
         assert all(one[key][2] == found[0][key][2] for one in replica)
         for place in (0, 1):
@@ -229,9 +238,10 @@ def test_a_training_goes_from_every_layout_to_every_other(ranks, saved, folder, 
     for (source, kind), (begun, ended, common) in found.items():
         check_same([begun], saved[source][kind][0])
         right = expected[kind, source != "plain", layout != "plain"]
-        if source == layout == "dp2 pp2":
-            right = saved[source][kind][1:]
-        if source == layout or "dp2 pp2" not in (source, layout):
+        both = {source, layout} <= REPLICAS
+        if both:
+            right = saved["dp2 pp2"][kind][1:]
+        if both or not REPLICAS & {source, layout}:
             check_same([ended], right[0])
             assert common == right[1]
         else:

@@ -97,7 +97,7 @@ def generalise(
         lengths: the dimensions to make symbols.
         before: the shapes of the input tensors for which ``merged`` was made.
     """
-    if scope.opaque or not all(_is_open(value) for value in merged.recording.constants.values()):
+    if scope.opaque or scope.blocks or not all(_is_open(value) for value in merged.recording.constants.values()):
         return None
     now = lengths_in(lengths, inputs.shapes())
     first = lengths_in(lengths, before)

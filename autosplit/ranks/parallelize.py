@@ -1,0 +1,288 @@
+"""This rank's part of the model as modules, which ``parallelize=`` wraps, and whose parameters replicas share out.
+
+    the model      layers.0.weight  ◄── set ──  layers.0.weight      a copy of each module: same names, same tensors
+    between steps  a DTensor, this replica's shard                   what the optimizer has
+    in a step      a plain parameter, gathered from all replicas     what cells compute with; gradients are scattered
+
+The copies are what ``parallelize`` changes: the model keeps its modules, and gets the parameters that they hold at the
+time, so that whatever reads the model's state by name needs to know nothing of it. Where the caller wraps modules, a
+step has those in the places of the model's own, and its graph calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from autosplit.distributed.mesh import replicas_of
+from autosplit.distributed.world import World
+from autosplit.errors import InputError, listed
+from autosplit.profile.stage_trace.stage_graph import block_paths
+from autosplit.ranks.loss import name_of
+from autosplit.recorded import SHARED
+
+FSDP = "fsdp"
+_TABLES = frozenset(SHARED) - {"_buffers"}
+"""What of a module's own state its copy has for itself: hooks and tables, but for that of buffers."""
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+"""Under which names torch's wrappers for recomputing and compiling hold a module."""
+
+
+@dataclass(frozen=True)
+class Parallelize:
+    """What is asked for.
+
+    Attributes:
+        name: what it is called where ranks compare it.
+        wrap: takes this rank's part, and returns it as it is to run.
+        whole: whether the graph calls the model's blocks as modules, as what is wrapped runs by its call.
+    """
+
+    name: str
+    wrap: Callable[[nn.Module], nn.Module]
+    whole: bool
+
+    def blocks_of(self, model: nn.Module) -> tuple[str, ...]:
+        """Return the paths of the modules that the graph calls."""
+        return block_paths(model, [path for path, _ in model.named_modules()]) if self.whole else ()
+
+
+class _Place(NamedTuple):
+    """A parameter of the model and of the part, or a module, under one key in a module of each."""
+
+    name: str
+    module: nn.Module
+    part: nn.Module
+    key: str
+
+
+class Part:
+    """What this rank has of a model, wrapped.
+
+    Attributes:
+        module: what ``parallelize`` returned.
+        given_back: whether the model has plain parameters again.
+    """
+
+    given_back = False
+
+    def __init__(self, model: nn.Module, names: Collection[str], parallelize: Parallelize, world: World) -> None:
+        """``names`` are the parameters and buffers that this rank holds."""
+        self.module = parallelize.wrap(_copied(model, names))
+        if not isinstance(self.module, nn.Module):
+            raise InputError(f"parallelize= returned a {type(self.module).__name__}; return the part")
+        self._holders = world.holders(world.rank)
+        self._places = _places(model, self.module, names)
+        blocks = parallelize.blocks_of(model)
+        self._calls = _calls(model, self.module, blocks, names) if parallelize.whole else []
+        self._modes = _modes(model, self.module)
+        for unit in self._units():
+            unit.set_reshard_after_forward(False)
+            unit.set_reshard_after_backward(False)
+            unit.set_requires_gradient_sync(False)
+            unit.set_is_last_backward(False)
+        self._set()
+
+    def check(self) -> None:
+        """Raise InputError where gathered parameters are not those that the model had; all replicas call it."""
+        before = [getattr(place.part, place.key) for place in self._places]
+        for name, shard in zip((place.name for place in self._places), before, strict=True):
+            ranks = set(shard.device_mesh.mesh.flatten().tolist()) if isinstance(shard, DTensor) else self._holders
+            if ranks != self._holders:
+                raise InputError(
+                    f"parallelize= spreads {name!r} over ranks {sorted(ranks)}, and its replicas are ranks "
+                    f"{sorted(self._holders)}; shard over the mesh's dp"
+                )
+        with self.whole() as whole:
+            for place, shard in zip(self._places, before, strict=True):
+                gathered = whole[id(shard)]
+                if isinstance(gathered, DTensor) or gathered.dtype != shard.dtype or gathered.shape != shard.shape:
+                    raise InputError(
+                        f"parallelize= has {place.name!r} of {shard.dtype} {list(shard.shape)} gathered as a "
+                        f"{type(gathered).__name__} of {gathered.dtype} {list(gathered.shape)}; use fully_shard, and "
+                        "torch.autocast for mixed precision"
+                    )
+
+    def _set(self) -> None:
+        """Give the model the parameters that the part holds now."""
+        for place in self._places:
+            setattr(place.module, place.key, getattr(place.part, place.key))
+
+    def _units(self) -> Iterator[FSDPModule]:
+        return (module for module in self.module.modules() if isinstance(module, FSDPModule))
+
+    @contextmanager
+    def whole(self) -> Iterator[dict[int, Tensor]]:
+        """Have whole parameters, and modules as they were wrapped, in the model.
+
+        Returns the parameters by the identity of those that it has outside.
+        """
+        before = [getattr(place.part, place.key) for place in self._places]
+        own = [place.module._modules[place.key] for place in self._calls]
+        try:
+            for unit in self._units():
+                unit.unshard()
+            self._set()
+            for place in self._calls:
+                place.module._modules[place.key] = place.part
+            for module, twin in self._modes:
+                twin.training = module.training
+            now = [getattr(place.part, place.key) for place in self._places]
+            yield {id(shard): whole for shard, whole in zip(before, now, strict=True)}
+        finally:
+            for place, called in zip(self._calls, own, strict=True):
+                place.module._modules[place.key] = called
+            for unit in self._units():
+                unit.reshard()
+            self._set()
+
+    def give_back(self) -> None:
+        """Give the model plain parameters with the values of all shards; ties stay ties."""
+        self.given_back = True
+        whole: dict[int, nn.Parameter] = {}
+        for place in self._places:
+            own = getattr(place.module, place.key)
+            if isinstance(own, DTensor):
+                if id(own) not in whole:
+                    whole[id(own)] = nn.Parameter(own.full_tensor().detach(), own.requires_grad)
+                setattr(place.module, place.key, whole[id(own)])
+
+
+def parallelizing(asked: Any, mesh: Any) -> Parallelize | None:
+    """Return what wraps a rank's part; raise InputError for what nothing is known of."""
+    if asked is None:
+        return None
+    if mesh is None:
+        raise InputError(f"parallelize={asked!r} is for a mesh of ranks; give mesh= too")
+    if callable(asked):
+        return Parallelize(name_of(asked), lambda part: asked(part, mesh), whole=True)
+    if asked != FSDP:
+        raise InputError(f"parallelize is {asked!r}; give {FSDP!r}, a function (part, mesh) -> part, or None")
+    if not (names := replicas_of(mesh)):
+        raise InputError(f"parallelize={FSDP!r} shards over replicas, and the mesh has no dimension dp")
+    return Parallelize(asked, partial(sharded, mesh=mesh[names]), whole=False)
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raise InputError for a model whose parameters are in shards already."""
+    if shards := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:
+        raise InputError(
+            f"{listed(shards)} of the model are DTensors already; give the plain model and parallelize=, and one that "
+            "a pipe has sharded after its unsplit()"
+        )
+
+
+def sharded(part: nn.Module, mesh: Any) -> nn.Module:
+    """Shard a part by FSDP2 over the replicas of a mesh: each repeated block by itself, then the rest.
+
+    Blocks that are never called, and those that share parameters with others, go with the rest; parameters that cannot
+    be sharded (without dimensions) stay whole on every replica.
+    """
+    named = [(name, parameter) for name, parameter in part.named_parameters(remove_duplicate=False)]
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": False,
+        "ignored_params": {parameter for _, parameter in named if not parameter.dim() or not parameter.is_contiguous()},
+    }
+    for path in block_paths(part, [path for path, _ in part.named_modules()]):
+        block = part.get_submodule(path)
+        others = {id(parameter) for name, parameter in named if not name.startswith(f"{path}.")}
+        own = list(block.parameters())
+        runs = not isinstance(block, nn.ModuleList | nn.ModuleDict)
+        if runs and own and not any(id(parameter) in others for parameter in own):
+            fully_shard(block, **options)
+    fully_shard(part, **options)
+    return part
+
+
+def _copied(model: nn.Module, names: Collection[str]) -> nn.Module:
+    """Return copies of the modules that hold some parameters and buffers, of those above them, and of all inside them.
+
+    They hold the model's own tensors; a module that several hold is one module here too.
+    """
+    kept = {".".join(name.split(".")[:depth]) for name in names for depth in range(name.count(".") + 1)}
+    copies: dict[int, nn.Module] = {}
+
+    def copied(module: nn.Module, path: str, *, inside: bool) -> nn.Module:
+        if id(module) in copies:
+            return copies[id(module)]
+        twin = copies[id(module)] = module.__new__(type(module))
+        twin.__dict__.update({key: copy(v) if key in _TABLES else v for key, v in module.__dict__.items()})
+        twin.__dict__["_parameters"] = {
+            k: v for k, v in module._parameters.items() if v is None or f"{path}{k}" in names
+        }
+        children = [(key, child) for key, child in module._modules.items() if child is not None]
+        own = [key for key, child in children if f"{path}{key}" in kept]
+        bare = [key for key, child in children if not any(True for _ in child.parameters())]
+        twin.__dict__["_modules"] = {
+            key: copied(child, f"{path}{key}.", inside=True)
+            for key, child in children
+            if key in own or (inside and key in bare)
+        }
+        return twin
+
+    return copied(model, "", inside=False)
+
+
+def _clean(name: str) -> str:
+    """Return a name without those of torch's wrappers."""
+    return ".".join(key for key in name.split(".") if key not in _WRAPPERS)
+
+
+def _places(model: nn.Module, part: nn.Module, names: Collection[str]) -> list[_Place]:
+    """Return where the parameters of a part are in the model; raise InputError where they are not the same ones."""
+    before = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in names}
+    found = {
+        _clean(f"{path}.{key}".lstrip(".")): (module, key)
+        for path, module in part.named_modules(remove_duplicate=False)
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    if differ := sorted(found.keys() ^ before.keys()):
+        raise InputError(
+            f"parallelize= returned a module without or with other parameters than the part that it took: "
+            f"{listed(differ)}; keep their names"
+        )
+    places = [_Place(n, model.get_submodule(n.rpartition(".")[0]), *found[n]) for n in before]
+    one: dict[int, tuple[str, Tensor]] = {}
+    for place in places:
+        tied, now = one.setdefault(id(before[place.name]), (place.name, getattr(place.part, place.key)))
+        if now is not getattr(place.part, place.key):
+            raise InputError(
+                f"{tied!r} and {place.name!r} are one parameter in the model, and two after parallelize=; shard what "
+                "holds both in one call of fully_shard"
+            )
+    return places
+
+
+def _calls(model: nn.Module, part: nn.Module, blocks: Collection[str], names: Collection[str]) -> list[_Place]:
+    """Return the modules of a part that run by their call, and where they are in the model: blocks, and other layers.
+
+    One of which another rank has a parameter is entered, since that one is tied.
+    """
+    found: dict[str, nn.Module] = {}
+    for path, module in part.named_modules(remove_duplicate=False):
+        found.setdefault(_clean(path), module)  # a wrapper comes before what it holds
+    calls = []
+    for path, own in model.named_modules(remove_duplicate=False):
+        layer = not own._modules and not any(path.startswith(f"{block}.") for block in blocks)
+        held = all(f"{path}.{name}" in names for name, _ in own.named_parameters(remove_duplicate=False))
+        if path in found and held and path and (layer or path in blocks):
+            parent, _, key = path.rpartition(".")
+            calls.append(_Place(path, model.get_submodule(parent), found[path], key))
+    return calls
+
+
+def _modes(model: nn.Module, part: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Return the modules of a model, each with one of the part that has its mode: a copy, or a wrapper of that."""
+    named = dict(model.named_modules())
+    pairs = ((named.get(_clean(path)), module) for path, module in part.named_modules())
+    return [(own, module) for own, module in pairs if own is not None]

@@ -1,0 +1,67 @@
+"""Replicas that share out their parameters by FSDP2 train as the plain model does on all rows."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.models import TRAININGS
+from tests.distributed.processes import Pool
+from tests.distributed.replicas import adam, compare
+from tests.distributed.test_replica_equality import EMPTY, LONG, OF_FOUR, RAGGED, said
+from tests.distributed.wrapping import CALLS, DEEP, compiled, in_shards, recomputed, refused, used
+
+SHAPES = {"fsdp2 x pp2": (2, 2), "fsdp4": (4,), "hsdp 2 x 2": (2, 2, 1)}
+
+
+def sharded(name: str, shape: tuple[int, ...], rows: Any, options: dict[str, Any]) -> list[str]:
+    """Compare one of the trainings; called in every process."""
+    return compare(TRAININGS[name], shape, rows, parallelize="fsdp", **said(name), **options)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["mlp", "tied gpt with dropout", "relative bias", "experts"])
+def test_shards_train_as_the_plain_model_on_all_rows(ranks: Pool, name: str, shape: str) -> None:
+    """Dropout, ties, a value shared by stages, ragged rows and replicas without any."""
+    rows = RAGGED[:1] + EMPTY if shape == "fsdp2 x pp2" else OF_FOUR
+    assert ranks(4).run(sharded, name, SHAPES[shape], rows, {})[0] == []
+
+
+def test_gradients_of_several_steps_and_adam(ranks: Pool) -> None:
+    rows = [*RAGGED, [3, 3]]
+    assert ranks(4).run(sharded, "dropout", (2, 2), rows, {"every": 2, "make": adam})[0] == []
+
+
+def wrapped(parallelize: Any, shape: tuple[int, ...], rows: Any) -> list[str]:
+    """Compare a training whose blocks the caller wraps; called in every process."""
+    CALLS.clear()
+    found = compare(DEEP, shape, rows, parallelize=parallelize)
+    return found if (len(CALLS) > 0) == (parallelize is not compiled) else [*found, f"{len(CALLS)} calls of blocks"]
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=["dp2 x pp2", "dp4"])
+@pytest.mark.parametrize("parallelize", [in_shards, recomputed, compiled], ids=lambda own: own.__name__)
+def test_blocks_that_the_caller_wraps_run_by_their_calls(ranks: Pool, parallelize: Any, shape: tuple[int, ...]) -> None:
+    """Shards, shards with recomputing, and compiled blocks; a head is tied across stages."""
+    assert ranks(4).run(wrapped, parallelize, shape, EMPTY if shape == (2, 2) else OF_FOUR) == [[]] * 4
+
+
+def test_a_pipe_in_shards_loads_clips_records_and_gives_the_model_back(ranks: Pool) -> None:
+    assert ranks(4).run(used) == [[]] * 4
+
+
+def test_what_cannot_be_kept_exact_is_refused_on_every_rank(ranks: Pool) -> None:
+    assert ranks(4).run(refused) == [{}] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", LONG)
+def test_20_steps_in_shards(ranks: Pool, name: str, shape: str, dtype: torch.dtype) -> None:
+    rows = list(islice(cycle(EMPTY if shape == "fsdp2 x pp2" else OF_FOUR), 20))
+    assert ranks(4).run(sharded, name, SHAPES[shape], rows, {"dtype": dtype})[0] == []
