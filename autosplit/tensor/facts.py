@@ -186,8 +186,3 @@ class Run(fx.Interpreter):
         if node.target is apply_function:
             return "it has a backward of its own"
         return "its Python runs as one operation" if is_opaque(node, self.module) else ""
-
-
-def facts_of(traced: TracedGraph, graph: fx.Graph, *, rows: int) -> Facts:
-    """Run a graph of a recording, or a shorter one, for a batch of ``rows`` rows."""
-    return Run(traced, graph, rows=rows).whole()

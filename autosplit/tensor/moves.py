@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from autosplit.tensor.ways import COPIED, PARTIAL, REPLICATED, State
+from autosplit.tensor.axes import Shard
+from autosplit.tensor.ways import COPIED, PARTIAL, REPLICATED, State, Whole
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 _PARTS = "parts"
@@ -25,7 +26,9 @@ class Collective:
     wire_bytes: float
 
 
-def collectives(source: State, target: State, *, value_bytes: int, ranks: int, gradient: bool) -> list[Collective]:
+def collectives(
+    source: State | Shard, target: State | Shard, *, value_bytes: int, ranks: int, gradient: bool
+) -> list[Collective]:
     """Return the collectives between two states; ``gradient``: the value has one."""
     if source is target:
         return []
@@ -38,8 +41,8 @@ def collectives(source: State, target: State, *, value_bytes: int, ranks: int, g
     return found
 
 
-def _kind(state: State) -> State | str:
-    return state if state in (REPLICATED, COPIED, PARTIAL) else _PARTS
+def _kind(state: State | Shard) -> Whole | str:
+    return state if isinstance(state, Whole) else _PARTS
 
 
 def _collective(kind: Kind, phase: Literal["forward", "backward"], value_bytes: int, ranks: int) -> Collective:
@@ -47,7 +50,7 @@ def _collective(kind: Kind, phase: Literal["forward", "backward"], value_bytes: 
     return Collective(kind, phase, value_bytes, rings * value_bytes * (ranks - 1) / ranks)
 
 
-_MOVES: dict[tuple[State | str, State | str], tuple[Kind | None, Kind | None]] = {
+_MOVES: dict[tuple[Whole | str, Whole | str], tuple[Kind | None, Kind | None]] = {
     (REPLICATED, COPIED): (None, "all_reduce"),
     (REPLICATED, PARTIAL): (None, None),
     (REPLICATED, _PARTS): (None, "all_gather"),

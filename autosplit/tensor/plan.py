@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from autosplit.errors import InputError
 from autosplit.profile.blocks import shorten_graph
-from autosplit.tensor.axes import Axis, Shard, shard_of
+from autosplit.tensor.axes import Axis, shard_of
 from autosplit.tensor.collectives import Placement
 from autosplit.tensor.facts import Facts, Operand, Run, operand_of
 from autosplit.tensor.moves import Collective, collectives
@@ -39,6 +39,8 @@ class NodePlan:
         gives: how its results lie.
         share: the part of its work that a rank does.
         flops: of its forward on one device.
+        value_bytes: of its whole results.
+        gradient: they have one.
     """
 
     name: str
@@ -46,6 +48,8 @@ class NodePlan:
     gives: Placements
     share: float
     flops: int
+    value_bytes: int
+    gradient: bool
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,9 @@ class TensorPlan:
         replicated: why parameters with more than one dimension stay whole.
         collectives: those of one forward and backward.
         nodes: by the names of fx nodes; nodes that are not in it run whole, on whole values without gradients.
+        elements: of each parameter.
+        fixed: values that too many others share: their placement was chosen before the others', so the bytes on the
+            wire may not be the fewest.
     """
 
     ranks: int
@@ -77,6 +84,7 @@ class TensorPlan:
     collectives: tuple[NodeCollective, ...]
     nodes: Mapping[str, NodePlan]
     elements: Mapping[str, int]
+    fixed: tuple[str, ...] = ()
 
     @property
     def wire_bytes(self) -> float:
@@ -146,7 +154,7 @@ class _Planner:
         nodes = {name: self._node(name, way) for name, way in choice.ways.items()}
         parameters = {key: self._placed(key, choice.states[key]) for key in self.problem.parameters}
         nodes, parameters, reasons = self._expanded(nodes, parameters, reasons)
-        return self._written(nodes, parameters, reasons)
+        return replace(self._written(nodes, parameters, reasons), fixed=choice.fixed)
 
     def _placed(self, key: Operand, state: State) -> Placements:
         if not isinstance(state, Axis):
@@ -157,7 +165,10 @@ class _Planner:
         facts = self.facts.nodes[name]
         wants = {key: self._placed(key, state) for key, state in way.wants.items()}
         share = 1 if way.axis is None else 1 / self.ranks
-        return NodePlan(facts.node.meta[INFO].name, wants, self._placed(name, way.gives), share, facts.flops)
+        value = self.problem.values[name]
+        gives = self._placed(name, way.gives)
+        stable = facts.node.meta[INFO].name
+        return NodePlan(stable, wants, gives, share, facts.flops, value.bytes, value.gradient)
 
     # -- what stays replicated -----------------------------------------------------------------------------------------
     def _reasons(self, choice: Choice) -> dict[Operand, str]:
@@ -256,54 +267,30 @@ class _Planner:
             name: why.get(id(p)) or unused for name, p in names.items() if p.ndim > 1 and parameters[name] is REPLICATED
         }
         elements = {name: p.numel() for name, p in names.items()}
-        found = tuple(self._collectives(nodes, placed, names))
+        found = tuple(self._collectives(nodes, placed))
         return TensorPlan(self.ranks, self.rows, parameters, replicated, found, nodes, elements)
 
-    def _collectives(
-        self, nodes: dict[str, NodePlan], placed: dict[Operand, Placements], names: Mapping[str, Tensor]
-    ) -> Iterable[NodeCollective]:
+    def _collectives(self, nodes: dict[str, NodePlan], placed: dict[Operand, Placements]) -> Iterable[NodeCollective]:
         """Yield what values take: one move for each placement in which others want one."""
-        graph = {node.name: node for node in self.traced.graph.nodes}
-        gradients = _Gradients(self.traced, training=self._options["training"])
         for key, users in _users(self.traced, nodes).items():
-            own = nodes[key].gives if key in nodes else placed.get(key)
-            if own is None:
+            if key in nodes:
+                node = nodes[key]
+                name, own, size, gradient = node.name, node.gives, node.value_bytes, node.gradient
+            elif key in placed:
+                tensor = _attribute(self.traced.root, key)
+                name, own, size = key.removeprefix("."), placed[key], tensor.numel() * tensor.element_size()
+                gradient = self._options["training"] and tensor.requires_grad
+            else:
                 continue
             for want in dict.fromkeys(want for _, want in users):
-                takers = tuple(name for name, other in users if other == want)
-                node = graph.get(key)
-                size = _value_bytes(node, self.rows) if node is not None else _bytes(_attribute(self.traced.root, key))
-                for one in _between(own, want, size, self.ranks, gradients.has(key)):
-                    yield NodeCollective(nodes[key].name if key in nodes else key.removeprefix("."), takers, one)
+                if want != own:
+                    takers = tuple(name for name, other in users if other == want)
+                    found = collectives(own[0], want[0], value_bytes=size, ranks=self.ranks, gradient=gradient)
+                    yield from (NodeCollective(name, takers, one) for one in found)
 
 
 def _renamed(plan: NodePlan, names: Mapping[Operand, Operand]) -> NodePlan:
     return replace(plan, wants={names.get(key, key): placed for key, placed in plan.wants.items()})
-
-
-class _Gradients:
-    """Tells which values of a recording have a gradient."""
-
-    def __init__(self, traced: TracedGraph, *, training: bool) -> None:
-        self._root = traced.root
-        self._have: set[Operand] = set()
-        if not training:
-            return
-        self._have |= {f".{n}" for n, p in traced.root.named_parameters(remove_duplicate=False) if p.requires_grad}
-        for node in traced.graph.nodes:
-            info = node.meta.get(INFO)
-            if info is None or node.op == "placeholder":
-                continue
-            own = node.op == "call_module" and any(
-                p.requires_grad for p in traced.root.get_submodule(str(node.target)).parameters()
-            )
-            taken = own or any(operand_of(o) in self._have for o in node.all_input_nodes)
-            if taken and any(tensor.differentiable for tensor in info.tensors):
-                self._have.add(node.name)
-
-    def has(self, key: Operand) -> bool:
-        """Tell whether a value has a gradient."""
-        return key in self._have
 
 
 def _users(traced: TracedGraph, nodes: Mapping[str, NodePlan]) -> dict[Operand, list[tuple[str, Placements]]]:
@@ -318,26 +305,6 @@ def _users(traced: TracedGraph, nodes: Mapping[str, NodePlan]) -> dict[Operand, 
                 count = len(nodes[operand.name].gives) if operand.name in nodes else 1
                 found.setdefault(operand_of(operand), []).append(("output", (REPLICATED,) * count))
     return found
-
-
-def _between(own: Placements, want: Placements, size: int, ranks: int, gradient: bool) -> list[Collective]:
-    if own == want:
-        return []
-    states = [_STATE if isinstance(p[0], Shard) else p[0] for p in (own, want)]
-    if states[0] is states[1]:
-        states[1] = Axis(1)
-    return collectives(states[0], states[1], value_bytes=size, ranks=ranks, gradient=gradient)
-
-
-_STATE = Axis(1)
-
-
-def _value_bytes(node: fx.Node, rows: int) -> int:
-    return sum(tensor.bytes_at(rows) for tensor in node.meta[INFO].tensors)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _attribute(root: nn.Module, key: Operand) -> Tensor:

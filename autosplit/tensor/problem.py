@@ -62,10 +62,11 @@ class Value:
 
 @dataclass(frozen=True)
 class Choice:
-    """The way of each node and the state of each value."""
+    """The way of each node and the state of each value; those of ``fixed`` were not chosen with the others."""
 
     ways: dict[Operand, Way]
     states: dict[Operand, State]
+    fixed: tuple[Operand, ...]
 
 
 class Problem:
@@ -145,8 +146,7 @@ class Problem:
             info = node.node.meta[INFO]
             ways = ways_of(self.facts, node, self.axes, random=info.random)
             self.ways[name] = [w for w in ways if any_size or self._runs(name, w)]
-            floating = [self.facts.tensors[key].is_floating_point() for key in node.results]
-            gradient = any(value.gradient for value in taken) and any(floating)
+            gradient = any(value.gradient for value in taken) and any(t.differentiable for t in info.tensors)
             of_state = info.node_class is NodeClass.SHARED
             states = list(dict.fromkeys(way.gives for way in self.ways[name]))
             self.values[name] = Value(name, states, self.facts.bytes(name), gradient, of_state)
@@ -180,17 +180,29 @@ class Problem:
 
     def tables(self, price: float) -> list[Table]:
         """Return the tables; ``price``: the bytes on the wire that a replicated element of a parameter is worth."""
-        found: list[Table] = []
-        for value in self.values.values():
-            given = ("value", value.key)
-            if value.key in self.ways:
-                states = [way.gives for way in self.ways[value.key]]
-                found.append(Table((given,), np.array([_LITTLE * (state is not REPLICATED) for state in states])))
-            else:
-                states = value.states
-                found.append(Table((given,), np.array([price * value.elements * (s is REPLICATED) for s in states])))
-            found += self._edges(value, given, states)
+        found = [*self._moves]
+        for key, states in self._given.items():
+            costs = [_LITTLE * (state is not REPLICATED) for state in states]
+            if key not in self.ways:
+                costs = [price * self.values[key].elements * (state is REPLICATED) for state in states]
+            found.append(Table((("value", key),), np.array(costs)))
         return found
+
+    @cached_property
+    def _given(self) -> dict[Operand, list[State]]:
+        """The state of each value for each way of its node, or each state of a parameter."""
+        return {
+            key: [way.gives for way in self.ways[key]] if key in self.ways else value.states
+            for key, value in self.values.items()
+        }
+
+    @cached_property
+    def _moves(self) -> list[Table]:
+        return [
+            table
+            for key, states in self._given.items()
+            for table in self._edges(self.values[key], ("value", key), states)
+        ]
 
     def _edges(self, value: Value, given: tuple, states: list[State]) -> Iterable[Table]:
         takers: list[tuple[tuple, list[State]]] = [
@@ -245,10 +257,12 @@ class Problem:
         return found
 
     def _cheapest(self, price: float) -> Choice:
-        chosen = cheapest(self.tables(price))
+        found = cheapest(self.tables(price))
+        chosen = found.chosen
         ways = {name: ways[chosen["value", name]] for name, ways in self.ways.items()}
         states = {
             key: ways[key].gives if key in ways else value.states[chosen["value", key]]
             for key, value in self.values.items()
         }
-        return Choice(ways, states)
+        fixed = [key for key in self.values if not {("value", key), ("at hand", key)}.isdisjoint(found.fixed)]
+        return Choice(ways, states, tuple(key.removeprefix(".") for key in fixed))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -26,10 +27,18 @@ class Table:
     costs: np.ndarray
 
 
-def cheapest(tables: Sequence[Table]) -> dict[Variable, int]:
+@dataclass(frozen=True)
+class Cheapest:
+    """The alternative of each variable; the sum is the least among those in which ``fixed`` ones are as they are."""
+
+    chosen: dict[Variable, int]
+    fixed: tuple[Variable, ...]
+
+
+def cheapest(tables: Sequence[Table]) -> Cheapest:
     """Return the alternative of each variable that makes the sum of all tables least.
 
-    Where tables would become too large, some variables are chosen by themselves, and the sum may not be the least.
+    Where tables would become too large, some variables are fixed by themselves first.
     """
     given = {v: n for table in tables for v, n in zip(table.variables, table.costs.shape, strict=True)}
     sizes = {variable: size for variable, size in given.items() if size > 1}
@@ -46,10 +55,11 @@ def cheapest(tables: Sequence[Table]) -> dict[Variable, int]:
         return {v for key in touching[variable] for v in alive[key].variables}
 
     def width(variable: Variable) -> int:
-        return int(np.prod([sizes[v] for v in scope(variable)], dtype=object))
+        return math.prod(sizes[v] for v in scope(variable))
 
     queue = [(width(variable), number[variable], variable) for variable in sizes]
     heapq.heapify(queue)
+    fixed: list[Variable] = []
     steps: list[tuple[Variable, tuple[Variable, ...], np.ndarray]] = []
     left = set(sizes)
     while queue:
@@ -61,7 +71,8 @@ def cheapest(tables: Sequence[Table]) -> dict[Variable, int]:
             heapq.heappush(queue, (now, number[variable], variable))
             continue
         if now > _MOST:
-            _fix(max(left, key=lambda v: (len(scope(v)), -number[v])), alive, touching, next(keys_left))
+            fixed.append(max(left, key=lambda v: (len(scope(v)), -number[v])))
+            _fix(fixed[-1], alive, touching, next(keys_left))
             for other in left:
                 heapq.heappush(queue, (width(other), number[other], other))
             continue
@@ -81,7 +92,7 @@ def cheapest(tables: Sequence[Table]) -> dict[Variable, int]:
     chosen: dict[Variable, int] = dict.fromkeys(given, 0)
     for variable, others, best in reversed(steps):
         chosen[variable] = int(best[tuple(chosen[other] for other in others)])
-    return chosen
+    return Cheapest(chosen, tuple(fixed))
 
 
 def _fix(variable: Variable, alive: dict[int, Table], touching: dict[Variable, set[int]], key: int) -> None:
