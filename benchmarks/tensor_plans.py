@@ -35,7 +35,7 @@ _STYLES |= {"rowwise": -1, "packed_rowwise": -1, "rowwise_split_input": -1, "emb
 """Which dimension of a weight a style of transformers shards."""
 _WHOLE = ("mla_kv_a_proj", "replicate")
 """Styles that leave a weight whole."""
-_MOST_S = 60
+_MOST_S = 40
 """CPU seconds for one configuration."""
 
 
@@ -63,7 +63,8 @@ def beside(model: nn.Module, traced: TracedGraph, table: dict[str, str]) -> dict
     start = time.process_time()
     plan = tensor_plan(traced, ranks=RANKS, rows=ROWS)
     planned_s = round(time.process_time() - start, 2)
-    theirs = {name: (style, dim) for name, style, dim in projections(model, table)}
+    used = _used(traced)
+    theirs = {name: (style, dim) for name, style, dim in projections(model, table) if name in used}
     groups: dict[str, list[str]] = {}
     for name, (_, dim) in theirs.items():
         placement = plan.parameters[name]
@@ -81,9 +82,27 @@ def beside(model: nn.Module, traced: TracedGraph, table: dict[str, str]) -> dict
         "beyond": dict(Counter(re.sub(r"\d+", "*", name) for name in sharded - set(theirs))),
         "wire_bytes": plan.wire_bytes,
         "collectives": dict(Counter(f"{c.collective.kind} {c.collective.phase}" for c in plan.collectives)),
-        "rank_share": plan.rank_elements / sum(plan.elements.values()),
+        "rank_share": rank_share(plan, used),
         "fixed": list(plan.fixed),
     }
+
+
+def rank_share(plan: TensorPlan, used: set[str]) -> float:
+    """Return the share of the parameters that are used that a rank holds."""
+    held = sum(plan.elements[n] / (RANKS if isinstance(plan.parameters[n], Shard) else 1) for n in used)
+    return held / sum(plan.elements[name] for name in used)
+
+
+def _used(traced: TracedGraph) -> set[str]:
+    """Return the parameters that the recording takes; experts for images are not among a text's."""
+    used: set[str] = set()
+    for node in traced.graph.nodes:
+        target = str(node.target)
+        if node.op == "get_attr":
+            used.add(target)
+        elif node.op == "call_module":
+            used |= {f"{target}.{name}" for name, _ in traced.root.get_submodule(target).named_parameters()}
+    return used
 
 
 def difference(
@@ -125,7 +144,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, _MOST_S)
         try:
             entry = compared(name, kind)
-        except Exception as error:  # a configuration whose model is not made or recorded is listed with its reason
+        except (Exception, TooLong) as error:  # what is not made or recorded is listed with its reason
             entry = {"name": name, "error": f"{type(error).__name__}: {str(error)[:400]}"}
         signal.setitimer(signal.ITIMER_PROF, 0)
         print({key: value for key, value in entry.items() if key in _SHOWN}, flush=True)
@@ -135,8 +154,12 @@ def main() -> None:
 _SHOWN = ("name", "same", "projections", "fewer_bytes", "differences", "error", "rank_share", "recorded_s", "planned_s")
 
 
+class TooLong(BaseException):
+    """A configuration takes too long; nothing that handles errors of a recording may handle this."""
+
+
 def _too_long(*_: Any) -> None:
-    raise TimeoutError(f"it takes more than {_MOST_S} s of one core")
+    raise TooLong(f"more than {_MOST_S} s of one core")
 
 
 def write(what: str, entry: dict[str, Any]) -> None:
