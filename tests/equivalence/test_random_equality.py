@@ -80,6 +80,7 @@ def test_float32_is_within_its_tolerance(recipe: Recipe, rows: int, chunks: int,
     assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch), dtype=torch.float32)
 
 
+@pytest.mark.quick
 @settings(max_examples=examples(40, few=6))
 @given(
     recipe=recipes(forms=("tensor",)),
