@@ -111,7 +111,7 @@ def autosplit(
         precision: reserved; anything but None is refused.
         mesh: a ``DeviceMesh`` over all processes, as "torchrun" in what is said of it: the ranks along its dimension
             "pp" are one pipeline, of which "dp" has replicas, each called with its own rows. Losses and gradients are
-            those of all rows together.
+            those of all rows together. Ranks along "tp" share the tensors of a stage.
         parallelize: what replicas share out. None: nothing, each has a copy of the model. "fsdp": parameters,
             gradients and the optimizer's state, by torch's ``fully_shard`` over "dp", or over "dp_replicate" and
             "dp_shard" (HSDP). A function ``(part, mesh) -> part``: it wraps this process's part of the model, a module

@@ -29,6 +29,7 @@ from autosplit.runtime.loss.proof import Proofs
 from autosplit.runtime.step import engine, middle
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.tree import TreeRun
+from autosplit.tensor.part import refuse_parts
 from autosplit.trace.borrowed.state import eval_mode, random_state, random_state_on_refusal
 from autosplit.trace.graph import lengths_in
 from autosplit.trace.inputs.objects import leaves_of, take_apart
@@ -71,6 +72,8 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
     """
 
     def __init__(self, model: nn.Module, options: Options, plan: Plan | None = None, own_plan: bool = False) -> None:
+        if (error := refuse_parts(model)) is not None:
+            raise error
         graph = fx.Graph()
         graph.output(graph.call_function(_refuse_unplanned))
         super().__init__(nn.Module(), graph, "PipelinedModule")

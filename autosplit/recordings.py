@@ -328,11 +328,15 @@ class Recordings:
         if self.plan is None:
             least, like = found.graph.min_rows, self.options.microbatches
             sizes = sizes_of(rows, self.options.chunks, least, like=like)
-            self.plan = make_plan(self.model, found, self.options, sizes=sizes)
+            self.plan = make_plan(self.model, self._to_plan(found), self.options, sizes=sizes)
         else:
             self._check_plan(self.plan)
             if not self.kept and self.plan.edited:
-                self.plan = recosted(self.model, found, self.options, self.plan)
+                self.plan = recosted(self.model, self._to_plan(found), self.options, self.plan)
+        return found
+
+    def _to_plan(self, found: Trace) -> Trace:
+        """Return what a device runs of a recording, which is what is planned."""
         return found
 
     def _trace(self, sample: Sample) -> Trace:

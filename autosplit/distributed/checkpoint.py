@@ -12,7 +12,8 @@
 
 Every value has one name and one owner, so that a checkpoint depends neither on the number of ranks nor on the cut, and
 ``torch.distributed.checkpoint.load`` reads it too. Where several ranks have a key, as replicas have, their values have
-to be equal, and DCP deals out who writes; shards are DTensors. It holds pickles: restore only what you trust.
+to be equal, and DCP deals out who writes; shards are DTensors, or parts of tensor parallel ranks, which are saved as
+chunks of the whole. It holds pickles: restore only what you trust.
 
 The planners, the writer and the reader are DCP's. Its ``save`` is not used: it keeps one of two values that differ
 under one key, raises a BaseException, and hangs where an error cannot be pickled.
@@ -48,6 +49,7 @@ from autosplit.distributed.optimizer_state import (
     Groups,
     OptimizedParameter,
     Optimizers,
+    check_part,
     fill_empty_groups,
     flattened,
     optimized_parameters,
@@ -59,6 +61,8 @@ from autosplit.distributed.together import Ranks, Shape, check_fits, check_share
 from autosplit.distributed.weights import read_checkpoint
 from autosplit.distributed.whole import load_weights, save_weights
 from autosplit.errors import CheckpointError, InputError, listed
+from autosplit.tensor.part import PARTS
+from autosplit.tensor.state import TensorPart, as_part
 
 __all__ = ["Saving", "latest", "load_weights", "restore", "save", "save_weights"]
 
@@ -211,10 +215,24 @@ def _state(part: nn.Module, optimizer: Optimizers, others: Mapping[str, Any], *,
         "optimizer": flattened(optimized_parameters(part, optimizer)),
         "others": pickled,
     }
-    if copied:
-        stager = DefaultStager(StagingOptions(False, False, False, False))
-        state = stager.stage(state)
-        stager.close()
+    return _copied(state) if copied else state
+
+
+def _copied(state: Any) -> Any:
+    """Copy a state to host memory."""
+    parts = [
+        (top, key, value.part)
+        for top in ("model", "optimizer")
+        for key, value in state[top].items()
+        if isinstance(value, TensorPart)
+    ]
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    for top, key, _ in parts:
+        state[top][key] = state[top][key].as_subclass(torch.Tensor)
+    state = stager.stage(state)
+    stager.close()
+    for top, key, part in parts:
+        state[top][key] = as_part(state[top][key], part)
     return state
 
 
@@ -287,7 +305,7 @@ class _Restoring:
             raise InputError(f"on the meta device there is no memory to restore into: {listed(meta)}; materialise it")
         planner = DefaultLoadPlanner()
         planner.set_up_planner(self._model)
-        shapes = {key: tuple(v.shape) if isinstance(v, torch.Tensor) else None for key, v in planner.state_dict.items()}
+        shapes = {k: tuple(v.size()) if isinstance(v, torch.Tensor) else None for k, v in planner.state_dict.items()}
         return _Own(shapes, None if self._optimizer is None else [row.name for row in self._rows])
 
     def prepare(self, every: Sequence[_Own]) -> Groups:
@@ -302,7 +320,7 @@ class _Restoring:
         self._check_optimized(every, [key.removeprefix("optimizer.") for key in saved])
         rest = _placeholders(saved, {row.name: row.parameter for row in self._rows})
         read_checkpoint(self._path, rest)
-        self._loads = state_dicts(self._rows, rest["optimizer"])
+        self._loads = state_dicts(self._rows, {key: _as_tensor(value) for key, value in rest["optimizer"].items()})
         for key, value in rest["others"].items():
             self.others[key] = torch.load(io.BytesIO(value), map_location="cpu", weights_only=False)
         return options_of_groups(self._loads)
@@ -344,8 +362,16 @@ def _placeholders(saved: Mapping[str, Any], parameters: Mapping[str, torch.Tenso
         if top == "others" or (top == "optimizer" and parameter is not None):
             if not isinstance(kind, TensorStorageMetadata):
                 rest[top][name] = None
+            elif parameter is not None and parameter in PARTS and kind.size.numel() > 1:
+                check_part(name, kind.size, PARTS[parameter].size)
+                own = torch.empty_like(parameter, dtype=kind.properties.dtype, requires_grad=False)
+                rest[top][name] = as_part(own, PARTS[parameter])
             elif isinstance(parameter, DTensor) and kind.size == parameter.shape:
                 rest[top][name] = torch.empty_like(parameter, dtype=kind.properties.dtype)  # sharded as the parameter
             else:
                 rest[top][name] = torch.empty(kind.size, dtype=kind.properties.dtype)
     return rest
+
+
+def _as_tensor(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if isinstance(value, TensorPart) else value

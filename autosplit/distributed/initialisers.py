@@ -19,7 +19,7 @@ import hashlib
 import inspect
 import random
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -58,9 +58,14 @@ class _Call(NamedTuple):
 
 
 def initial_values(
-    model: nn.Module, entries: list[Entry], wanted: list[Entry], seed: int, device: torch.device
+    model: nn.Module,
+    entries: list[Entry],
+    wanted: list[Entry],
+    seed: int,
+    device: torch.device,
+    kept: Callable[[str, Tensor], Tensor] | None = None,
 ) -> dict[Entry, Tensor]:
-    """Return the initial values of ``wanted`` on a device; the model is left as it was.
+    """Return the initial values of ``wanted`` on a device, or what is kept of them; the model is left as it was.
 
     Raises InputError for those that are not filled, or had been written to more often than here.
     """
@@ -83,7 +88,8 @@ def initial_values(
                 elif entry in wanted and draft.is_behind:
                     unknown.append(entry.shown)
                 elif entry in wanted:
-                    values[entry] = draft.value.detach().to(device, entry.tensor.dtype)
+                    value = draft.value.detach().to(device, entry.tensor.dtype)
+                    values[entry] = value if kept is None else kept(entry.name, value)
     if unfilled:
         raise InputError(f"no initialiser fills {listed(unfilled)} of a model on meta: {_WAY_OUT}")
     if unknown:

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
-from autosplit.distributed.mesh import Layout, layout_of
+from autosplit.distributed.mesh import Layout, columns_of
 from autosplit.distributed.watch import Watch
 from autosplit.distributed.world import World
 from autosplit.errors import DeviceError
 
-_JOINED: dict[tuple[Any, str, Layout], World] = {}
-"""The worlds of the default process group, each made once, by the kind of device and the layout."""
+_JOINED: dict[tuple[Any, str, tuple[Layout, ...]], World] = {}
+"""The worlds of the default process group, each made once, by the kind of device and the columns."""
 
 
 def meet(doing: str) -> None:
@@ -38,7 +38,7 @@ def join(mesh: Any = None) -> World:
     """
     if not dist.is_available():
         raise DeviceError("devices='torchrun' needs torch.distributed, which this torch is built without")
-    layout = None if mesh is None else layout_of(mesh)  # which its processes are initialised for
+    columns = None if mesh is None else columns_of(mesh)  # which its processes are initialised for
     if not dist.is_initialized():
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
@@ -50,16 +50,16 @@ def join(mesh: Any = None) -> World:
         attempt_number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restart may get the former one's store
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=PrefixStore(attempt_number, store), rank=rank, world_size=size)
-    default, layout = dist.group.WORLD, layout or (tuple(range(dist.get_world_size())),)
+    default, columns = dist.group.WORLD, columns or ((tuple(range(dist.get_world_size())),),)
     kind = "cuda" if torch.cuda.is_available() and (mesh is None or mesh.device_type != "cpu") else "cpu"
     if any(key[0] is not default for key in _JOINED):
         _JOINED.clear()
-    if (default, kind, layout) not in _JOINED:
-        _JOINED[default, kind, layout] = _joined(kind, layout)
-    return _JOINED[default, kind, layout]
+    if (default, kind, columns) not in _JOINED:
+        _JOINED[default, kind, columns] = _joined(kind, columns)
+    return _JOINED[default, kind, columns]
 
 
-def _joined(kind: str, layout: Layout) -> World:
+def _joined(kind: str, columns: tuple[Layout, ...]) -> World:
     number, size = dist.get_rank(), dist.get_world_size()
     known = next(iter(_JOINED.values()), None)
     watch = Watch(number, size) if known is None else known.watch
@@ -67,21 +67,28 @@ def _joined(kind: str, layout: Layout) -> World:
     device = _device(number) if kind == "cuda" else torch.device("cpu")
     all_ranks = tuple(range(size))
     payload = everyone if kind == "cpu" else dist.group.WORLD
-    world = World(0, number, (all_ranks,), device, everyone, everyone, payload, watch)
-    words = world.agree("joins", {"their meshes": f"{layout}"}, word=(os.uname().nodename, str(device), kind != "cpu"))
+    one = ((all_ranks,),)
+    world = World(0, number, one, 0, device, everyone, everyone, payload, watch)
+    words = world.agree("joins", {"their meshes": f"{columns}"}, word=(os.uname().nodename, str(device), kind != "cpu"))
     _check_devices(words, device)
+    column = next(place for place, layout in enumerate(columns) if any(number in members for members in layout))
+    layout = columns[column]
     names = [words[number][0] for number in layout[0]]
     order = list(dict.fromkeys(names))
     world = replace(world, hosts=tuple(order.index(name) for name in names))
-    if layout == (all_ranks,):
+    if columns == one:
         return world
     replica = next(place for place, members in enumerate(layout) if number in members)
-    across = _group_of(number, list(zip(*layout, strict=True)), None) if len(layout) > 1 else None
-    control = _group_of(number, layout, "gloo")
-    payload = control if kind == "cpu" else _group_of(number, layout, None)
+    pipelines = [members for own in columns for members in own]
+    held = [ranks for own in columns for ranks in zip(*own, strict=True)]
+    sharing = list(zip(*([rank for members in own for rank in members] for own in columns), strict=True))
+    across = _group_of(number, held, None) if len(layout) > 1 else None
+    tensor = _group_of(number, sharing, None) if len(columns) > 1 else None
+    control = _group_of(number, pipelines, "gloo")
+    payload = control if kind == "cpu" else _group_of(number, pipelines, None)
     rank = layout[replica].index(number)
-    own = {"replica": replica, "rank": rank, "layout": layout, "control": control, "payload": payload, "across": across}
-    return replace(world, **own)
+    world = replace(world, replica=replica, rank=rank, columns=columns, column=column)
+    return replace(world, control=control, payload=payload, across=across, tensor=tensor)
 
 
 def _group_of(number: int, rows: Iterable[Sequence[int]], backend: str | None) -> Any:

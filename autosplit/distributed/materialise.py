@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 
 import torch
@@ -42,13 +42,15 @@ def materialise(
     device: torch.device,
     seed: int = 0,
     weights: Mapping[str, Tensor] | str | PathLike[str] | None = None,
+    kept: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
     """Give the parameters and buffers ``names`` their values on ``device``; the others stay on meta.
 
     They are new objects with the attributes of the old; a tied one is one object under all its names. What ``weights``
     hold is read from there, in the model's dtype; :func:`~autosplit.distributed.weights.open_weights` tells what they
     may be. All else that is on meta is initialised as by :func:`initialise`: on the CPU, so that it does not depend on
-    the device either, and the tensors of one module at a time.
+    the device either, and the tensors of one module at a time. ``kept``, given a name and a value, returns what is kept
+    of it; then no more is held at once than what is kept, and a module's values.
 
     Raises InputError, before anything changes, for a name that the model lacks, a parameter or persistent buffer that
     ``weights`` lack, another shape, and a tensor that cannot be initialised.
@@ -67,9 +69,11 @@ def materialise(
             "weights out, then all is initialised"
         )
     with torch.inference_mode(False), torch.no_grad():
-        values = initial_values(model, entries, unread, seed, device)
-        values |= {entry: torch.empty_like(entry.tensor, device=device) for entry in keys}
-        source.read({key: values[entry] for entry, key in keys.items()})
+        values = initial_values(model, entries, unread, seed, device, kept)
+        for some in [keys] if kept is None else [{entry: key} for entry, key in keys.items()]:
+            read = {entry: torch.empty_like(entry.tensor, device=device) for entry in some}
+            source.read({key: read[entry] for entry, key in some.items()})
+            values |= read if kept is None else {entry: kept(entry.name, value) for entry, value in read.items()}
         for entry in wanted:
             entry.put(replacement(entry.tensor, values.get(entry, entry.tensor).to(device)))
 

@@ -1,4 +1,7 @@
-"""Which ranks belong together on a ``torch.distributed.DeviceMesh``: a pipeline along "pp", its replicas along "dp"."""
+"""Which ranks belong together on a ``torch.distributed.DeviceMesh``.
+
+A pipeline lies along "pp", its replicas along "dp", and along "tp" pipelines whose ranks share each stage's tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from autosplit.errors import InputError, listed
 
 _DIMENSIONS = ("dp", "dp_replicate", "dp_shard", "pp", "tp")
-"""In the order of ranks in a layout; the second and third are those of HSDP, in the place of the first."""
+"""The second and third are those of HSDP, in the place of the first."""
+_ORDER = ("tp", "dp", "dp_replicate", "dp_shard", "pp")
 
 Layout = tuple[tuple[int, ...], ...]
 """By replica and by rank of its pipeline, the rank in ``torch.distributed``."""
 
 
-def layout_of(mesh: Any) -> Layout:
-    """Return the ranks of each replica; raise InputError for a mesh that is not of all processes."""
+def columns_of(mesh: Any) -> tuple[Layout, ...]:
+    """Return the ranks of each replica, by place along "tp"; raise InputError for a mesh not of all processes."""
     if not isinstance(mesh, DeviceMesh):
         raise InputError(
             f"mesh is a {type(mesh).__name__}; give a DeviceMesh, such as torch.distributed.device_mesh."
@@ -32,16 +36,15 @@ def layout_of(mesh: Any) -> Layout:
     if "dp" in names and len(replicas_of(mesh)) > 1:
         raise InputError(f"mesh has dimensions {listed(replicas_of(mesh))}; give dp, or dp_replicate and dp_shard")
     sizes = dict.fromkeys(_DIMENSIONS, 1) | dict(zip(names, table.shape, strict=True))
-    if sizes["tp"] > 1:
-        raise InputError(f"mesh has tp={sizes['tp']}: tensors are not split yet; give their ranks to dp or pp")
     size = dist.get_world_size()
     if sorted(table.flatten().tolist()) != list(range(size)):
         raise InputError(
             f"mesh {dict(zip(names, table.shape, strict=True))} has {table.numel()} ranks, and {size} processes were "
             "started; every process has one place in it"
         )
-    ordered = table.permute([names.index(name) for name in _DIMENSIONS if name in names])
-    return tuple(map(tuple, ordered.reshape(-1, sizes["pp"]).tolist()))
+    ordered = table.permute([names.index(name) for name in _ORDER if name in names])
+    columns = ordered.reshape(sizes["tp"], -1, sizes["pp"]).tolist()
+    return tuple(tuple(map(tuple, column)) for column in columns)
 
 
 def replicas_of(mesh: DeviceMesh) -> tuple[str, ...]:

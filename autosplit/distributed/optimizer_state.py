@@ -20,6 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autosplit.errors import InputError, listed
+from autosplit.tensor.part import PARTS
+from autosplit.tensor.state import as_part
 
 _NO_OPTIONS = ("params", "param_names")
 """Entries of a parameter group that are no options of the optimizer."""
@@ -73,14 +75,33 @@ def flattened(rows: Sequence[OptimizedParameter]) -> dict[str, Any]:
     """Return state and options of optimizers by the names of their parameters; what is of none, nested."""
     packed = {row.optimizer: row.optimizer.state_dict() for row in rows}
     flat: dict[str, Any] = {}
-    for name, _, optimizer, group, number in rows:
+    for name, parameter, optimizer, group, number in rows:
         groups = packed[optimizer]["param_groups"]
         options = {**groups[group], "class": type(optimizer).__name__, "place": (group, len(groups))}
         flat |= {f"param_groups.{name}.{key}": options[key] for key in options if key not in _NO_OPTIONS}
-        flat |= {f"state.{name}.{key}": value for key, value in packed[optimizer]["state"].get(number, {}).items()}
+        state = packed[optimizer]["state"].get(number, {})
+        flat |= {f"state.{name}.{key}": _of_whole(value, parameter, f"{name}.{key}") for key, value in state.items()}
     if loose := {key: value for one in packed.values() for key, value in one["state"].items() if isinstance(key, str)}:
         flat["state"] = loose
     return flat
+
+
+def _of_whole(value: Any, parameter: torch.Tensor, name: str) -> Any:
+    """Return an entry of a parameter's state: of one that is a part, as a part."""
+    part = PARTS.get(parameter)
+    if part is None or not isinstance(value, torch.Tensor) or value.numel() == 1:
+        return value
+    check_part(name, value.shape, parameter.shape)
+    return as_part(value, part)
+
+
+def check_part(name: str, shape: torch.Size, expected: torch.Size) -> None:
+    """Raise InputError where a sharded parameter's state is no number and has another shape than the parameter."""
+    if shape != expected:
+        raise InputError(
+            f"{name!r} of the optimizer has shape {tuple(shape)}, and its parameter {tuple(expected)} is shared by "
+            "ranks: only state of the parameter's shape can be saved and restored"
+        )
 
 
 def state_dicts(rows: Sequence[OptimizedParameter], flat: Mapping[str, Any]) -> dict[Optimizer, dict[str, Any]]:

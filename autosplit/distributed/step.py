@@ -145,8 +145,9 @@ class RankStep(Step):
         makes = self.world.rank == self.last and self.rows > 0
         value, error = attempt(make) if makes else (None, None)
         number = None if value is None else (value.dtype, value.item())
-        if self.world.replicas > 1:
-            said = self.world.agree("has a loss", {}, error, number)
+        if self.world.pipelines > 1:
+            words = self.world.agree("has a loss", {}, error, number)
+            said = [words[members[self.last]] for members in self.world.layout]
         else:  # one word for all takes less than one of each
             said = [self.world.send(self.last, number, error) if makes else self.world.receive(self.last)]
         if value is not None and self.world.replicas == 1:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autosplit.errors import InputError
+from autosplit.tensor.state import TensorPart
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ def _mapping(weights: Mapping[str, Any]) -> Weights:
 def _fill(target: Tensor, value: Tensor) -> None:
     if isinstance(target, DTensor):
         value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+    elif isinstance(target, TensorPart):
+        value = target.part.of(value)
     target.copy_(value)
 
 

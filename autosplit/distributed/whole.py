@@ -26,6 +26,8 @@ from autosplit.distributed.together import Ranks, check_fits, check_shared, comp
 from autosplit.distributed.weights import Weights, common_prefix, open_weights
 from autosplit.errors import InputError, listed
 from autosplit.files import write_text
+from autosplit.tensor.part import PARTS, size_of
+from autosplit.tensor.state import TensorPart, as_part
 
 _FORMAT = {"format": "pt"}
 """The metadata that transformers asks for."""
@@ -67,7 +69,7 @@ def save_weights(path: str | PathLike[str], part: nn.Module, *, max_shard_size: 
     def own() -> dict[str, int]:
         check_shared(folder)
         tensors.update(_tensors_to_save(part))
-        return {name: tensor.nbytes for name, tensor in tensors.items()}
+        return {name: tensor.size().numel() * tensor.itemsize for name, tensor in tensors.items()}
 
     with Ranks("saves the whole model") as ranks:
         ranks.check_same("path", str(path))
@@ -120,7 +122,7 @@ def _tensors_to_save(part: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a part's state by their first names."""
     if others := [name for name, value in part.state_dict().items() if not isinstance(value, Tensor)]:
         raise InputError(f"safetensors hold tensors only, and {listed(others)} are none; use checkpoint.save")
-    return {names[0]: tensor.detach() for tensor, names in _by_tensor(part)}
+    return {names[0]: as_part(tensor.detach(), PARTS.get(tensor)) for tensor, names in _by_tensor(part)}
 
 
 def _files(sizes: Sequence[Mapping[str, int]], max_shard_size: int | str) -> dict[str, _File]:
@@ -167,6 +169,8 @@ def _whole(tensor: Tensor, *, here: bool) -> Tensor:
     """Return all of a tensor on the CPU, in memory that is no other's."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
+    elif isinstance(tensor, TensorPart):
+        tensor = tensor.part.whole(tensor)
     if not here:
         return torch.empty(0)
     value = tensor.cpu().contiguous()
@@ -213,7 +217,7 @@ class _Loading:
     def own(self) -> list[_Entry]:
         """Open the weights; return the tensors of this rank."""
         self._source = open_weights(self._weights)
-        self._entries = [_Entry(names, tuple(tensor.shape)) for tensor, names in _by_tensor(self._part)]
+        self._entries = [_Entry(names, tuple(size_of(tensor))) for tensor, names in _by_tensor(self._part)]
         return self._entries
 
     def prepare(self, every: Sequence[Sequence[_Entry]], strict: bool) -> None:

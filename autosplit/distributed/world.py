@@ -3,6 +3,8 @@
     mesh (dp 2, pp 3)    replica 0: ranks 0 1 2     a pipeline: messages, and words of one rank for the others
                          replica 1: ranks 3 4 5     all of them: what a call is, and what each one says of it
 
+With a dimension "tp" each replica has several pipelines, the columns. Their ranks of one stage share its tensors.
+
 Small Python values travel over a gloo group of our own, one collective each: a block of fixed size, and a second one
 only where a value does not fit. What one rank raises is raised on every rank, so that none waits for another.
 """
@@ -46,17 +48,19 @@ class _Said(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """The processes of one pipe: a pipeline, or several replicas of it.
+    """The processes of one pipe: a pipeline, or several replicas of it, each of one or several columns.
 
     Attributes:
         replica: the number of this process's replica.
         rank: the number of this process in its pipeline; so are ranks that methods take.
-        layout: by replica and rank, the ranks of ``torch.distributed``.
+        columns: by column, replica and rank, the ranks of ``torch.distributed``.
+        column: the number of this process's column.
         device: this rank's device.
         everyone: the gloo group of all ranks.
         control: the gloo group for what the ranks of a pipeline tell each other.
         payload: the group that carries its tensors where no pair of ranks has one of its own.
         across: the group of the ranks with the same part of the model; None where there is one replica.
+        tensor: the group of the ranks that share the tensors of a stage; None where there is one column.
         pairs: the groups of sender and receiver; NCCL keeps the order of a group's messages, and has no tags.
         watch: ends every rank when one fails.
         hosts: the number of each rank's host, ascending, in the first replica.
@@ -64,15 +68,41 @@ class World:
 
     replica: int
     rank: int
-    layout: Layout
+    columns: tuple[Layout, ...]
+    column: int
     device: torch.device
     everyone: Any
     control: Any
     payload: Any
     watch: Watch
     across: Any = None
+    tensor: Any = None
     hosts: tuple[int, ...] = ()
     pairs: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        """By replica and rank, the ranks of ``torch.distributed`` in this column."""
+        return self.columns[self.column]
+
+    @property
+    def first(self) -> int:
+        """The rank of ``torch.distributed`` that plans for all."""
+        return self.columns[0][0][0]
+
+    @property
+    def tensor_ranks(self) -> int:
+        """How many ranks share the tensors of a stage."""
+        return len(self.columns)
+
+    @property
+    def pipelines(self) -> int:
+        """How many pipelines there are: replicas times columns."""
+        return self.replicas * self.tensor_ranks
+
+    def of_replica(self, replica: int) -> tuple[int, ...]:
+        """Return the ranks of ``torch.distributed`` in all columns of a replica."""
+        return tuple(number for layout in self.columns for number in layout[replica])
 
     @property
     def size(self) -> int:
@@ -81,7 +111,7 @@ class World:
 
     @property
     def replicas(self) -> int:
-        """How many pipelines there are."""
+        """How many replicas there are."""
         return len(self.layout)
 
     @property
@@ -101,7 +131,7 @@ class World:
     def open(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Make a group for each sender and receiver, in one order on all ranks; its first use makes it ready."""
         for pair in sorted(set(pairs) - self.pairs.keys()):
-            alone = self.replicas > 1  # later a replica may record what others know
+            alone = self.pipelines > 1  # later a replica may record what others know
             group = dist.new_group(sorted(self.members[rank] for rank in pair), use_local_synchronization=alone)
             self.pairs[pair] = group
             if self.rank in pair:
@@ -148,6 +178,11 @@ class World:
         with self._waiting(what, tuple(self.holders(self.rank) - {self.number})):
             dist.all_reduce(tensor, group=self.across)
 
+    def with_others(self) -> AbstractContextManager[None]:
+        """Say that this rank waits for those with which it shares tensors."""
+        sharing = tuple(layout[self.replica][self.rank] for layout in self.columns)
+        return self._waiting("parts of tensors", tuple(n for n in sharing if n != self.number))
+
     def gather(self, doing: str, value: Any) -> list[Any]:
         """Return the value of every rank of all replicas, by its number in ``torch.distributed``.
 
@@ -170,7 +205,7 @@ class World:
         return [pickle.loads(text[_HEAD:end]) for text, end in zip(found, ends, strict=True)]
 
     def _gathered(self, text: bytes, size: int) -> list[bytes]:
-        numbers = range(self.size * self.replicas)
+        numbers = range(self.size * self.pipelines)
         blocks = [torch.empty(size, dtype=torch.uint8) for _ in numbers]
         with self._waiting("what ranks agree in", tuple(n for n in numbers if n != self.number)):
             dist.all_gather(blocks, _block(text, size), group=self.everyone)
@@ -182,9 +217,8 @@ class World:
 
     def _different_calls(self, rows: list[tuple[str, Any]]) -> BaseException | None:
         """Return an error where ranks are about to do different things; whole replicas may record meanwhile."""
-        doing = [[rows[number][0] for number in members] for members in self.layout]
-        recording = [replica for replica, calls in enumerate(doing) if set(calls) == {RECORDS}]
-        compared = [n for r, members in enumerate(self.layout) for n in members if r not in recording]
+        replicas = [self.of_replica(replica) for replica in range(self.replicas)]
+        compared = [n for own in replicas if {rows[n][0] for n in own} != {RECORDS} for n in own]
         for number in compared:
             if rows[number][0] != rows[compared[0]][0]:
                 return InputError(
@@ -214,7 +248,7 @@ class World:
 
     def _told(self, error: BaseException) -> BaseException:
         """Return an error that the ranks of this pipeline know."""
-        return as_known(error) if self.replicas == 1 else error
+        return as_known(error) if self.pipelines == 1 else error
 
     def _broadcast(self, source: int, value: Any) -> Any:
         own = _packed(value) if self.rank == source else b""
@@ -269,8 +303,8 @@ class World:
     def _differing(self, said: list[_Said], facts: Mapping[str, Any]) -> BaseException | None:
         """Return in what a rank differs from the first one of all, or of its replica, by the facts that all have."""
         found = _first_difference([(number, row.facts) for number, row in enumerate(said)])
-        for members in self.layout:
-            found = found or _first_difference([(number, said[number].own) for number in members])
+        for replica in range(self.replicas):
+            found = found or _first_difference([(number, said[number].own) for number in self.of_replica(replica)])
         if found is None:
             return None
         name, one, other = found

@@ -33,10 +33,13 @@ from autosplit.ranks.parallelize import Parallelize, check_plain
 from autosplit.ranks.prepared import PreparedRankStep
 from autosplit.ranks.recordings import RankRecordings
 from autosplit.ranks.shards import like, total_norm
+from autosplit.ranks.tensors import check_columns
 from autosplit.recorded import PreparedStep, PreparedTree, Recent
 from autosplit.runtime.loss.outputs import Outputs
 from autosplit.runtime.step import engine, train_cells
 from autosplit.runtime.tape import Tape
+from autosplit.tensor.part import PARTS, refuse_parts
+from autosplit.tensor.state import as_part, here
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.objects import mapped, tensors_in
@@ -66,12 +69,12 @@ class RankPipe(PipelinedModule):
         """``parallelize`` wraps this rank's part of the model; None: it stays as it is."""
         ways = {"feed": feed, "outputs": outputs, "parallelize": parallelize.name if parallelize else ""}
         _, error = attempt(lambda: check_plain(model))
+        error = error or refuse_parts(model) or check_columns(options, world.tensor_ranks, **ways)
         world.agree("makes a pipe", {} if error else pipe_facts(model, options, plan, **ways), error)
         super().__init__(model, options, plan, own_plan)
         self._core.recordings = RankRecordings(model, options, plan, world, own=own_plan, weights=weights)
         self._core.recordings.parallelize = parallelize
-        self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _texts=Recent())
-        self.__dict__.update(_losses=LossNumbers())
+        self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _texts=Recent(), _losses=LossNumbers())
 
     refused: ClassVar[Mapping[str, str]] = {
         **PipelinedModule.refused,
@@ -117,18 +120,23 @@ class RankPipe(PipelinedModule):
         found = self._core.model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         for name in [n for n in found if n not in before and not self._is_own(n.removeprefix(prefix))]:
             del found[name]
+        parts = {} if keep_vars else {prefix + name: PARTS.get(own) for name, own in named_state(self._core.model)}
+        found.update((name, as_part(value, parts.get(name))) for name, value in found.items() if name not in before)
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's part of a state, which may be the whole model's."""
         model = self._core.model
-        state = model.state_dict()
-        own = {name: like(value, state.get(name)) for name, value in state_dict.items() if self._is_own(name)}
+        state, parts = model.state_dict(), {name: PARTS.get(tensor) for name, tensor in named_state(model)}
+        given = {name: here(value, parts.get(name)) for name, value in state_dict.items()}
+        own = {name: like(value, state.get(name)) for name, value in given.items() if self._is_own(name)}
         missing = [name for name in self.state_dict() if name not in own]
         unexpected = [name for name in own if name not in state]
         if strict and (missing or unexpected):
             raise RuntimeError(f"missing keys of rank {self._world.number}: {missing}; unexpected keys: {unexpected}")
-        return model.load_state_dict(own, strict=False, assign=assign)
+        loaded = model.load_state_dict(own, strict=False, assign=assign)
+        PARTS.update((tensor, parts[name]) for name, tensor in named_state(model) if parts[name] is not None)
+        return loaded
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -181,7 +189,7 @@ class RankPipe(PipelinedModule):
             self._recordings.wrap()
             return step
 
-        with random_state():
+        with self._recordings.preparing(), random_state():
             step, error = attempt(prepared)
             self._recordings.sample = None
             if error is not None and known_to_all(error):

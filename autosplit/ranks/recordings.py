@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,14 +22,16 @@ from autosplit.lower.split import Lowered, named_state, names_of, owners
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
 from autosplit.ranks.parallelize import Parallelize, Part
+from autosplit.ranks.tensors import TensorParallel
 from autosplit.recorded import PreparedStep, Recorded
 from autosplit.recordings import Recordings
 from autosplit.runtime.optimizers import move
 from autosplit.runtime.tree import TreeRun
+from autosplit.tensor.part import PARTS
 from autosplit.trace.borrowed.blank import has_meta, without_values
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.inputs.objects import take_apart, tensors_in
-from autosplit.trace.inputs.signature import Key
+from autosplit.trace.inputs.signature import Key, Shapes
 from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.recording.run import PythonRun
 from autosplit.trace.rows.findings import Findings
@@ -58,6 +61,7 @@ class RankRecordings(Recordings):
         for _, tensor in named_state(model):
             _TRAINED.pop(tensor, None)  # all ranks have the same values
         self.world = world
+        self.tensors = TensorParallel(world, plain_numbers=options.rng == "plain") if world.tensor_ranks > 1 else None
         self.owner: dict[str, int] = {}
         self.sample: Sample | None = None
         self.parallelize: Parallelize | None = None
@@ -73,6 +77,17 @@ class RankRecordings(Recordings):
         assert self.plan is not None
         return tuple(stage.lane for stage in self.plan.stages)
 
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Prepare the first call: a model for which that fails is as it was."""
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            if self.tensors is not None:
+                self.tensors.end(failed=failed)
+
     def reads_no_values(self, args: Any, kwargs: Any) -> bool:
         """Tell whether a kind of call is known, and its recording does not hang on the batch's values."""
         known = self.kept.get(self.python.key_of(*take_apart((args, kwargs))), ())
@@ -83,8 +98,12 @@ class RankRecordings(Recordings):
         if (known := self._of_no_rows(key)) is not None:
             return known, None
         new = key not in self.kept
-        with without_values(self.model) if new and self._has_part else contextlib.nullcontext():
+        with self._without_values() if new and self._has_part else contextlib.nullcontext():
             return super().find(key, sample)
+
+    def _without_values(self) -> contextlib.AbstractContextManager[None]:
+        """Have the model's tensors on meta, and whole."""
+        return without_values(self.model, {id(tensor): part.size for tensor, part in PARTS.items()})
 
     def _of_no_rows(self, key: Key) -> Recorded | None:
         """Return a recording for a replica that has no rows where others have: nothing of it runs here."""
@@ -97,7 +116,7 @@ class RankRecordings(Recordings):
     @property
     def _has_part(self) -> bool:
         """Whether the model has values here in part."""
-        return self.part is not None or (bool(self.owner) and self._on_meta)
+        return self.part is not None or (bool(self.owner) and (self._on_meta or self.tensors is not None))
 
     def wrap(self) -> None:
         """Have this rank's part of the model wrapped, once it is known."""
@@ -132,6 +151,20 @@ class RankRecordings(Recordings):
                     "which may draw anew in the backward; use rng='counter', or parallelize='fsdp'"
                 )
 
+    def _to_plan(self, found: Trace) -> Trace:
+        if self.tensors is None:
+            return found
+        return replace(found, graph=self.tensors.alone(found.graph, batch_rows(found.inputs)))
+
+    def _cut(self, found: Trace, plan: Plan, key: Key, shapes: Shapes | None = None) -> Recorded:
+        if self.tensors is not None:
+            if found.gathered.recording.recording.changed:
+                raise TraceError(
+                    "calls change Python state of the model, whose Python tp cannot run on parts; leave it out"
+                )
+            found = replace(found, graph=self.tensors.recording(found.graph, batch_rows(found.inputs)))
+        return super()._cut(found, plan, key, shapes)
+
     def _planned(self, key: Key, sample: Sample) -> Trace:
         world, found = self.world, None
         own: dict[str, Any] = {"the call": call_text(self.model, sample.args, sample.kwargs)}
@@ -143,7 +176,7 @@ class RankRecordings(Recordings):
             return super(RankRecordings, self)._planned(key, sample)
 
         if not self.kept:  # all replicas record: the first one plans
-            first, plan, error = world.layout[0][0], None, None
+            first, plan, error = world.first, None, None
             if world.number == first:
                 found, error = attempt(planned)
                 plan = None if self.plan is None else self.plan.to_json()
@@ -175,6 +208,10 @@ class RankRecordings(Recordings):
                 findings=self._findings,
                 blocks=() if self.parallelize is None else self.parallelize.blocks_of(self.model),
             )
+
+    def notes(self) -> str:
+        """Return what the report says of stages that were to be compiled, and of tensors that stay whole."""
+        return super().notes() + ("" if self.tensors is None else self.tensors.notes())
 
     @property
     def why(self) -> str:
@@ -211,14 +248,20 @@ class RankRecordings(Recordings):
         stages = [stage for stage, rank in enumerate(ranks) if rank == self.world.rank]
         names = names_of(model, lowered, stages)
         new = [name for name in names if name not in self._placed]
-        if self._on_meta and self._placed and new:
+        if self._has_part and self._placed and new:
             raise TraceError(
                 f"{new[0]!r} has no values on rank {self.world.number}, which uses it in this kind of call and in no "
                 "earlier one; plan on a sample of a call that uses all parameters and buffers"
             )
+        sizes = {name: tensor.size() for name, tensor in named_state(model)}
         if self._on_meta and new:
-            materialise(model, new, device=self.world.device, seed=torch.initial_seed(), weights=self._weights)
+            kept = None if self.tensors is None else self.tensors.kept
+            materialise(
+                model, new, device=self.world.device, seed=torch.initial_seed(), weights=self._weights, kept=kept
+            )
         named = dict(named_state(model))
+        if self.tensors is not None:
+            self.tensors.cut({name: named[name] for name in new}, sizes)
         move((named[name], self.world.device) for name in new)
         self._placed.update(new)
 
@@ -228,13 +271,14 @@ class RankRecordings(Recordings):
             return
         named = self.model.named_parameters(remove_duplicate=False)
         changed = {name for name, parameter in named if parameter.requires_grad and name in self.owner}
+        changed.update(name for name, parameter in self.model.named_parameters() if parameter in PARTS)
         changed.update(*(one.traced.written for variants in self.kept.values() for one in variants))
         read = [str(node.target) for node in guard.graph.nodes if node.op == "get_attr" and node.target in changed]
         if read:
             raise TraceError(
                 f"forward reads the value of {read[0]!r} in Python, and rank {self.owner_of(read[0])} alone has it as "
-                "it is after a step; compute with it as a tensor (torch.where in place of if), freeze it on every rank "
-                "(requires_grad_(False)), or run in one process"
+                "it is after a step, or has a part; compute with it as a tensor (torch.where in place of if), freeze "
+                "it on every rank (requires_grad_(False)), or run in one process"
             )
 
     @property
@@ -265,6 +309,9 @@ class RankRecordings(Recordings):
         global _trained_last
         _trained_last = None
         for name, tensor in {id(tensor): (name, tensor) for name, tensor in named_state(self.model)}.values():
+            if (part := PARTS.pop(tensor, None)) is not None:
+                tensor.data, gradient = part.whole(tensor), tensor.grad
+                tensor.grad = None if gradient is None else part.whole(gradient)
             value = tensor.detach().to(self.world.device, copy=True, memory_format=torch.contiguous_format)
             self.world.broadcast(flattened(value), self.owner_of(name))
             if self.owner_of(name) != self.world.rank:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autosplit.distributed.world import World
+from autosplit.tensor.part import PARTS
 
 
 def total_norm(world: World, names: Iterable[str], own: Mapping[str, nn.Parameter], norm_type: float) -> Tensor:
@@ -19,7 +20,7 @@ def total_norm(world: World, names: Iterable[str], own: Mapping[str, nn.Paramete
     Norms of single gradients are reduced in the order of ``names``, so the total has the bits of one process. That of
     one in shards is the norm of the shards' norms.
     """
-    norms = {name: _norm(p.grad, norm_type) for name, p in own.items() if p.grad is not None}
+    norms = {name: _norm(p, p.grad, norm_type) for name, p in own.items() if p.grad is not None}
     every: dict[str, dict[Any, Tensor]] = defaultdict(dict)
     for found in world.gather("clips gradients", norms):
         for name, (place, norm) in found.items():
@@ -31,9 +32,9 @@ def total_norm(world: World, names: Iterable[str], own: Mapping[str, nn.Paramete
     return torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.tensor(0.0)
 
 
-def _norm(gradient: Tensor, norm_type: float) -> tuple[Any, Tensor]:
+def _norm(parameter: Tensor, gradient: Tensor, norm_type: float) -> tuple[Any, Tensor]:
     """Return the norm of what a rank has of a gradient, and which shard that is."""
-    place = None
+    place: Any = PARTS[parameter].sharing.rank if parameter in PARTS else None
     if isinstance(gradient, DTensor):
         coordinates = zip(gradient.device_mesh.get_coordinate() or (), gradient.placements, strict=True)
         place = tuple(number for number, placement in coordinates if placement.is_shard())

@@ -53,12 +53,14 @@ class TapeNode:
         draws: what it draws; None: it draws by itself, when its turn comes, as what it draws hangs on values.
         micro: whether it runs for each microbatch.
         again: whether it runs again in the backward.
+        part: a dimension of what it draws, and the elements along it that this process takes; None: all.
     """
 
     name: str
     draws: tuple[Draw, ...] | None
     micro: bool
     again: bool
+    part: tuple[int, tuple[range, ...]] | None = None
 
 
 def tape_nodes(infos: Iterable[TracedNode], *, again: Collection[str] = ()) -> tuple[TapeNode, ...]:
@@ -69,6 +71,7 @@ def tape_nodes(infos: Iterable[TracedNode], *, again: Collection[str] = ()) -> t
             info.draws if is_drawn_beforehand(info) else None,
             micro=info.node_class is NodeClass.MICRO,
             again=info.name in again,
+            part=info.part,
         )
         for info in with_plain_numbers(infos)
     )
@@ -182,6 +185,10 @@ class Tape:
                 generator.set_state(outside)
         if self.here is not None and node.name not in self.here:
             del self._drawn[node.name]
+        elif node.part is not None:
+            dim, runs = node.part
+            places = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+            self._drawn[node.name] = [numbers.index_select(dim, places) for numbers in self._drawn[node.name]]
         self._next += 1
 
     @torch.no_grad()

@@ -2,58 +2,59 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import fx, nn
 
 from autosplit.tensor.axes import Shard
-from autosplit.tensor.collectives import Move, Placement, local_part
+from autosplit.tensor.collectives import Move, Placement, Sharing, local_part
 from autosplit.tensor.facts import Operand, operand_of
 from autosplit.tensor.local import Stateless, embedding_rows, is_table, local_arguments, run_module
 from autosplit.tensor.plan import NodePlan, Placements, TensorPlan
 from autosplit.tensor.ways import REPLICATED
-from autosplit.trace.graph import INFO, TracedGraph
+from autosplit.trace.graph import INFO, NodeClass, Size, TensorInfo, TracedGraph, TracedNode
 from autosplit.trace.rows.kinds import function_of
+
+MOVES = "tensor_parallel"
+"""The attribute of a recording's root that holds the moves."""
 
 
 def rank_graph(
     traced: TracedGraph, plan: TensorPlan, *, group: dist.ProcessGroup | None = None, rank: int | None = None
 ) -> fx.GraphModule:
     """Return the module that runs a recording on one rank of a group; it has the model's own names for its parts."""
-    return _Builder(traced, plan, group, dist.get_rank(group) if rank is None else rank).built()
+    rank = dist.get_rank(group) if rank is None else rank
+    return _Alone(rank_recording(traced, plan, Sharing(rank, plan.ranks, group)), plan, rank).module()
 
 
-class _Builder:
-    def __init__(self, traced: TracedGraph, plan: TensorPlan, group: Any, rank: int) -> None:
-        self.traced, self.plan, self.group, self.rank = traced, plan, group, rank
-        self.root: dict[str, Any] = {}
-        self.graph = fx.Graph()
-        self._at: dict[tuple[Operand, Placements], fx.Node] = {}
+def rank_recording(traced: TracedGraph, plan: TensorPlan, sharing: Sharing) -> TracedGraph:
+    """Return the recording of what one of several ranks runs, for parameters that hold its parts.
+
+    Nodes keep their names; moves are nodes of their own.
+    """
+    return _Builder(traced, plan, sharing).built()
+
+
+class _Alone:
+    """A rank's recording as a module, with parts of a model that is whole."""
+
+    def __init__(self, own: TracedGraph, plan: TensorPlan, rank: int) -> None:
+        self.own, self.plan, self.rank = own, plan, rank
         self._parts: dict[int, nn.Parameter] = {}
-        self._shapes: dict[Operand, list[torch.Size]] = {}
 
-    def built(self) -> fx.GraphModule:
-        """Copy the nodes one by one."""
-        for node in self.traced.graph.nodes:
-            if node.op == "output":
-                self.graph.output(fx.node.map_arg(node.args[0], self._whole))
-            elif node.op == "get_attr":
-                self._enter(node, self._attribute(str(node.target)))
-            elif node.name in self.plan.nodes:
-                self._enter(node, self._run(node, self.plan.nodes[node.name]))
-            else:
-                self._enter(node, self._copied(node))
-        module = fx.GraphModule(self.root, self.graph, class_name="RankGraph")
-        self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
-        module.recompile()
-        self._name(module)
-        return module
-
-    def _name(self, module: fx.GraphModule) -> None:
-        """Give the module the names of parameters that its graph does not read."""
-        for name, parameter in self.traced.root.named_parameters(remove_duplicate=False):
+    def module(self) -> fx.GraphModule:
+        """Return it; it has the names of parameters that its graph does not read, too."""
+        root: dict[str, Any] = {}
+        for node in self.own.graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                path, _, name = str(node.target).rpartition(".")
+                value: Any = getattr(self.own.root.get_submodule(path) if path else self.own.root, name)
+                root[str(node.target)] = self._part(node.target, value) if isinstance(value, nn.Parameter) else value
+        module = fx.GraphModule(root, self.own.graph, class_name="RankGraph")
+        for name, parameter in self.own.root.named_parameters(remove_duplicate=False):
             path, _, last = name.rpartition(".")
             holder: nn.Module = module
             for part in path.split(".") if path else ():
@@ -61,11 +62,62 @@ class _Builder:
                     holder.add_module(part, nn.Module())
                 holder = holder.get_submodule(part)
             if last not in holder._parameters:
-                holder.register_parameter(last, self._part(parameter, self.plan.parameters[name]))
+                holder.register_parameter(last, self._part(name, parameter))
+        return module
 
-    def _enter(self, node: fx.Node, made: fx.Node) -> None:
-        made.meta = dict(node.meta)
-        self._at[operand_of(node), self._placed(operand_of(node))] = made
+    def _part(self, name: Any, parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) not in self._parts:
+            placement = self.plan.parameters.get(name, REPLICATED)
+            part = local_part(parameter.detach(), placement, self.rank, self.plan.ranks)
+            whole = placement is REPLICATED
+            self._parts[id(parameter)] = parameter if whole else nn.Parameter(part, parameter.requires_grad)
+        return self._parts[id(parameter)]
+
+
+class _Builder:
+    def __init__(self, traced: TracedGraph, plan: TensorPlan, sharing: Sharing) -> None:
+        self.traced, self.plan, self.sharing, self.rank = traced, plan, sharing, sharing.rank
+        self.root = nn.Module()
+        self.root.__dict__.update(traced.root.__dict__)
+        self.graph = fx.Graph()
+        self._at: dict[tuple[Operand, Placements], fx.Node] = {}
+        self._nodes = {node.name: node for node in traced.graph.nodes}
+
+    def built(self) -> TracedGraph:
+        """Copy the nodes one by one."""
+        for node in self.traced.graph.nodes:
+            if node.op == "output":
+                self.graph.output(fx.node.map_arg(node.args[0], self._whole))
+            elif node.op != "get_attr" or not self._is_parameter(node):
+                planned = self.plan.nodes.get(node.name)
+                made = self._copied(node) if planned is None else self._run(node, planned)
+                made.meta = dict(node.meta)
+                self._at[operand_of(node), self._placed(operand_of(node))] = made
+                if planned is not None and INFO in made.meta:
+                    made.meta[INFO] = self._info(node, planned)
+        self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
+        reads = Counter(str(node.target) for node in self.graph.nodes if node.op == "get_attr")
+        trained = dict(self.traced.root.named_parameters(remove_duplicate=False))
+        tied = [name for name, count in reads.items() if count > 1 and (name in trained or name in self.traced.tied)]
+        return replace(self.traced, graph=self.graph, root=self.root, tied=tuple(tied))
+
+    def _info(self, node: fx.Node, plan: NodePlan) -> TracedNode:
+        """Return what is known of a node, with the sizes that its results have here."""
+        info: TracedNode = node.meta[INFO]
+        shards = [shard for shard in plan.gives if isinstance(shard, Shard)]
+        if not shards:
+            return info
+        ranks = self.plan.ranks
+        tensors = [_local(tensor, shard, ranks) for tensor, shard in zip(info.tensors, plan.gives, strict=True)]
+        part = (shards[0].dim, tuple(shards[0].indices(self.rank, ranks))) if info.random else None
+        return replace(info, tensors=tuple(tensors), part=part)
+
+    def _is_parameter(self, node: fx.Node) -> bool:
+        return isinstance(self._state(str(node.target)), nn.Parameter)
+
+    def _state(self, target: str) -> Any:
+        path, _, name = target.rpartition(".")
+        return getattr(self.traced.root.get_submodule(path) if path else self.traced.root, name)
 
     def _placed(self, key: Operand) -> Placements:
         """Return how a value lies where it is made."""
@@ -74,52 +126,51 @@ class _Builder:
         return (self.plan.parameters.get(key.removeprefix("."), REPLICATED),) if key.startswith(".") else (REPLICATED,)
 
     # -- values --------------------------------------------------------------------------------------------------------
-    def _attribute(self, target: str) -> fx.Node:
-        path, _, name = target.rpartition(".")
-        value: Any = getattr(self.traced.root.get_submodule(path) if path else self.traced.root, name)
-        if isinstance(value, nn.Parameter):
-            value = self._part(value, self.plan.parameters.get(target, REPLICATED))
-        self.root[target] = value
-        return self.graph.get_attr(target)
-
-    def _part(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
-        if id(parameter) not in self._parts:
-            part = local_part(parameter.detach(), placement, self.rank, self.plan.ranks)
-            part = parameter if part is parameter else nn.Parameter(part, requires_grad=parameter.requires_grad)
-            self._parts[id(parameter)] = part
-        return self._parts[id(parameter)]
-
     def _whole(self, node: fx.Node) -> fx.Node:
         return self._value(operand_of(node), (REPLICATED,) * max(len(self._placed(operand_of(node))), 1))
 
     def _value(self, key: Operand, want: Placements) -> fx.Node:
         """Return a value as it is wanted, moved where it lies otherwise."""
         own = self._placed(key)
+        moves = own != want and not want == (REPLICATED,) * len(want) == own
+        if not moves and key.startswith(".") and isinstance(self._state(key[1:]), nn.Parameter):
+            # each use is one of its own, as in the recording
+            return self.graph.create_node("get_attr", key[1:], name=f"{MOVES}_parameter")
+        if not moves:
+            return self._at[key, own]
         if (key, want) not in self._at:
-            if own == want or want == (REPLICATED,) * len(want) == own:
-                return self._at[key, own]
-            (source,), (target,) = own, want
-            shape = self._shape(key)
-            shard = source if isinstance(source, Shard) else target
-            width = shape[shard.dim] if isinstance(shard, Shard) else 0
-            name = f"move_{len(self.root)}"
-            self.root[name] = Move(source, target, self.group, width=width)
-            moved = self.graph.call_module(name, (self._at[key, own],))
-            self._at[key, want] = moved
+            self._at[key, want] = self._moved(key, own, want)
         return self._at[key, want]
 
-    def _shape(self, key: Operand) -> list[int]:
-        if key.startswith("."):
-            path, _, name = key[1:].rpartition(".")
-            return [*getattr(self.traced.root.get_submodule(path), name).shape]
-        node = next(node for node in self.traced.graph.nodes if node.name == key)
-        return [*node.meta[INFO].tensors[0].shape_at(self.plan.rows)]
+    def _moved(self, key: Operand, own: Placements, want: Placements) -> fx.Node:
+        (source,), (target,) = own, want
+        info = self._info_of(key)
+        shard = source if isinstance(source, Shard) else target
+        (tensor,) = info.tensors
+        width = tensor.shape[shard.dim].at(self.plan.rows) if isinstance(shard, Shard) else 0
+        moves = self.root.__dict__.setdefault(MOVES, nn.Module())
+        number = len(moves._modules)
+        moves.add_module(str(number), Move(source, target, self.sharing, width=width))
+        value = self._value(key, own)
+        made = self.graph.create_node("call_module", f"{MOVES}.{number}", (value,), name=f"{MOVES}_{number}")
+        if isinstance(target, Shard):
+            tensor = _local(tensor, target, self.plan.ranks)
+        made.meta[INFO] = replace(info, name=f"{target} of {info.name}", tensors=(tensor,))
+        return made
+
+    def _info_of(self, key: Operand) -> TracedNode:
+        """Return what is known of a value, as of a node that only moves it."""
+        if key in self._nodes and INFO in self._nodes[key].meta:
+            info: TracedNode = self._nodes[key].meta[INFO]
+            return TracedNode(info.name, info.module, info.node_class, info.tensors, source=info.source)
+        value = self._state(key[1:])
+        tensor = TensorInfo(tuple(Size(0, size) for size in value.shape), value.dtype)
+        return TracedNode(key[1:], "", NodeClass.SHARED, (tensor,), reads=(key[1:],))
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
     def _copied(self, node: fx.Node) -> fx.Node:
-        if node.op == "call_module":
-            self.root[str(node.target)] = self.traced.root.get_submodule(str(node.target))
-        return self.graph.node_copy(node, self._whole)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._whole)
+        return self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
 
     def _run(self, node: fx.Node, plan: NodePlan) -> fx.Node:
         def value(operand: fx.Node) -> fx.Node:
@@ -129,7 +180,7 @@ class _Builder:
         first = next(iter(node.all_input_nodes), None)
         source = self._first_shard(plan, operand_of(first)) if first is not None else None
         result = next((p for p in plan.gives if isinstance(p, Shard)), None)
-        ndim = len(self._shape(operand_of(first))) if first is not None and source is not None else 0
+        ndim = len(self._info_of(operand_of(first)).tensors[0].shape) if first is not None and source is not None else 0
         args, kwargs = local_arguments(
             node, self.traced.root, ndim=ndim, source=source, result=result, ranks=self.plan.ranks
         )
@@ -138,7 +189,7 @@ class _Builder:
         args, kwargs = fx.node.map_arg((args, kwargs), value)
         if node.op == "call_module":
             return self._module(node, plan, args, kwargs)
-        return self.graph.create_node(node.op, node.target, args, kwargs)
+        return self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
 
     @staticmethod
     def _first_shard(plan: NodePlan, key: Operand) -> Shard | None:
@@ -151,16 +202,12 @@ class _Builder:
         names = [name for name, _ in module.named_parameters()]
         moved = {name: (f".{target}.{name}", plan.wants[f".{target}.{name}"]) for name in names}
         if all(self._placed(key) == want == (REPLICATED,) for key, want in moved.values()):
-            self.root[target] = module
-            return self.graph.call_module(target, args, kwargs)
-        state = {}
-        for name, (key, want) in moved.items():
-            if (key, self._placed(key)) not in self._at:
-                self._at[key, self._placed(key)] = self._attribute(f"{target}.{name}")
-            state[name] = self._value(key, want)
-        held = f"module_{len(self.root)}"
-        self.root[held] = Stateless(module)
-        return self.graph.call_function(run_module, (self.graph.get_attr(held), state, *args), kwargs)
+            return self.graph.create_node("call_module", target, args, kwargs, name=node.name)
+        state = {name: self._value(key, want) for name, (key, want) in moved.items()}
+        held = f"{MOVES}_{node.name}"
+        self.root.__dict__[held] = Stateless(module)
+        given = (self.graph.get_attr(held), state, *args)
+        return self.graph.create_node("call_function", run_module, given, kwargs, name=node.name)
 
     # -- tables --------------------------------------------------------------------------------------------------------
     def _table_key(self, node: fx.Node) -> Operand:
@@ -172,12 +219,20 @@ class _Builder:
 
     def _table(self, node: fx.Node, plan: NodePlan, args: Any, kwargs: Any, value: Any) -> fx.Node:
         key = self._table_key(node)
-        if node.op == "call_module" and (key, self._placed(key)) not in self._at:
-            self._at[key, self._placed(key)] = self._attribute(key[1:])
         table = self._value(key, plan.wants[key])
         (shard,) = plan.wants[key]
         assert isinstance(shard, Shard)
         function = function_of(node, self.traced.root)
         padding = function.padding_idx if isinstance(function, nn.Embedding) else kwargs.get("padding_idx")
         first = shard.indices(self.rank, self.plan.ranks)[0].start
-        return self.graph.call_function(embedding_rows, (value(args[0]), table, first, padding))
+        given = (value(args[0]), table, first, padding)
+        return self.graph.create_node("call_function", embedding_rows, given, name=node.name)
+
+
+def _local(tensor: TensorInfo, placement: Placement, ranks: int) -> TensorInfo:
+    """Return what is known of a rank's part of a tensor."""
+    if not isinstance(placement, Shard):
+        return tensor
+    size = tensor.shape[placement.dim]
+    own = Size(0, size.constant // ranks)
+    return replace(tensor, shape=(*tensor.shape[: placement.dim], own, *tensor.shape[placement.dim + 1 :]))

@@ -15,6 +15,7 @@ from autosplit.tensor.follow import Follower, KernelsAsOne
 from autosplit.tensor.local import is_table, local_arguments, local_shape
 from autosplit.tensor.rules import rules
 from autosplit.tensor.ways import Way
+from autosplit.trace.graph import INFO, ROWS, evaluate
 
 
 def runs(facts: Facts, root: nn.Module, node: NodeFacts, way: Way, ranks: int) -> bool:
@@ -30,6 +31,22 @@ def runs(facts: Facts, root: nn.Module, node: NodeFacts, way: Way, ranks: int) -
         ]
     except Exception:  # whatever an operation raises for sizes that do not fit: it does not run so
         return False
+
+
+def draws_in_parts(facts: Facts, node: NodeFacts, axis: Axis) -> bool:
+    """Tell whether a node's numbers, drawn for the whole batch, have parts as its results have them.
+
+    So it is where they have the dimensions of its result, up to the one that is sharded.
+    """
+    info = node.node.meta[INFO]
+    shards = [_shard(facts, key, axis) for key in node.results]
+    shard = shards[0]
+    if len(shards) != 1 or shard is None:
+        return False
+    sizes = {**facts.lengths, ROWS: facts.rows}
+    until = shard.dim + 1
+    whole = [*facts.tensors[node.results[0]].shape[:until]]
+    return all([evaluate(size, sizes) for size in draw.out.shape[:until]] == whole for draw in info.draws or ())
 
 
 def _shard(facts: Facts, key: int, axis: Axis) -> Shard | None:

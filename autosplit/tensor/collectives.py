@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +18,56 @@ Placement = Whole | Shard
 """How a tensor lies on the ranks."""
 
 
-class Move(nn.Module):
-    """Moves a tensor from one placement to another among the ranks of a group."""
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks that share tensors.
 
-    def __init__(self, source: Placement, target: Placement, group: dist.ProcessGroup | None, *, width: int) -> None:
+    Attributes:
+        rank: this one.
+        ranks: how many they are.
+        group: their process group; None: the default one.
+        waiting: entered around each collective.
+        alone: nothing is sent, and values are of the right sizes only: for what a rank computes by itself.
+    """
+
+    rank: int
+    ranks: int
+    group: dist.ProcessGroup | None = None
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    alone: bool = False
+
+    def added(self, value: Tensor) -> Tensor:
+        """Return the sum of all ranks' values."""
+        total = value.contiguous().clone()
+        if not self.alone:
+            with self.waiting():
+                dist.all_reduce(total, group=self.group)
+        return total
+
+    def gathered(self, value: Tensor) -> list[Tensor]:
+        """Return the values of all ranks."""
+        parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+        if not self.alone:
+            with self.waiting():
+                dist.all_gather(parts, value.contiguous(), group=self.group)
+        return parts
+
+    def scattered(self, parts: list[Tensor]) -> Tensor:
+        """Return the sum of what all ranks have for this one."""
+        total = torch.empty_like(parts[0])
+        if not self.alone:
+            with self.waiting():
+                dist.reduce_scatter(total, parts, group=self.group)
+        return total
+
+
+class Move(nn.Module):
+    """Moves a tensor from one placement to another among the ranks that share it."""
+
+    def __init__(self, source: Placement, target: Placement, sharing: Sharing, *, width: int) -> None:
+        """``width``: the size of the dimension that is sharded."""
         super().__init__()
-        self.source, self.target, self.group, self.width = source, target, group, width
+        self.source, self.target, self.sharing, self.width = source, target, sharing, width
 
     def forward(self, value: Tensor) -> Tensor:
         """Move a tensor, and in the backward its gradient the other way round."""
@@ -32,37 +79,24 @@ class Move(nn.Module):
 
     def moved(self, value: Tensor, source: Placement, target: Placement) -> Tensor:
         """Move values: sums over ranks and parts of them put together, then what the target has of that."""
-        rank = dist.get_rank(self.group)
-        ranks = dist.get_world_size(self.group)
+        sharing = self.sharing
+        rank, ranks = sharing.rank, sharing.ranks
         if source == target or (source in _SAME and target in _SAME):
             return value
         if isinstance(source, Shard) and target is PARTIAL:
             whole = value.new_zeros([*value.shape[: source.dim], self.width, *value.shape[source.dim + 1 :]])
             return whole.index_copy(source.dim, _indices(source, rank, ranks, value.device), value)
         if source is PARTIAL and isinstance(target, Shard):
-            parts = [value.index_select(target.dim, _indices(target, n, ranks, value.device)) for n in range(ranks)]
-            result = torch.empty_like(parts[0])
-            dist.reduce_scatter(result, parts, group=self.group)
-            return result
+            return sharing.scattered([local_part(value, target, n, ranks) for n in range(ranks)])
         if isinstance(source, Shard):
-            value = self._gathered(value, source)
+            value = put_together(sharing.gathered(value), source)
         elif source is PARTIAL:
-            value = value.contiguous().clone()
-            dist.all_reduce(value, group=self.group)
+            value = sharing.added(value)
         if isinstance(target, Shard):
-            return value.index_select(target.dim, _indices(target, rank, ranks, value.device))
+            return local_part(value, target, rank, ranks)
         if target is PARTIAL:
             return value if rank == 0 else torch.zeros_like(value)
         return value
-
-    def _gathered(self, value: Tensor, source: Shard) -> Tensor:
-        ranks = dist.get_world_size(self.group)
-        parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(ranks)]
-        dist.all_gather(parts, value.contiguous(), group=self.group)
-        if source.plain:
-            return torch.cat(parts, source.dim)
-        order = torch.cat([_indices(source, rank, ranks, value.device) for rank in range(ranks)])
-        return torch.cat(parts, source.dim).index_select(source.dim, order.argsort())
 
 
 _SAME = (REPLICATED, COPIED)
@@ -70,6 +104,15 @@ _SAME = (REPLICATED, COPIED)
 
 def _indices(shard: Shard, rank: int, ranks: int, device: torch.device) -> Tensor:
     return torch.cat([torch.arange(run.start, run.stop, device=device) for run in shard.indices(rank, ranks)])
+
+
+def put_together(parts: Sequence[Tensor], shard: Shard) -> Tensor:
+    """Return the whole of all ranks' parts."""
+    whole = torch.cat([*parts], shard.dim)
+    if shard.plain:
+        return whole
+    order = torch.cat([_indices(shard, rank, len(parts), whole.device) for rank in range(len(parts))])
+    return whole.index_select(shard.dim, order.argsort())
 
 
 def local_part(tensor: Tensor, placement: Placement, rank: int, ranks: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,7 @@ class Facts:
     """A graph's nodes, its values' axes and bytes."""
 
     rows: int
+    lengths: Mapping[str, int] = field(default_factory=dict)
     nodes: dict[str, NodeFacts] = field(default_factory=dict)
     dims: dict[int, list[Axis]] = field(default_factory=dict)
     tensors: dict[int, Tensor] = field(default_factory=dict)
@@ -83,10 +84,10 @@ class Run(fx.Interpreter):
     def __init__(self, traced: TracedGraph, graph: fx.Graph, *, rows: int) -> None:
         super().__init__(traced.root, graph=graph)
         self.extra_traceback = False
-        self.facts = Facts(rows)
         given = [n.meta[INFO].tensors[0] for n in graph.nodes if n.op == "placeholder" and INFO in n.meta]
         shapes = [info.shape_at(rows) for info in given]
         self._lengths = lengths_in(traced.lengths, shapes)
+        self.facts = Facts(rows, self._lengths)
         self.twins: dict[int, tuple[Tensor, Tensor]] = {}
         self._follower = Follower(rules())
         first = next(traced.root.parameters(), None)
@@ -185,4 +186,6 @@ class Run(fx.Interpreter):
     def _why_opaque(self, node: fx.Node) -> str:
         if node.target is apply_function:
             return "it has a backward of its own"
+        if node.op == "call_module" and isinstance(self.fetch_attr(str(node.target)), nn.RNNBase):
+            return "a recurrent layer holds its parameters a second time"
         return "its Python runs as one operation" if is_opaque(node, self.module) else ""

@@ -9,7 +9,7 @@ Repeated blocks are planned once, in context, and the others take over what thei
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,17 +109,20 @@ def tensor_plan(
     latency_bytes: float = LATENCY_BYTES,
     replicated_share: float = SHARE,
     pins: Mapping[str, int | None] | None = None,
+    draws: Collection[str] = (),
 ) -> TensorPlan:
     """Find a plan for a recording; no weights are needed.
 
     ``latency_bytes``: a collective costs as much as sending so many bytes more. ``replicated_share``: how much of the
     matrices of a block that can be sharded may stay replicated where that saves bytes on the wire. ``pins``: the
-    dimensions by which some parameters are sharded, or None for whole; others are chosen.
+    dimensions by which some parameters are sharded, or None for whole; others are chosen. ``draws``: the
+    nodes whose random numbers are drawn for the whole tensor, of which ranks take their parts; others run whole.
 
     Raises InputError where a size that attention or a pair of projections would be sharded by is not a multiple of
     ``ranks`` and nothing else takes its place.
     """
     options = {"training": training, "latency_bytes": latency_bytes, "share": replicated_share, "pins": pins or {}}
+    options["draws"] = draws
     return _Planner(traced, ranks, rows, options).plan()
 
 

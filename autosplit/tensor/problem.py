@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from autosplit.tensor.axes import Axis, Incompatible, shard_of
-from autosplit.tensor.check import runs
+from autosplit.tensor.check import draws_in_parts, runs
 from autosplit.tensor.facts import Facts, Operand
 from autosplit.tensor.moves import collectives
 from autosplit.tensor.solve import Table, cheapest
@@ -84,6 +84,7 @@ class Problem:
         latency_bytes: float,
         share: float,
         pins: Mapping[str, int | None],
+        draws: Collection[str],
         any_size: bool = False,
     ) -> None:
         self.facts, self.root, self.ranks, self.share, self.latency_bytes = facts, root, ranks, share, latency_bytes
@@ -91,6 +92,7 @@ class Problem:
         self.ways: dict[Operand, list[Way]] = {}
         self._alias: dict[Operand, Operand] = {}
         self._outputs = outputs
+        self._draws = draws
         self._nested = {name for name, node in facts.nodes.items() if len(node.results) != 1}
         self._parameters({id(twin): tensor for tensor, twin in twins.values()}, training, any_size, pins)
         self._nodes(any_size)
@@ -145,6 +147,9 @@ class Problem:
                 continue
             info = node.node.meta[INFO]
             ways = ways_of(self.facts, node, self.axes, random=info.random)
+            if info.random:
+                known = info.name in self._draws
+                ways = [w for w in ways if w.axis is None or (known and draws_in_parts(self.facts, node, w.axis))]
             self.ways[name] = [w for w in ways if any_size or self._runs(name, w)]
             gradient = any(value.gradient for value in taken) and any(t.differentiable for t in info.tensors)
             of_state = info.node_class is NodeClass.SHARED

@@ -56,7 +56,7 @@ class Way:
 def ways_of(facts: Facts, node: NodeFacts, axes: Collection[Axis], *, random: bool) -> list[Way]:
     """Return the ways to run a node, the replicated one first; ``axes`` are those that may be sharded."""
     ways = [Way(dict.fromkeys(node.operands, REPLICATED), REPLICATED)]
-    if node.in_place:
+    if node.in_place or (node.opaque and node.node.op == "call_module"):
         return ways
     ways.append(Way(dict.fromkeys(node.operands, COPIED), COPIED))
     if node.opaque:

@@ -191,6 +191,8 @@ class TracedNode:
     """The node draws random numbers."""
     draws: tuple[Draw, ...] | None = ()
     """What it draws, in order, sizes as expressions; None where that cannot be told beforehand."""
+    part: tuple[int, tuple[range, ...]] | None = None
+    """A dimension of what it draws, and the elements along it that are drawn here; None: all."""
     mutated: bool = False
     """Some node changes the storage of this node's result in place."""
     source: str = ""

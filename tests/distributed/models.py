@@ -12,7 +12,7 @@ from tests.models import decoders
 from tests.models.decoders import VOCABULARY, Decoder
 from tests.models.named import CASES
 
-WIDTH, WORDS, LENGTH = 8, 11, 6
+WIDTH, WORDS, LENGTH, GROUPED = 8, 11, 6, 16
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -86,6 +86,46 @@ class TiedGPT(nn.Module):
         for layer in self.layers:
             value = layer(value)
         return self.head(value)
+
+
+class GroupedBlock(nn.Module):
+    """Attention of eight heads over four of keys and values, and a gated layer; dropout everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(GROUPED) for _ in range(2))
+        self.q, self.kv = nn.Linear(GROUPED, GROUPED), nn.Linear(GROUPED, GROUPED, bias=False)
+        self.out, self.drop = nn.Linear(GROUPED, GROUPED), nn.Dropout(0.2)
+        self.gate_up, self.down = nn.Linear(GROUPED, 64), nn.Linear(32, GROUPED)
+
+    def forward(self, value: Tensor) -> Tensor:
+        rows, length, _ = value.shape
+        given = self.norms[0](value)
+        q = self.q(given).view(rows, length, 8, 2).transpose(1, 2)
+        k, v = (t.view(rows, length, 4, 2).transpose(1, 2) for t in self.kv(given).chunk(2, -1))
+        k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2 * self.training, is_causal=True)
+        value = value + self.drop(self.out(mixed.transpose(1, 2).reshape(rows, length, GROUPED)))
+        gate, up = self.gate_up(self.norms[1](value)).chunk(2, -1)
+        return value + self.down(self.drop(F.silu(gate) * up))
+
+
+class GroupedGPT(nn.Module):
+    """A decoder with grouped-query attention; token embedding and head are one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(12, GROUPED)
+        self.layers = nn.ModuleList(GroupedBlock() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(GROUPED), nn.Linear(GROUPED, 12, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        value = self.tokens(tokens)
+        for layer in self.layers:
+            value = layer(value)
+        return self.head(self.norm(value))
 
 
 class Relative(nn.Module):
@@ -272,6 +312,7 @@ TRAININGS = {
     "skips": Training(UNet, pictures, F.mse_loss, u_net_target),
     "dropout": Training(Dropping, flat, F.mse_loss, zeros),
     "tied gpt with dropout": Training(TiedGPT, tokens, next_token, few_targets),
+    "grouped gpt": Training(GroupedGPT, tokens, next_token, few_targets),
     "tied gpt of changing length": Training(
         TiedGPT, tokens_of_changing_length, next_token, few_targets, rows=(9, 8, 10, 9)
     ),

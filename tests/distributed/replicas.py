@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autosplit import autosplit
 from autosplit.options import Sample
+from autosplit.tensor.state import TensorPart
 from tests.distributed.training import Training, without_gradients
 from tests.equivalence.equality import Batch
 
@@ -21,6 +22,7 @@ Rows = Sequence[Sequence[int]]
 
 
 NAMES = {1: ("dp",), 2: ("dp", "pp"), 3: ("dp_replicate", "dp_shard", "pp")}
+NAMES[4] = (*NAMES[3], "tp")
 """The dimensions of a mesh, by their number."""
 
 
@@ -33,14 +35,15 @@ def replica_of(mesh: Any) -> int:
     """Return the number of this process's replica."""
     replica = 0
     for name in mesh.mesh_dim_names:
-        if name != "pp":
+        if name.startswith("dp"):
             replica = replica * mesh[name].size() + mesh.get_local_rank(name)
     return replica
 
 
 def whole(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state without shards."""
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    """Return a state without shards; ranks that share tensors call it together."""
+    parts = {name: value.part.whole(value) for name, value in state.items() if isinstance(value, TensorPart)}
+    return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in {**state, **parts}.items()}
 
 
 def part_of(value: Any, rows: Sequence[int], replica: int) -> Any:
@@ -165,7 +168,8 @@ def compare(
         if options.get("rng") != "counter" and not torch.equal(rng, random):
             found.append(f"rank {rank}: the random state is another one")
     replicas = mesh.mesh.reshape(len(rows[0]), -1)
-    for members in replicas.T.tolist():
+    tp = mesh["tp"].size() if "tp" in mesh.mesh_dim_names else 1
+    for members in replicas.unflatten(1, (-1, tp)).transpose(0, 1).flatten(1).tolist():
         first = every_rank[members[0]][1]
         found += [
             f"{name}: ranks {members[0]} and {rank} have other bits"

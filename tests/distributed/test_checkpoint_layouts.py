@@ -2,7 +2,7 @@
 
 What is right comes from one process without any file: there a model and its pipe share parameters and optimizer, so one
 training can go on in the other. Ranks have the bits of the pipe; replicas, whose batch norm sees other microbatches,
-have their own.
+have their own, and so have ranks that share tensors, which add up in another order.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ from torch.distributed.tensor import DTensor
 
 from autosplit import autosplit
 from autosplit.distributed import checkpoint
+from autosplit.tensor.part import PARTS
 from tests.distributed.parts import check_same, run
+from tests.distributed.replicas import whole as whole_state
 
-LAYOUTS = {"plain": 1, "pipe": 1, "pp2": 2, "pp3": 3, "pp4": 4, "dp2 pp2": 4, "fsdp2 pp2": 4}
+LAYOUTS = {"plain": 1, "pipe": 1, "pp2": 2, "pp3": 3, "pp4": 4, "dp2 pp2": 4, "fsdp2 pp2": 4, "pp2 tp2": 4, "tp4": 4}
 """How many processes each has."""
 REPLICAS = {"dp2 pp2", "fsdp2 pp2"}
 """Those with two replicas, which have the same bits."""
+COLUMNS = {"pp2 tp2": (2, 2), "tp4": (1, 4)}
+"""The degrees of pp and tp of those whose ranks share tensors."""
+PIPELINES = dict.fromkeys(REPLICAS, ((0, 1), (2, 3))) | {"pp2 tp2": ((0, 2), (1, 3)), "tp4": ((0,), (1,), (2,), (3,))}
+"""The ranks that have a model together."""
 ALL = slice(None)
 SAVED, STEPS = 3, 6
 WIDTH, WORDS = 8, 11
@@ -83,6 +89,9 @@ def built(layout: str) -> nn.Module:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
         parallelize = "fsdp" if layout == "fsdp2 pp2" else None
         return autosplit(model, mesh=mesh, chunks=3, sample=sample, parallelize=parallelize)
+    if layout in COLUMNS:
+        mesh = init_device_mesh("cpu", COLUMNS[layout], mesh_dim_names=("pp", "tp"))
+        return autosplit(model, mesh=mesh, chunks=3, sample=sample)
     devices: Any = "torchrun" if layout.startswith("pp") else ["cpu"] * 2
     return autosplit(model, devices=devices, chunks=3, sample=sample)
 
@@ -95,6 +104,12 @@ def rows_of(layout: str) -> slice:
 
 def batch_of(position: int, rows: slice = ALL) -> Tensor:
     return torch.randint(WORDS, (12, 3), generator=torch.Generator().manual_seed(position))[rows]
+
+
+def whole_entry(entry: Tensor, parameter: Tensor) -> Tensor:
+    """Return an entry of an optimizer's state, whole where it belongs to a part of a parameter."""
+    parted = parameter in PARTS and entry.shape == parameter.shape
+    return PARTS[parameter].whole(entry) if parted else entry.clone()
 
 
 class Training:
@@ -139,13 +154,13 @@ class Training:
     def state(self) -> dict[str, Any]:
         """Return all that makes up the training, by names of the plain model."""
         names = {value: name for name, value in reversed(list(self.part.named_parameters()))}
-        state: dict[str, Any] = {name: whole(value) for name, value in self.part.state_dict().items()}
+        state: dict[str, Any] = {name: whole(value) for name, value in whole_state(self.part.state_dict()).items()}
         for group in self.optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             for value in group["params"]:
                 state[f"options of {names[value]}"] = repr(options)
                 state |= {
-                    f"{names[value]}.{key}": whole(torch.as_tensor(entry))
+                    f"{names[value]}.{key}": whole(whole_entry(torch.as_tensor(entry), value))
                     for key, entry in self.optimizer.state[value].items()
                 }
         return state
@@ -193,8 +208,8 @@ def resumed(layout: str, folder: Path) -> Found:
 
 
 def together(layout: str, found: list[Found]) -> Found:
-    """Return what the ranks of one replica found together, in which all agree; replicas have the same."""
-    every = [found[:2], found[2:]] if layout in REPLICAS else [found]
+    """Return what the ranks of one pipeline found together, in which all agree; replicas and columns have the same."""
+    every = [[found[rank] for rank in ranks] for ranks in PIPELINES.get(layout, (range(len(found)),))]
     for key, replica in product(found[0], every):
         assert all(one[key][2] == found[0][key][2] for one in replica)
         for place in (0, 1):
@@ -238,10 +253,10 @@ def test_a_training_goes_from_every_layout_to_every_other(ranks, saved, folder, 
     for (source, kind), (begun, ended, common) in found.items():
         check_same([begun], saved[source][kind][0])
         right = expected[kind, source != "plain", layout != "plain"]
-        both = {source, layout} <= REPLICAS
-        if both:
-            right = saved["dp2 pp2"][kind][1:]
-        if both or not REPLICAS & {source, layout}:
+        alike = {source, layout} <= REPLICAS or source == layout in COLUMNS
+        if alike:
+            right = saved[layout if layout in COLUMNS else "dp2 pp2"][kind][1:]
+        if alike or not PIPELINES.keys() & {source, layout}:
             check_same([ended], right[0])
             assert common == right[1]
         else:

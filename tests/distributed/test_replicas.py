@@ -214,7 +214,6 @@ def meshes() -> list[str]:
         "a mesh",
         init_device_mesh("cpu", (4,)),
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")),
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
         init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
     ]
     found = [_error(lambda mesh=mesh: autosplit(mlp(), mesh=mesh, sample=_values(4))) for mesh in wrong]
@@ -315,11 +314,10 @@ def test_what_each_replica_by_itself_takes_to_be_right_is_refused(ranks: Pool) -
 
 
 def test_meshes_that_cannot_be_used_are_refused(ranks: Pool) -> None:
-    for kind, names, unknown, tensors, size, other, devices in ranks(4).run(meshes):
+    for kind, names, unknown, size, other, devices in ranks(4).run(meshes):
         assert "InputError: mesh is a str" in kind
         assert "have no names" in names
-        assert "a dimension ep; known are dp, pp, tp" in unknown
-        assert "tp=2" in tensors
+        assert "a dimension ep; known are dp, dp_replicate" in unknown
         assert "2 ranks, and 4 processes" in size
         assert any(text in other for text in ("differ in their meshes", "rank 1 joins"))  # rank 0 may know its mesh
         assert "leave devices out" in devices

@@ -68,6 +68,13 @@ def test_replicas_have_the_numbers_of_one_process() -> None:
     assert len(re.findall(r"^  .*  equal$", printed, flags=re.MULTILINE)) == 3
 
 
+@pytest.mark.parametrize("processes", [2, 4])
+def test_tensor_parallel_blocks_have_the_numbers_of_one_process(processes: int) -> None:
+    printed = output(EXAMPLES / "tensor_parallel.py", "--processes", processes)
+    assert [int(n) for n in re.findall(r"(\d+) of \d+ parameters per process", printed)] == [16, 36 * processes]
+    assert len(re.findall(r"^  .* (?:losses|parameters) .*  equal$", printed, flags=re.MULTILINE)) == 4
+
+
 def trained(processes: int, folder: Path, *, start: int) -> list[str]:
     """Run the training script for 4 steps; return what it prints of each, from the one after ``start``."""
     size = ("--steps", 4, "--save-every", 2, "--folder", folder)

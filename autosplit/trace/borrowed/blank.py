@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -17,9 +18,12 @@ from autosplit.trace.borrowed.holders import Holders
 _CPU = torch.device("cpu")
 
 
-def blank(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a tensor on meta that is like another one, of another dtype where one is given."""
-    made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype or tensor.dtype, device="meta")
+def blank(tensor: torch.Tensor, dtype: torch.dtype | None = None, size: torch.Size | None = None) -> torch.Tensor:
+    """Return a tensor on meta that is like another one, of another dtype or size where one is given."""
+    if size is not None:
+        made = torch.empty(size, dtype=dtype or tensor.dtype, device="meta")
+    else:
+        made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype or tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)
@@ -59,10 +63,12 @@ def lies_apart(model: nn.Module, inputs: Iterable[torch.Tensor]) -> bool:
 
 
 @contextlib.contextmanager
-def without_values(model: nn.Module) -> Iterator[None]:
+def without_values(model: nn.Module, sizes: Mapping[int, torch.Size] = MappingProxyType({})) -> Iterator[None]:
     """Have all parameters and buffers of a model on meta, wherever its modules hold them; ties stay ties.
 
     So a model of which one process has a part, and others the rest, is recorded in each of them as one that is on meta.
+    ``sizes``: those of tensors of which there is a part here, by identity.
+
     At the end, also of an exception, the model holds its own tensors again, and all its attributes are as before; a
     graph that was recorded inside reads the model's own tensors from then on.
     """
@@ -70,7 +76,7 @@ def without_values(model: nn.Module) -> Iterator[None]:
     before = holders.read()
     own = (*model.parameters(), *model.buffers())
     try:
-        holders.swap({id(tensor): blank(tensor) for tensor in own if not tensor.is_meta})
+        holders.swap({id(t): blank(t, size=sizes.get(id(t))) for t in own if not t.is_meta})
         yield
     finally:
         for holder, content in zip(holders.found, before, strict=True):

@@ -1,0 +1,80 @@
+"""A rank's part of a tensor in a state, as checkpoints see it: runs of elements of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from autosplit.tensor.part import Part
+
+
+class TensorPart(Tensor):
+    """A rank's part of a tensor, in a state; ``torch.distributed.checkpoint`` saves and loads it as part of the whole.
+
+    ``size()``, which that compares with what was saved, is the whole tensor's; ``shape`` is the part's.
+    """
+
+    part: Part
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the size of the whole."""
+        return self.part.size if dim is None else self.part.size[dim]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the rank's elements alone."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return as_part(self.as_subclass(Tensor).clone(), self.part)
+
+    def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, int]]:
+        """Yield the runs as chunks of the whole, and where each begins here."""
+        dim = self.part.shard.dim
+        for begin, here, length in self.part.runs():
+            offsets = [begin if n == dim else 0 for n in range(self.dim())]
+            sizes = [length if n == dim else size for n, size in enumerate(self.shape)]
+            yield ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), here
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """Return what to write of it."""
+        properties = TensorProperties.create_from_tensor(self)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.part.size),
+            )
+            for chunk, _ in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return what to read of it."""
+        return [chunk for chunk, _ in self._chunks()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Return the memory of a run."""
+        chunk, here = next(own for own in self._chunks() if own[0].offsets == index.offset)
+        dim = self.part.shard.dim
+        return self.as_subclass(Tensor).narrow(dim, here, chunk.sizes[dim])
+
+
+def as_part(own: Any, part: Part | None) -> Any:
+    """Return what a rank holds for a state: with its place in the whole where it is a part."""
+    if part is None or not isinstance(own, Tensor):
+        return own
+    found = own.as_subclass(TensorPart)
+    found.part = part
+    return found
+
+
+def here(value: Any, part: Part | None) -> Any:
+    """Return what a rank holds of a value in a state: the whole's, or its part already."""
+    if part is None or not isinstance(value, Tensor) or isinstance(value, TensorPart):
+        return value
+    return part.of(value) if value.shape == part.size else value

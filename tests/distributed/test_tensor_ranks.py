@@ -1,0 +1,206 @@
+"""What ranks that share tensors give, keep and refuse."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from autosplit import autosplit, initialise
+from autosplit.distributed import checkpoint
+from tests.distributed.models import TRAININGS, WIDTH, GroupedGPT, mlp, tokens
+from tests.distributed.processes import Pool
+from tests.distributed.replicas import compare, whole
+
+ONE = [[8], [5], [8]]
+
+
+class Mixed(nn.Module):
+    """A convolution over groups, which stays whole, behind layers that are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.groups = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.groups(self.second(torch.relu(self.first(value))).transpose(1, 2))
+
+
+class Counting(nn.Module):
+    """Counts its calls in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.calls = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += 1
+        return self.second(torch.relu(self.first(value)))
+
+
+def _split(model: nn.Module, *sample: Tensor, **how: Any) -> Any:
+    return autosplit(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), chunks=2, sample=sample, **how)
+
+
+def _values(*shape: int) -> Tensor:
+    return torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def _error(make: Callable[[], Any]) -> str:
+    try:
+        make()
+    except Exception as error:
+        dist.barrier()
+        return f"{type(error).__name__}: {error}"
+    dist.barrier()
+    return "nothing was raised"
+
+
+# -- what they give ----------------------------------------------------------------------------------------------------
+def outputs() -> list[bool]:
+    """Call the pipe, also with other numbers of rows, and in a mode of its own."""
+    sample, plain = tokens(4).args[0], GroupedGPT().eval()
+    pipe = _split(GroupedGPT(), sample)
+    found = [torch.allclose(pipe.eval_step(given), plain(given), atol=1e-6) for given in (sample, tokens(7).args[0])]
+    return [*found, torch.allclose(pipe.eval()(sample[:, :4]), plain(sample[:, :4]), atol=1e-6)]
+
+
+def kept_whole() -> list[bool]:
+    """Ask what was sharded, and what was not."""
+    model = Mixed()
+    pipe = _split(model, _values(4, 3))
+    report, state = pipe.report(), pipe.state_dict()
+    found = ["whole on all 2 ranks of tp: groups.weight: " in report, "first.weight: " not in report]
+    found.append(list(state["first.weight"].shape) == [16, WIDTH])
+    return [*found, all(p is q for p, q in zip(pipe.parameters(), model.parameters(), strict=True))]
+
+
+def states() -> list[bool]:
+    """Bring states there and back, and take the model back."""
+    plain = GroupedGPT()
+    model = copy.deepcopy(plain)
+    pipe = _split(model, tokens(4).args[0])
+    torch.save(pipe.state_dict(), data := io.BytesIO())
+    data.seek(0)
+    own = copy.deepcopy(pipe.state_dict())
+    other = {name: value + 1 for name, value in plain.state_dict().items()}
+    pipe.load_state_dict(other)
+    found = [all(torch.equal(value, other[name]) for name, value in whole(pipe.state_dict()).items())]
+    for back in (torch.load(data), own, plain.state_dict()):
+        pipe.load_state_dict(other)
+        pipe.load_state_dict(back)
+        found.append(all(torch.equal(v, plain.state_dict()[name]) for name, v in whole(pipe.state_dict()).items()))
+    pipe.load_state_dict(other, assign=True)
+    restored = pipe.unsplit().state_dict()
+    return [*found, all(torch.equal(value, other[name]) for name, value in restored.items())]
+
+
+def on_meta() -> list[bool]:
+    """Give a model on meta its values, of which a rank keeps its part."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
+    right = initialise(copy.deepcopy(model), seed=3)
+    torch.manual_seed(3)
+    found = []
+    for weights in (None, {name: value + 1 for name, value in right.state_dict().items()}):
+        pipe = _split(copy.deepcopy(model), torch.empty(4, WIDTH, device="meta"), weights=weights)
+        expected = weights or right.state_dict()
+        found.append(all(torch.equal(v, expected[name]) for name, v in whole(pipe.state_dict()).items()))
+        found.append(all(p.numel() < 32 * WIDTH for p in pipe.parameters()))
+    return found
+
+
+def saved(folder: str) -> list[bool]:
+    """Write whole files, and read them into parts."""
+    plain = GroupedGPT()
+    pipe = _split(GroupedGPT(), tokens(4).args[0])
+    checkpoint.save_weights(f"{folder}/whole", pipe)
+    other = GroupedGPT()
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    pipe = _split(other, tokens(4).args[0])
+    checkpoint.load_weights(f"{folder}/whole", pipe)
+    found = [all(torch.equal(v, plain.state_dict()[name]) for name, v in whole(pipe.state_dict()).items())]
+    checkpoint.load_weights(f"{folder}/whole", other := GroupedGPT())
+    return [*found, all(torch.equal(v, plain.state_dict()[name]) for name, v in other.state_dict().items())]
+
+
+@pytest.mark.parametrize("call", [outputs, kept_whole, states, on_meta])
+def test_two_ranks(ranks: Pool, call: Callable[[], list[bool]]) -> None:
+    for found in ranks(2).run(call):
+        assert all(found), found
+
+
+def test_whole_files(ranks: Pool, tmp_path: Any) -> None:
+    for found in ranks(2).run(saved, str(tmp_path)):
+        assert all(found), found
+
+
+def trained(name: str, options: dict[str, Any]) -> list[str]:
+    """Compare one of the trainings; called in every process."""
+    return compare(TRAININGS[name], (1, 1, 1, 2), ONE, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("grouped gpt", {"recompute": "always", "every": 2}),
+        ("mlp", {"schedule": "zb_h1"}),
+        ("own loss", {}),
+        ("tied gpt of changing length", {}),
+    ],
+)
+def test_ways_to_train(ranks: Pool, name: str, options: dict[str, Any]) -> None:
+    assert ranks(2).run(trained, name, options)[0] == []
+
+
+# -- what they refuse --------------------------------------------------------------------------------------------------
+def refused() -> list[str]:
+    """Ask for what cannot be."""
+    values, rank = _values(4), dist.get_rank()
+    three, wide = nn.Sequential(nn.Linear(WIDTH, 3), nn.ReLU(), nn.Linear(3, 5)), nn.Sequential(nn.Linear(7, 5))
+    held, counting = mlp(), Counting()
+    pipe = _split(held, values)
+    step = partial(pipe.train_step, loss_fn=F.mse_loss)
+    makes = [
+        lambda: _split(three, values),
+        lambda: _split(wide, values[:, :7]),
+        lambda: _split(counting, values),
+        lambda: _split(mlp(), values, compile=True),
+        lambda: _split(mlp(), values, feed="first_last"),
+        lambda: _split(held, values),
+        lambda: autosplit(held, ["cpu"] * 2, sample=values),
+        lambda: step(values + rank, target=values),
+        lambda: step(values, target=values + rank),
+    ]
+    found = [_error(make) for make in makes]
+    pipe.unsplit()
+    restored = torch.equal(counting.first.weight, Counting().first.weight)
+    return [*found, _error(lambda: _split(held, values)), str(restored)]
+
+
+def test_what_cannot_be_is_refused_on_all_ranks(ranks: Pool) -> None:
+    for three, wide, counting, compiled, feed, again, alone, batch, target, after, restored in ranks(2).run(refused):
+        assert "tp=2 does not divide 3" in three
+        assert "InputError: tp=2 shards no parameter" in wide
+        assert "calls change Python state" in counting
+        assert restored == "True"
+        assert "compile=" in compiled
+        assert "feed='first_last'" in feed
+        assert "call unsplit() of that pipe first" in again
+        assert "call unsplit() of that pipe first" in alone
+        assert "the batch's values" in batch
+        assert "the target" in target
+        assert after == "nothing was raised"
