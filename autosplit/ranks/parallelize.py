@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -128,8 +129,9 @@ class Part:
         before = [getattr(place.part, place.key) for place in self._places]
         own = [place.module._modules[place.key] for place in self._calls]
         try:
-            for unit in self._units():
-                unit.unshard()
+            with torch.inference_mode(False):  # what is gathered into is trained, too
+                for unit in self._units():
+                    unit.unshard()
             self._set()
             for place in self._calls:
                 place.module._modules[place.key] = place.part

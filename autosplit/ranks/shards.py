@@ -20,7 +20,8 @@ def total_norm(world: World, names: Iterable[str], own: Mapping[str, nn.Paramete
     Norms of single gradients are reduced in the order of ``names``, so the total has the bits of one process. That of
     one in shards is the norm of the shards' norms.
     """
-    norms = {name: _norm(p, p.grad, norm_type) for name, p in own.items() if p.grad is not None}
+    there = {name: (p, p.grad) for name, p in own.items() if p.grad is not None and not _is_empty(p.grad)}
+    norms = {name: _norm(parameter, gradient, norm_type) for name, (parameter, gradient) in there.items()}
     every: dict[str, dict[Any, Tensor]] = defaultdict(dict)
     for found in world.gather("clips gradients", norms):
         for name, (place, norm) in found.items():
@@ -30,6 +31,11 @@ def total_norm(world: World, names: Iterable[str], own: Mapping[str, nn.Paramete
         one if not more else torch.linalg.vector_norm(torch.stack([one, *more]), norm_type) for one, *more in parts
     ]
     return torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.tensor(0.0)
+
+
+def _is_empty(gradient: Tensor) -> bool:
+    """Tell whether a rank has a shard without elements, of which there is no norm of every order."""
+    return isinstance(gradient, DTensor) and not gradient.to_local().numel()
 
 
 def _norm(parameter: Tensor, gradient: Tensor, norm_type: float) -> tuple[Any, Tensor]:

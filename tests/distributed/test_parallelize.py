@@ -31,9 +31,14 @@ def test_shards_train_as_the_plain_model_on_all_rows(ranks: Pool, name: str, sha
     assert ranks(4).run(sharded, name, SHAPES[shape], rows, {})[0] == []
 
 
-def test_gradients_of_several_steps_and_adam(ranks: Pool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"every": 2, "make": adam}, {"schedule": "zb_h1"}, {"recompute": "always"}],
+    ids=["accumulated", "split backward", "recomputed"],
+)
+def test_optimizers_schedules_and_recomputing(ranks: Pool, options: dict[str, Any]) -> None:
     rows = [*RAGGED, [3, 3]]
-    assert ranks(4).run(sharded, "dropout", (2, 2), rows, {"every": 2, "make": adam})[0] == []
+    assert ranks(4).run(sharded, "dropout", (2, 2), rows, options)[0] == []
 
 
 def wrapped(parallelize: Any, shape: tuple[int, ...], rows: Any) -> list[str]:

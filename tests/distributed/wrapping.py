@@ -42,12 +42,13 @@ class Deep(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.scale = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.zeros(1))
         self.layers = nn.ModuleList(Layer(inner()) for _ in range(4))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, words: Tensor) -> Tensor:
-        value = self.scale * self.tokens(words)
+        value = self.scale * self.tokens(words) + self.shift
         for layer in self.layers:
             value = layer(value)
         return self.head(value)
@@ -180,9 +181,12 @@ def used() -> list[str]:
         right.backward()
         if not torch.allclose(loss, right):
             found.append(f"loss {loss} for {right} at length {length}")
-    norm = pipe.clip_grad_norm_(1.0)
-    if not torch.allclose(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)):
-        found.append(f"norm {norm}")
+    with torch.inference_mode():
+        pipe(words[rows])
+    for order in (2.0, torch.inf):
+        norm = pipe.clip_grad_norm_(1.0, order)
+        if not torch.allclose(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0, order)):
+            found.append(f"norm {norm} of order {order}")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     optimizer.step()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
