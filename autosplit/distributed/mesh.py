@@ -32,7 +32,7 @@ def columns_of(mesh: Any) -> tuple[Layout, ...]:
     if len(names) != table.dim():
         raise InputError(f"the dimensions of mesh {list(table.shape)} have no names; give mesh_dim_names=('dp', 'pp')")
     if unknown := [name for name in names if name not in _DIMENSIONS]:
-        raise InputError(f"mesh has a dimension {listed(unknown)}; known are {listed(_DIMENSIONS)}")
+        raise InputError(f"mesh has a dimension {listed(unknown)}; known are {', '.join(_DIMENSIONS)}")
     if "dp" in names and len(replicas_of(mesh)) > 1:
         raise InputError(f"mesh has dimensions {listed(replicas_of(mesh))}; give dp, or dp_replicate and dp_shard")
     sizes = dict.fromkeys(_DIMENSIONS, 1) | dict(zip(names, table.shape, strict=True))

@@ -317,7 +317,7 @@ def test_meshes_that_cannot_be_used_are_refused(ranks: Pool) -> None:
     for kind, names, unknown, size, other, devices in ranks(4).run(meshes):
         assert "InputError: mesh is a str" in kind
         assert "have no names" in names
-        assert "a dimension ep; known are dp, dp_replicate" in unknown
+        assert "a dimension ep; known are dp, dp_replicate, dp_shard, pp, tp" in unknown
         assert "2 ranks, and 4 processes" in size
         assert any(text in other for text in ("differ in their meshes", "rank 1 joins"))  # rank 0 may know its mesh
         assert "leave devices out" in devices
