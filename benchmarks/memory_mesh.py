@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autosplit import Plan, autosplit, plan
 from autosplit.devices import Allocations
 from benchmarks import pairs
+from benchmarks.layout_models import Layer, gpt
 from benchmarks.memory_subject import bytes_of
 
 ASKED = 0.03
@@ -54,8 +55,7 @@ def _mlp() -> nn.Module:
 
 
 def _transformer() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True)
-    return nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+    return nn.Sequential(*(Layer(gpt(1, 256, 4, 0, 64)) for _ in range(8)))
 
 
 SUBJECTS = {

@@ -63,10 +63,12 @@ def adding_gradients(world: World, leaves: Sequence[Tensor], takers: Sequence[Te
             _give([shard], [_scattered(shard, torch.zeros_like(leaf) if gradient is None else gradient)])
 
 
-def _give(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Give leaves their gradients, those that have one."""
-    if pairs := [(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]:
-        tensors, found = [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
+def _give(leaves: Sequence[Tensor], gradients: list[Tensor | None]) -> None:
+    """Give leaves their gradients, those that have one; the list is empty then: who else holds one has it copied."""
+    tensors = [leaf for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
+    found = [gradient for gradient in gradients if gradient is not None]
+    gradients.clear()
+    if tensors:
         torch.autograd.backward(donate_gradients(tensors, found))
 
 

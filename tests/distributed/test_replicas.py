@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.distributed import checkpoint
+from autosplit.distributed.replicas import adding_gradients
+from autosplit.distributed.world import World
 from tests.distributed.models import TRAININGS, WIDTH, Dropping, MixesRows, Pictures, Relative, mlp, pictures
 from tests.distributed.processes import Pool
 from tests.distributed.replicas import mesh_of
@@ -205,6 +207,24 @@ class _Averaged(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         return F.mse_loss(self.layers(value), value)
+
+
+class _Alone:
+    """The only replica: what it adds up stays as it is."""
+
+    def add_up(self, what: str, tensor: Tensor) -> None:
+        """Add nothing."""
+
+
+def test_sums_of_gradients_are_not_copied():
+    """Every parameter gets its sum in the memory of the replica's own gradient."""
+    leaves = [torch.nn.Parameter(torch.zeros(2048, 1024 + n)) for n in range(5)]
+    places = []
+    with adding_gradients(cast(World, _Alone()), leaves, leaves):
+        for leaf in leaves:
+            leaf.grad = torch.ones_like(leaf)
+            places.append(leaf.grad.data_ptr())
+    assert [leaf.grad.data_ptr() for leaf in leaves if leaf.grad is not None] == places
 
 
 # -- what they refuse --------------------------------------------------------------------------------------------------

@@ -29,8 +29,9 @@ def mesh_reasons(plan: Plan) -> Iterator[str]:
         yield f"pp={own.pp}: {_against(plan, lambda mesh: mesh.pp == 1, 'the best mesh without a pipeline')}"
     others = [each for each in plan.meshes if _degrees(each.mesh) != _degrees(own)]
     if others and others[0].verdict in ("fits", None):
-        least = "at least " if others[0].verdict is None else ""
-        yield f"the next best mesh, {others[0].mesh}, takes {least}{others[0].step_s / plan.step_s - 1:.0%} longer"
+        longer, least = others[0].step_s / plan.step_s - 1, "at least " if others[0].verdict is None else ""
+        more = f"{least}{longer:.0%} longer" if longer >= 0.005 else f"{least}about as long"
+        yield f"the next best mesh, {others[0].mesh}, takes {more}"
 
 
 def _degrees(mesh: MeshDegrees) -> tuple[int, int, int]:
@@ -48,6 +49,8 @@ def _against(plan: Plan, among: _Of, what: str) -> str:
     longer = best.step_s / plan.step_s - 1
     least = "at least " if best.verdict is None else ""
     fits = " and fits" if plan.verdict == "fits" else ""
+    if longer < 0 and best.verdict is None:
+        return f"{least}about as fast as {what} ({best.mesh}){fits}"
     if longer >= 0:
         return f"{least}{longer:.0%} faster than {what} ({best.mesh}){fits}"
     return f"{what} ({best.mesh}) is {-longer:.0%} faster and {_VERDICTS[best.verdict or 'fits']}"
