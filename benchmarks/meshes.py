@@ -48,13 +48,12 @@ _TINY = llama(8, 1024, 16, 8, 2816, 32000).at(1024)
 PAIRS = {
     "tiny Llama on 8 H100": Pair(_TINY, "8xH100-SXM5-80GB", 64),
     "tiny Llama on 4 L4": Pair(_TINY, "4xL4-24GB", 16),
-    "GPT-2 XL on 8 A100": Pair(gpt(48, 1600, 25, 50257, 1024), "8xA100-SXM4-80GB", 64),
+    "tiny Llama on 8 V100, few rows": Pair(_TINY, "8xV100-SXM2-32GB", 8, "amp_fp16"),
+    "wide GPT on 8 L4": Pair(gpt(8, 4096, 32, length=1024), "8xL4-24GB", 32),
     "wide GPT on 8 A100-40GB": Pair(gpt(12, 8192, 64), "8xA100-SXM4-40GB", 32),
     "wide GPT on 16 A100-40GB": Pair(gpt(12, 8192, 64), "16xA100-SXM4-40GB", 64),
     "Llama2-7B on 8 H100": Pair(SHAPES["Llama2-7B"], "8xH100-SXM5-80GB", 32),
-    "Llama2-7B on 16 A100-40GB": Pair(SHAPES["Llama2-7B"], "16xA100-SXM4-40GB", 64),
-    "deep GPT on 32 V100": Pair(gpt(24, 4096, 32), "32xV100-SXM2-32GB", 64, "amp_fp16"),
-    "Llama3-8B on 16 H100, few rows": Pair(SHAPES["Llama3-8B"].at(8192), "16xH100-SXM5-80GB", 16),
+    "wide Llama on 8 H100, long rows": Pair(llama(8, 8192, 64, 8, 28672, 32000).at(8192), "8xH100-SXM5-80GB", 8),
     "Llama2-70B on 64 H100": Pair(SHAPES["Llama2-70B"], "64xH100-SXM5-80GB", 256, sweep=False),
 }
 
