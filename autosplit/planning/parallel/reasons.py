@@ -49,7 +49,7 @@ def _against(plan: Plan, among: _Of, what: str) -> str:
     longer = best.step_s / plan.step_s - 1
     least = "at least " if best.verdict is None else ""
     fits = " and fits" if plan.verdict == "fits" else ""
-    if longer < 0 and best.verdict is None:
+    if longer < 0.005 and best.verdict is None:
         return f"{least}about as fast as {what} ({best.mesh}){fits}"
     if longer >= 0:
         return f"{least}{longer:.0%} faster than {what} ({best.mesh}){fits}"
