@@ -27,7 +27,7 @@ SMALL |= {"num_key_value_heads": 4, "moe_intermediate_size": 128, "pad_token_id"
 SMALL |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8)
 SMALL |= {"num_experts_per_tok": 2, "top_k_experts": 2, "n_shared_experts": 1, "index_topk": 16}
 SMALL |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 32)
-SMALL |= {"q_lora_rank": 64, "kv_lora_rank": 64}
+SMALL |= {"q_lora_rank": 64, "kv_lora_rank": 64, "vocab_size_per_layer_input": 512}
 FEW = {"first_k_dense_replace": 1}
 """Blocks before the first of the kind that is repeated."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers", "depth")

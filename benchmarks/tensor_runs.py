@@ -160,7 +160,7 @@ def _loss(values: Any) -> Tensor:
 
 
 def _apart(one: Tensor, two: Tensor, least: float = 1e-30) -> float:
-    return float((one - two).abs().max() / one.abs().max().clamp(min=least)) if one.numel() else 0.0
+    return float((one - two).detach().abs().max() / one.detach().abs().max().clamp(min=least)) if one.numel() else 0.0
 
 
 def main() -> None:
