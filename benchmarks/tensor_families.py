@@ -133,23 +133,23 @@ def recorded(kind: type, *, length: int = 64) -> tuple[nn.Module, TracedGraph, s
     """Return a base model and its recording: on meta with its own widths, or small with values where that fails."""
     try:
         model = model_of(kind)
-        return model, _recording(model, length), "own widths"
+        return model, recording(model, inputs(model, length)).graph, "own widths"
     except Exception as first:  # what cannot be recorded without values, such as a forward that reads one
         try:
             model = model_with_values(kind)
-            return model, _recording(model, length), "small"
+            return model, recording(model, inputs(model, length)).graph, "small"
         except Exception as second:
             raise RuntimeError(f"own widths: {_said(first)}; small: {_said(second)}") from second
 
 
-def _recording(model: nn.Module, length: int) -> TracedGraph:
-    sample = inputs(model, length)
+def recording(model: nn.Module, sample: Sample) -> Any:
+    """Return what recording a model gives, after a first call where it needs one."""
     try:
-        return trace(model, sample).graph
+        return trace(model, sample)
     except FirstCall:
         with torch.no_grad():
             model(*sample.args, **sample.kwargs)
-        return trace(model, sample).graph
+        return trace(model, sample)
 
 
 def _said(error: Exception) -> str:

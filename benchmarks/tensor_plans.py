@@ -102,7 +102,7 @@ def _used(traced: TracedGraph) -> set[str]:
             used.add(target)
         elif node.op == "call_module":
             used |= {f"{target}.{name}" for name, _ in traced.root.get_submodule(target).named_parameters()}
-    return used
+    return used & {name for name, _ in traced.root.named_parameters(remove_duplicate=False)}
 
 
 def difference(

@@ -27,8 +27,7 @@ from autosplit.tensor import build, collectives
 from autosplit.tensor.collectives import local_part
 from autosplit.tensor.plan import TensorPlan, tensor_plan
 from autosplit.trace.graph import TracedGraph
-from autosplit.trace.ladder import trace
-from benchmarks.tensor_families import ROWS, families, inputs, model_with_values
+from benchmarks.tensor_families import ROWS, families, inputs, model_with_values, recording
 from benchmarks.tensor_plans import RANKS, RESULTS, write
 
 RUNS = (
@@ -91,8 +90,7 @@ def threads(ranks: int) -> Iterator[Threads]:
 def compared(kind: type, dtype: torch.dtype) -> dict[str, Any]:
     """Return how far outputs and gradients on ranks are from one process, relative to the largest entry."""
     model = model_with_values(kind).to(dtype)
-    sample = inputs(model, LENGTH)
-    done = trace(model, sample)
+    done = recording(model, inputs(model, LENGTH))
     if dtype is torch.float64:
         _double(done.graph)
     plan = tensor_plan(done.graph, ranks=RANKS, rows=ROWS, latency_bytes=1.0)
