@@ -11,7 +11,7 @@ step has those in the places of the model's own, and its graph calls them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -29,6 +29,8 @@ from autosplit.errors import InputError, listed
 from autosplit.profile.stage_trace.stage_graph import block_paths
 from autosplit.ranks.loss import name_of
 from autosplit.recorded import SHARED
+from autosplit.runtime.optimizers import refuse
+from autosplit.trace.borrowed.holders import Holders
 
 FSDP = "fsdp"
 _TABLES = frozenset(SHARED) - {"_buffers"}
@@ -56,6 +58,13 @@ class Parallelize:
         return block_paths(model, [path for path, _ in model.named_modules()]) if self.whole else ()
 
 
+class _NoDDP:
+    """What DistributedDataParallel asks each module for that it is to wrap."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise InputError("parallelize= wraps modules in DistributedDataParallel; replicas add up gradients without it")
+
+
 class _Place(NamedTuple):
     """A parameter of the model and of the part, or a module, under one key in a module of each."""
 
@@ -77,11 +86,18 @@ class Part:
 
     def __init__(self, model: nn.Module, names: Collection[str], parallelize: Parallelize, world: World) -> None:
         """``names`` are the parameters and buffers that this rank holds."""
+        before = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in names}
         self.module = parallelize.wrap(_copied(model, names))
         if not isinstance(self.module, nn.Module):
             raise InputError(f"parallelize= returned a {type(self.module).__name__}; return the part")
-        self._holders = world.holders(world.rank)
-        self._places = _places(model, self.module, names)
+        self._model, self._holders = model, world.holders(world.rank)
+        self._places = _places(model, self.module, before)
+        replaced = {p.name: before[p.name] for p in self._places if getattr(p.part, p.key) is not before[p.name]}
+        if hooked := [n for n, p in replaced.items() if p._backward_hooks or p._post_accumulate_grad_hooks]:
+            raise InputError(
+                f"{listed(hooked)} have hooks, and the model gets other parameters, of shards; register hooks on "
+                "pipe.parameters(), after autosplit"
+            )
         blocks = parallelize.blocks_of(model)
         self._calls = _calls(model, self.module, blocks, names) if parallelize.whole else []
         self._modes = _modes(model, self.module)
@@ -91,6 +107,16 @@ class Part:
             unit.set_requires_gradient_sync(False)
             unit.set_is_last_backward(False)
         self._set()
+        kept = Holders([model]).tensors
+        if stale := next((name for name, parameter in replaced.items() if id(parameter) in kept), None):
+            for place in self._places:
+                setattr(place.module, place.key, before[place.name])
+            raise InputError(
+                f"{'.'.join(filter(None, kept[id(before[stale])][0]))!r} holds {stale!r} too, and would not be its "
+                "shard; read the parameter where the model has it"
+            )
+        self._storages = [self._storage(place) for place in self._places]
+        refuse(replaced.values(), "parallelize= gave the model new parameters; make the optimizer of pipe.parameters()")
 
     def check(self) -> None:
         """Raise InputError where gathered parameters are not those that the model had; all replicas call it."""
@@ -111,6 +137,23 @@ class Part:
                         f"{type(gathered).__name__} of {gathered.dtype} {list(gathered.shape)}; use fully_shard, and "
                         "torch.autocast for mixed precision"
                     )
+
+    def check_unchanged(self) -> None:
+        """Raise InputError where the model has other tensors than its part."""
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        for place, storage in zip(self._places, self._storages, strict=True):
+            own = getattr(place.part, place.key)
+            if named.get(place.name) is not own or self._storage(place) is not storage:
+                raise InputError(
+                    f"{place.name!r} was set to another tensor (by an assignment, .data or assign=True), which its "
+                    "shards do not see; split anew, and change values in place or by pipe.load_state_dict()"
+                )
+
+    @staticmethod
+    def _storage(place: _Place) -> Any:
+        """Return what tells that a sharded parameter is the one of before; ``.data =`` leaves its shard as it was."""
+        own = getattr(place.part, place.key)
+        return own.untyped_storage() if isinstance(own, DTensor) else None
 
     def _set(self) -> None:
         """Give the model the parameters that the part holds now."""
@@ -147,15 +190,19 @@ class Part:
             self._set()
 
     def give_back(self) -> None:
-        """Give the model plain parameters with the values of all shards; ties stay ties."""
+        """Give the model plain parameters with the values, gradients and hooks of all shards; ties stay ties."""
         self.given_back = True
         whole: dict[int, nn.Parameter] = {}
+        shards = {id(own): own for place in self._places if isinstance(own := getattr(place.part, place.key), DTensor)}
+        for key, own in shards.items():
+            whole[key] = nn.Parameter(own.full_tensor().detach(), own.requires_grad)
+            whole[key].grad = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
+            whole[key]._backward_hooks = own._backward_hooks
+            whole[key]._post_accumulate_grad_hooks = own._post_accumulate_grad_hooks
         for place in self._places:
-            own = getattr(place.module, place.key)
-            if isinstance(own, DTensor):
-                if id(own) not in whole:
-                    whole[id(own)] = nn.Parameter(own.full_tensor().detach(), own.requires_grad)
-                setattr(place.module, place.key, whole[id(own)])
+            if (made := whole.get(id(getattr(place.part, place.key)))) is not None:
+                setattr(place.module, place.key, made)
+        refuse(shards.values(), "unsplit() gave the model other parameters; make the optimizer of model.parameters()")
 
 
 def parallelizing(asked: Any, mesh: Any) -> Parallelize | None:
@@ -218,6 +265,7 @@ def _copied(model: nn.Module, names: Collection[str]) -> nn.Module:
             return copies[id(module)]
         twin = copies[id(module)] = module.__new__(type(module))
         twin.__dict__.update({key: copy(v) if key in _TABLES else v for key, v in module.__dict__.items()})
+        twin.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoDDP()
         twin.__dict__["_parameters"] = {
             k: v for k, v in module._parameters.items() if v is None or f"{path}{k}" in names
         }
@@ -239,9 +287,8 @@ def _clean(name: str) -> str:
     return ".".join(key for key in name.split(".") if key not in _WRAPPERS)
 
 
-def _places(model: nn.Module, part: nn.Module, names: Collection[str]) -> list[_Place]:
+def _places(model: nn.Module, part: nn.Module, before: Mapping[str, nn.Parameter]) -> list[_Place]:
     """Return where the parameters of a part are in the model; raise InputError where they are not the same ones."""
-    before = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in names}
     found = {
         _clean(f"{path}.{key}".lstrip(".")): (module, key)
         for path, module in part.named_modules(remove_duplicate=False)

@@ -131,7 +131,9 @@ class RankRecordings(Recordings):
 
     def unwrap(self) -> None:
         """Give the model plain parameters again, on every rank."""
-        if self.part is not None:
+        if self.part is not None and not self.part.given_back:
+            _, error = attempt(self.part.check_unchanged)
+            self.world.agree("gives the model plain parameters", {}, error)
             self.part.give_back()
 
     def check_wrapped(self, step: PreparedStep) -> None:
@@ -140,6 +142,8 @@ class RankRecordings(Recordings):
             return
         if self.part is not None and self.part.given_back:
             raise InputError("unsplit() gave the model plain parameters again, in the place of shards; split it anew")
+        if self.part is not None:
+            self.part.check_unchanged()
         if step.recorded.changes_python:
             raise TraceError("the model's forward changes its Python state, which needs a pipe without parallelize=")
         blocks = self.parallelize.blocks_of(self.model)

@@ -1,13 +1,15 @@
-"""Move a model's state to devices, and let optimizers' state follow."""
+"""Move a model's state to devices, and let optimizers' state follow; refuse steps of what a model has no more."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autosplit.errors import InputError
 
 
 def move(places: Iterable[tuple[torch.Tensor, torch.device]]) -> None:
@@ -26,20 +28,40 @@ def move(places: Iterable[tuple[torch.Tensor, torch.device]]) -> None:
 
 
 def follow(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """From now on, move the state of any optimizer beside those of these parameters that it steps.
+    """From now on, move the state of any optimizer beside those of these parameters that it steps."""
 
-    The hook lives as long as one of the parameters; it costs a look at the devices per step.
+    def bring_all(optimizer: torch.optim.Optimizer, alive: Collection[int]) -> None:
+        for owner, state in optimizer.state.items():
+            if id(owner) in alive:
+                bring(owner, state)
+
+    _before_steps(parameters, bring_all)
+
+
+def refuse(parameters: Iterable[torch.Tensor], why: str) -> None:
+    """From now on, raise InputError where an optimizer has one of these parameters, which no model has any more."""
+
+    def stop(optimizer: torch.optim.Optimizer, alive: Collection[int]) -> None:
+        if any(id(parameter) in alive for group in optimizer.param_groups for parameter in group["params"]):
+            raise InputError(why)
+
+    _before_steps(parameters, stop)
+
+
+def _before_steps(
+    parameters: Iterable[torch.Tensor], act: Callable[[torch.optim.Optimizer, Collection[int]], None]
+) -> None:
+    """Call a function before each step of any optimizer, with it and the ids of those parameters that still exist.
+
+    The hook lives as long as one of the parameters.
     """
     given = list(parameters)
     if not given:
         return
-    moved = [weakref.ref(parameter) for parameter in given]
+    references = [weakref.ref(parameter) for parameter in given]
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        alive = {id(parameter) for reference in moved if (parameter := reference()) is not None}
-        for owner, state in optimizer.state.items():
-            if id(owner) in alive:
-                bring(owner, state)
+        act(optimizer, {id(parameter) for reference in references if (parameter := reference()) is not None})
 
     # The hook goes with the last parameter, not from inside: torch iterates over its hooks while it calls them.
     left, handle = len(given), register_optimizer_step_pre_hook(before_step)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.changing import changed
 from tests.distributed.models import TRAININGS
 from tests.distributed.processes import Pool
 from tests.distributed.replicas import adam, compare
@@ -22,7 +23,6 @@ def sharded(name: str, shape: tuple[int, ...], rows: Any, options: dict[str, Any
     return compare(TRAININGS[name], shape, rows, parallelize="fsdp", **said(name), **options)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["mlp", "tied gpt with dropout", "relative bias", "experts"])
 def test_shards_train_as_the_plain_model_on_all_rows(ranks: Pool, name: str, shape: str) -> None:
@@ -57,6 +57,10 @@ def test_blocks_that_the_caller_wraps_run_by_their_calls(ranks: Pool, paralleliz
 
 def test_a_pipe_in_shards_loads_clips_records_and_gives_the_model_back(ranks: Pool) -> None:
     assert ranks(4).run(used) == [[]] * 4
+
+
+def test_what_a_model_had_before_and_what_is_changed_afterwards(ranks: Pool) -> None:
+    assert ranks(2).run(changed) == [[]] * 2
 
 
 def test_what_cannot_be_kept_exact_is_refused_on_every_rank(ranks: Pool) -> None:

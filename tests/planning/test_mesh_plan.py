@@ -135,6 +135,7 @@ def test_bad_meshes(mesh: Any, match: str) -> None:
         _llama(mesh=mesh)
 
 
+@pytest.mark.quick
 def test_a_batch_that_replicas_do_not_divide() -> None:
     """Every replica has as many rows."""
     with pytest.raises(InputError, match="dp=8 does not divide the batch of 12 rows; degrees that do: 1, 2, 3, 4, 6"):
