@@ -196,7 +196,7 @@ def _plain(values: Mapping[str, Any]) -> str:
 
 
 class ReadsHere(TorchFunctionMode):
-    """Raises InputError where a loss reads a parameter that another rank trains: here it is as it was at first."""
+    """Raises InputError where a loss reads a parameter that another rank trains, of which nothing or a part is here."""
 
     def __init__(self, elsewhere: Mapping[int, str]) -> None:
         """``elsewhere`` are the names of such parameters, by their identity."""
@@ -208,7 +208,7 @@ class ReadsHere(TorchFunctionMode):
         read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if id(leaf) in self.elsewhere]
         if read and isinstance(value, torch.Tensor | float | list):  # not sizes and flags
             raise InputError(
-                f"the loss reads the parameter {self.elsewhere[id(read[0])]!r}, which another rank holds; make it part "
-                "of the model, and a penalty on weights part of the optimizer (weight_decay)"
+                f"the loss reads the parameter {self.elsewhere[id(read[0])]!r}, which another rank holds, or a "
+                "part of it; make it part of the model, and a penalty on weights part of the optimizer (weight_decay)"
             )
         return value

@@ -296,7 +296,7 @@ class RankPipe(PipelinedModule):
         made.leaves = [own for own in (*self.parameters(), *self.buffers()) if own.requires_grad]
         named = self._core.model.named_parameters(remove_duplicate=False)
         made.part = self._recordings.part
-        made.elsewhere = {id(parameter): name for name, parameter in named if not self._is_own(name)}
+        made.elsewhere = {id(p): name for name, p in named if p in PARTS or not self._is_own(name)}
         if (tape := step.state.tape) is not None:
             layout, own = step.lowered.layout, made.stages
             here = {n.meta[INFO].name for s in own for p in (layout.stages, layout.prologues) for n in p[s].nodes}

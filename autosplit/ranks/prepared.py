@@ -19,8 +19,8 @@ from autosplit.recorded import PreparedStep
 class PreparedRankStep(RankStep, PreparedStep):
     """One call on one rank, and the recording that it follows.
 
-    ``elsewhere`` are the names of parameters of other ranks, by their identity. ``part``: what shards of parameters are
-    gathered in; None: there are none.
+    ``elsewhere`` are the names of parameters that other ranks have, all or a part, by their identity. ``part``: what
+    shards of parameters are gathered in; None: there are none.
     """
 
     elsewhere: Mapping[int, str] = field(default_factory=dict)

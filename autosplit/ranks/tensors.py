@@ -93,6 +93,7 @@ class TensorParallel:
             if part is None:
                 continue
             if tensor.size() == part.size:
+                _check_hooks(name, tensor)
                 self._before.append((tensor, tensor.data, tensor.grad))
                 tensor.data = part.of(tensor.data)
                 tensor.grad = None if tensor.grad is None else part.of(tensor.grad)
@@ -115,6 +116,14 @@ def _check_sharded(plan: TensorPlan) -> None:
     if not any(isinstance(own, Shard) for own in plan.parameters.values()):
         reasons = [f"{name}: {why}" for name, why in plan.replicated.items()]
         raise InputError(f"tp={plan.ranks} shards no parameter of the model ({listed(reasons)}); use another degree")
+
+
+def _check_hooks(name: str, parameter: torch.Tensor) -> None:
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise InputError(
+            f"{name!r} has a hook on its gradient, which would get a part of it; register it after autosplit, if it "
+            "works element by element"
+        )
 
 
 def check_columns(options: Options, ranks: int, *, feed: str, outputs: str, parallelize: str) -> InputError | None:

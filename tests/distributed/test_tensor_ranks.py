@@ -37,6 +37,18 @@ class Mixed(nn.Module):
         return self.groups(self.second(torch.relu(self.first(value))).transpose(1, 2))
 
 
+class Centred(nn.Module):
+    """Layers whose outputs are centred over the batch, so that a loss is one of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers(x)
+        return y - y.mean(0)
+
+
 class Counting(nn.Module):
     """Counts its calls in Python."""
 
@@ -171,9 +183,12 @@ def refused() -> list[str]:
     """Ask for what cannot be."""
     values, rank = _values(4), dist.get_rank()
     three, wide = nn.Sequential(nn.Linear(WIDTH, 3), nn.ReLU(), nn.Linear(3, 5)), nn.Sequential(nn.Linear(7, 5))
-    held, counting = mlp(), Counting()
+    held, counting, hooked = mlp(), Counting(), mlp()
+    hooked[0].weight.register_hook(lambda gradient: gradient / gradient.norm())
     pipe = _split(held, values)
     step = partial(pipe.train_step, loss_fn=F.mse_loss)
+    centring = Centred()
+    centred = _split(centring, values)
     makes = [
         lambda: _split(three, values),
         lambda: _split(wide, values[:, :7]),
@@ -184,6 +199,10 @@ def refused() -> list[str]:
         lambda: autosplit(held, ["cpu"] * 2, sample=values),
         lambda: step(values + rank, target=values),
         lambda: step(values, target=values + rank),
+        lambda: _split(hooked, values),
+        lambda: centred.train_step(
+            values, target=values, loss_fn=lambda y, t: F.mse_loss(y, t) + centring.layers[0].weight.norm()
+        ),
     ]
     found = [_error(make) for make in makes]
     pipe.unsplit()
@@ -192,7 +211,8 @@ def refused() -> list[str]:
 
 
 def test_what_cannot_be_is_refused_on_all_ranks(ranks: Pool) -> None:
-    for three, wide, counting, compiled, feed, again, alone, batch, target, after, restored in ranks(2).run(refused):
+    for found in ranks(2).run(refused):
+        three, wide, counting, compiled, feed, again, alone, batch, target, hooked, penalty, after, restored = found
         assert "tp=2 does not divide 3" in three
         assert "InputError: tp=2 shards no parameter" in wide
         assert "calls change Python state" in counting
@@ -203,4 +223,6 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks: Pool) -> None:
         assert "call unsplit() of that pipe first" in alone
         assert "the batch's values" in batch
         assert "the target" in target
+        assert "'0.weight' has a hook on its gradient" in hooked
+        assert "the loss reads the parameter 'layers.0.weight', which another rank holds, or a part of it" in penalty
         assert after == "nothing was raised"
