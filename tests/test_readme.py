@@ -110,7 +110,7 @@ def test_the_report_of_a_command_has_the_form_that_is_shown(monkeypatch: pytest.
 
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
     named = {text.split()[0] for text in commands(TEXT, "make")}
     assert {"demo", "test", "docs"} <= named <= targets
 
