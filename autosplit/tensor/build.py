@@ -12,11 +12,11 @@ from torch import fx, nn
 from autosplit.tensor.axes import Shard
 from autosplit.tensor.collectives import Move, Placement, Sharing, local_part
 from autosplit.tensor.facts import Operand, operand_of
-from autosplit.tensor.local import Stateless, embedding_rows, is_table, local_arguments, run_module
+from autosplit.tensor.local import Lookup, Stateless, embedding_rows, local_arguments, lookup_of, run_module
 from autosplit.tensor.plan import NodePlan, Placements, TensorPlan
 from autosplit.tensor.ways import REPLICATED
 from autosplit.trace.graph import INFO, NodeClass, Size, TensorInfo, TracedGraph, TracedNode
-from autosplit.trace.rows.kinds import function_of
+from autosplit.trace.inputs.objects import storage_key
 
 MOVES = "tensor_parallel"
 """The attribute of a recording's root that holds the moves."""
@@ -82,6 +82,7 @@ class _Builder:
         self.graph = fx.Graph()
         self._at: dict[tuple[Operand, Placements], fx.Node] = {}
         self._nodes = {node.name: node for node in traced.graph.nodes}
+        self._written = {storage_key(value) for value in map(self._state, traced.written) if value is not None}
 
     def built(self) -> TracedGraph:
         """Copy the nodes one by one."""
@@ -138,9 +139,16 @@ class _Builder:
             return self.graph.create_node("get_attr", key[1:], name=f"{MOVES}_parameter")
         if not moves:
             return self._at[key, own]
-        if (key, want) not in self._at:
+        if (key, want) not in self._at or self._changes(key):
             self._at[key, want] = self._moved(key, own, want)
         return self._at[key, want]
+
+    def _changes(self, key: Operand) -> bool:
+        """Tell whether some node changes a value in place: what was moved before is not the value behind it."""
+        if key in self._nodes:
+            info: TracedNode | None = self._nodes[key].meta.get(INFO)
+            return info is not None and (info.mutated or bool(info.rewritten))
+        return storage_key(self._state(key[1:])) in self._written
 
     def _moved(self, key: Operand, own: Placements, want: Placements) -> fx.Node:
         (source,), (target,) = own, want
@@ -184,8 +192,10 @@ class _Builder:
         args, kwargs = local_arguments(
             node, self.traced.root, ndim=ndim, source=source, result=result, ranks=self.plan.ranks
         )
-        if is_table(node, self.traced.root) and self._rows_are_cut(node, plan):
-            return self._table(node, plan, args, kwargs, value)
+        lookup = lookup_of(node, self.traced.root)
+        rows = self._table(node, plan, lookup, value) if lookup is not None else None
+        if rows is not None:
+            return rows
         args, kwargs = fx.node.map_arg((args, kwargs), value)
         if node.op == "call_module":
             return self._module(node, plan, args, kwargs)
@@ -210,22 +220,15 @@ class _Builder:
         return self.graph.create_node("call_function", run_module, given, kwargs, name=node.name)
 
     # -- tables --------------------------------------------------------------------------------------------------------
-    def _table_key(self, node: fx.Node) -> Operand:
-        return f".{node.target}.weight" if node.op == "call_module" else operand_of(node.args[1])  # type: ignore[arg-type]
-
-    def _rows_are_cut(self, node: fx.Node, plan: NodePlan) -> bool:
-        (placement,) = plan.wants[self._table_key(node)]
-        return isinstance(placement, Shard) and placement.dim == 0
-
-    def _table(self, node: fx.Node, plan: NodePlan, args: Any, kwargs: Any, value: Any) -> fx.Node:
-        key = self._table_key(node)
-        table = self._value(key, plan.wants[key])
+    def _table(self, node: fx.Node, plan: NodePlan, lookup: Lookup, value: Any) -> fx.Node | None:
+        """Look up rows in a part of a table; None where the rank has all rows."""
+        key = f".{node.target}.weight" if lookup.table is None else operand_of(lookup.table)
         (shard,) = plan.wants[key]
-        assert isinstance(shard, Shard)
-        function = function_of(node, self.traced.root)
-        padding = function.padding_idx if isinstance(function, nn.Embedding) else kwargs.get("padding_idx")
+        if not isinstance(shard, Shard) or shard.dim != 0:
+            return None
+        ((_, total),) = shard.pieces
         first = shard.indices(self.rank, self.plan.ranks)[0].start
-        given = (value(args[0]), table, first, padding)
+        given = (value(lookup.tokens), self._value(key, (shard,)), first, total, lookup.padding)
         return self.graph.create_node("call_function", embedding_rows, given, name=node.name)
 
 

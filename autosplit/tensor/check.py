@@ -12,7 +12,7 @@ from autosplit.profile.node_costs.flops import flat_tensors
 from autosplit.tensor.axes import Axis, Incompatible, Shard, shard_of
 from autosplit.tensor.facts import Facts, NodeFacts, operand_of
 from autosplit.tensor.follow import Follower, KernelsAsOne
-from autosplit.tensor.local import is_table, local_arguments, local_shape
+from autosplit.tensor.local import local_arguments, local_shape, lookup_of
 from autosplit.tensor.rules import rules
 from autosplit.tensor.ways import Way
 from autosplit.trace.graph import INFO, ROWS, evaluate
@@ -22,8 +22,11 @@ def runs(facts: Facts, root: nn.Module, node: NodeFacts, way: Way, ranks: int) -
     """Run a node on parts of the shapes that a way gives them, and compare its results' shapes."""
     axis = way.axis
     assert axis is not None
-    if is_table(node.node, root):
-        return True
+    lookup = lookup_of(node.node, root)
+    if lookup is not None:
+        table = operand_of(lookup.table) if lookup.table is not None else f".{node.node.target}.weight"
+        shard = _shard(facts, node.operands[table][0], axis)
+        return shard is None or shard.dim != 0 or shard.plain
     try:
         return _shapes(facts, root, node, axis, ranks) == [
             local_shape(facts.tensors[key].shape, _shard(facts, key, axis) if way.gives is axis else None, ranks)

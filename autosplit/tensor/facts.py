@@ -14,6 +14,7 @@ from autosplit.profile.node_costs.fake import empty_value, fake_mode
 from autosplit.profile.node_costs.flops import flat_tensors
 from autosplit.tensor.axes import Axis
 from autosplit.tensor.follow import Call, Follower, KernelsAsOne
+from autosplit.tensor.local import lookup_of
 from autosplit.tensor.rules import rules
 from autosplit.trace.graph import INFO, ROWS, TracedGraph, TracedNode, lengths_in
 from autosplit.trace.recording.recording import apply_function
@@ -164,6 +165,7 @@ class Run(fx.Interpreter):
                 self.facts.values[key] = tensor
         follower = self._follower
         follower.calls, follower.changes_operands, opaque = [], False, self._why_opaque(node)
+        follower.rows_in_parts = lookup_of(node, self.module) is not None
         try:
             with follower, KernelsAsOne(follower):
                 if node.op == "call_module":

@@ -51,6 +51,8 @@ class Follower(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
         self.changes_operands = False
+        self.rows_in_parts = False
+        """The node that runs can look up rows of a part of a table."""
         self._rules = rules
         self._flops = flop_formulas()
         self._dims: dict[int, list[Axis]] = {}

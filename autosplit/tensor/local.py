@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -125,16 +127,38 @@ class Stateless:
         self.module = module
 
 
-def embedding_rows(tokens: Tensor, table: Tensor, first: int, padding: int | None) -> Tensor:
-    """Return the rows of tokens from a part of a table that begins at row ``first``; zeros for other tokens."""
-    rows = tokens - first
-    inside = (rows >= 0) & (rows < table.shape[0])
-    here = padding is not None and 0 <= padding - first < table.shape[0]
-    found = F.embedding(rows.where(inside, 0), table, padding - first if here and padding is not None else None)
-    return torch.where(inside.unsqueeze(-1), found, 0)
+@dataclass(frozen=True)
+class Lookup:
+    """Rows that a node looks up: of ``tokens``, in ``table`` (None: the module's own)."""
+
+    tokens: Any
+    table: fx.Node | None
+    padding: int | None
 
 
-def is_table(node: fx.Node, root: nn.Module) -> bool:
-    """Tell whether a node looks up rows of a table."""
+def lookup_of(node: fx.Node, root: nn.Module) -> Lookup | None:
+    """Return what a node looks up in a table, or None where it does not, or where the whole table must be at hand."""
     function = function_of(node, root)
-    return isinstance(function, nn.Embedding) or function is F.embedding
+    if type(function) is nn.Embedding and node.op == "call_module":
+        tokens = node.args[0] if node.args else node.kwargs["input"]
+        plain = not (function.max_norm or function.scale_grad_by_freq or function.sparse)
+        return Lookup(tokens, None, function.padding_idx) if plain else None
+    if node.target is not F.embedding:
+        return None
+    given = signature(F.embedding).bind(*node.args, **node.kwargs).arguments
+    table = given["weight"]
+    if not isinstance(table, fx.Node) or any(given.get(n) for n in ("max_norm", "scale_grad_by_freq", "sparse")):
+        return None
+    return Lookup(given["input"], table, given.get("padding_idx"))
+
+
+def embedding_rows(tokens: Tensor, table: Tensor, first: int, total: int, padding: int | None) -> Tensor:
+    """Return the rows of tokens from a part of a table, which begins at row ``first`` of ``total`` ones.
+
+    Zeros for tokens of other parts; tokens that the whole table lacks are refused as by it.
+    """
+    rows = tokens - first
+    others = (tokens >= 0) & (tokens < total) & ((rows < 0) | (rows >= table.shape[0]))
+    own = -1 if padding is None else padding % total - first
+    found = F.embedding(rows.where(~others, 0), table, own if 0 <= own < table.shape[0] else None)
+    return torch.where(others.unsqueeze(-1), 0, found)

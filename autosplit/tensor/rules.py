@@ -102,7 +102,7 @@ def _expand(follower: Follower, call: Call, result: Any, one: Tensor, *args: Any
 # -- views -------------------------------------------------------------------------------------------------------------
 def _view(follower: Follower, call: Call, result: Tensor, one: Tensor, *args: Any, **kwargs: Any) -> Terms:
     dims, old, new = [], [*follower.dims(one)], [*result.shape]
-    if 0 in result.shape:
+    if 0 in result.shape or result.dtype != one.dtype:
         raise Incompatible
     while old or new:
         group, sizes = old[:1], new[:1]
@@ -236,10 +236,10 @@ def _repeat(follower: Follower, call: Call, result: Tensor, one: Tensor, repeats
 
 def _pad(follower: Follower, call: Call, result: Tensor, one: Tensor, pad: Sequence[int], value: Any = 0) -> Terms:
     dims = [*follower.dims(one)]
-    for d, size in enumerate(result.shape):
-        if size != one.shape[d]:
-            call.blocked.append(dims[d])
-            dims[d] = Axis(size)
+    for place in range(len(pad) // 2):
+        if pad[2 * place] or pad[2 * place + 1]:
+            call.blocked.append(dims[-1 - place])
+            dims[-1 - place] = Axis(result.shape[-1 - place])
     follower.enter(result, dims)
     return each(one) if value == 0 else ()
 
@@ -349,6 +349,7 @@ def _attention(
             follower.unite(call, a, b)
         dims.append(a)
     follower.enter(result, [*dims, q[-2], v[-1]])
+    call.blocked += follower.dims(mask)[-2:] if mask is not None else []
     for place in range(3, (mask.ndim if mask is not None else 0) + 1):
         if mask.shape[-place] == q[-place].size:
             follower.unite(call, q[-place], follower.dims(mask)[-place])

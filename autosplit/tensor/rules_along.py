@@ -76,7 +76,7 @@ def triangle(follower: Follower, call: Call, result: Tensor, one: Tensor, *args:
 # -- by indices --------------------------------------------------------------------------------------------------------
 def embedding(follower: Follower, call: Call, result: Tensor, table: Tensor, tokens: Tensor, *args: Any) -> Terms:
     """Rows of a table: a rank that has some of them, in one run, gives zeros for others."""
-    if follower.dims(table)[0].factors or follower.dims(table)[0].segments:
+    if not follower.rows_in_parts or not follower.dims(table)[0].found().is_atom:
         call.blocked.append(follower.dims(table)[0])
     follower.enter(result, [*follower.dims(tokens), follower.dims(table)[1]])
     return each(table)

@@ -56,11 +56,9 @@ class Way:
 def ways_of(facts: Facts, node: NodeFacts, axes: Collection[Axis], *, random: bool) -> list[Way]:
     """Return the ways to run a node, the replicated one first; ``axes`` are those that may be sharded."""
     ways = [Way(dict.fromkeys(node.operands, REPLICATED), REPLICATED)]
-    if node.in_place or (node.opaque and node.node.op == "call_module"):
+    if node.in_place or node.opaque:  # a backward of its own need not be linear, so that it takes no summands
         return ways
     ways.append(Way(dict.fromkeys(node.operands, COPIED), COPIED))
-    if node.opaque:
-        return ways
     met = {atom for key in (*_tensors(node),) for axis in facts.dims[key] for atom in axis.atoms()}
     for axis in axes:
         if axis in met:

@@ -1,0 +1,191 @@
+"""Operations between sharded layers: two ranks have what one process has, or the layers are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autosplit.errors import InputError
+from autosplit.options import Sample
+from autosplit.tensor.build import rank_graph
+from autosplit.tensor.collectives import local_part
+from autosplit.tensor.plan import TensorPlan, tensor_plan
+from autosplit.trace.graph import TracedGraph
+from autosplit.trace.ladder import trace
+from tests.tensor.nets import LENGTH, ROWS, WIDTH
+from tests.tensor.threads import RANKS, threads
+
+WORDS, ODD = 24, 15
+
+
+class Between(nn.Module):
+    """An operation between a projection and others that take what it gives."""
+
+    def __init__(self, operation: Callable[[Between, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.p = nn.Parameter(torch.randn(WIDTH))
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operation(self, x)
+
+
+class Halved(torch.autograd.Function):
+    """Gives back what it takes; the backward halves negative gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.where(gradient > 0, gradient / 2)
+
+
+class Tied(nn.Module):
+    """A table of an odd width, looked up by an operation, whose rows are a head's too."""
+
+    def __init__(self, operation: Callable[[Tied, Tensor], Tensor], **options: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(WORDS, ODD, **options), nn.Linear(ODD, WORDS, bias=False)
+        self.head.weight = self.table.weight
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.operation(self, x))
+
+
+def compared(model: nn.Module, inputs: Tensor) -> TensorPlan:
+    """Hold the outputs and gradients of two ranks against the plain model's, and return the plan."""
+    model = model.double()
+    traced = trace(model, Sample(inputs)).graph
+    assert isinstance(traced, TracedGraph)
+    plan = tensor_plan(traced, ranks=RANKS, rows=ROWS, latency_bytes=1.0)
+    plain = model(inputs.clone())
+    seed = torch.randn_like(plain)
+    plain.backward(seed)
+    whole = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+
+    def ran(rank: int) -> None:
+        module = deepcopy(rank_graph(traced, plan, rank=rank))  # threads must not share modules that are called
+        (output,) = module(ROWS, inputs.clone())
+        torch.testing.assert_close(output, plain)
+        parts = dict(module.named_parameters(remove_duplicate=False))
+        used = {name: part for name, part in parts.items() if whole[name] is not None}
+        for name, found in zip(used, torch.autograd.grad(output, [*used.values()], seed), strict=True):
+            dense = [g.to_dense() if g.is_sparse else g for g in (found, whole[name])]
+            torch.testing.assert_close(dense[0], local_part(dense[1], plan.parameters[name], rank, RANKS), msg=name)
+
+    with threads() as group:
+        group.run(ran)
+    return plan
+
+
+def _changed_by_a_view(net: Between, x: Tensor) -> Tensor:
+    hidden = net.a(x) + 0
+    before = net.b(hidden + net.p)
+    hidden[:, 1:].mul_(2)
+    return before + net.b(hidden + net.p)
+
+
+def _changed_when_flat(net: Between, x: Tensor) -> Tensor:
+    hidden = net.a(x) + 0
+    before = net.b(hidden + net.p)
+    hidden.view(-1).mul_(2)
+    return before + net.b(hidden + net.p)
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "shift": lambda h: F.pad(h, (1, -1)),
+    "shift of several": lambda h: F.pad(h, (0, 0, 1, -1)) + F.pad(h, (-2, 2)),
+    "circular": lambda h: F.pad(h, (1, 1), mode="circular")[..., 2:],
+    "roll": lambda h: h.roll(1, -1),
+    "rotate": lambda h: torch.cat((-h[..., 8:], h[..., :8]), -1),
+    "rotate by one": lambda h: torch.cat((h[..., 1:], h[..., :1]), -1),
+    "sort": lambda h: h.sort(-1).values,
+    "all of topk": lambda h: h.topk(WIDTH, -1).values,
+    "softmax in groups": lambda h: h.unflatten(-1, (4, 4)).softmax(-1).flatten(-2),
+    "gather": lambda h: h.gather(-1, torch.arange(WIDTH).flip(0).expand(h.shape)),
+    "triangle": lambda h: h.tril(),
+    "transposed view": lambda h: h.unflatten(-1, (4, 4)).transpose(-1, -2).flatten(-2),
+    "view over rows": lambda h: h.reshape(-1, WIDTH, LENGTH).reshape(-1, LENGTH, WIDTH),
+    "attention over features": lambda h: F.scaled_dot_product_attention(*[h.transpose(1, 2)] * 3).transpose(1, 2),
+    "interleave": lambda h: h[..., :8].repeat_interleave(2, -1),
+    "bits": lambda h: h.view(torch.int64).view(torch.float64) * 2 + h,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_stands_between_two_projections_is_exact(name: str) -> None:
+    operation = OPERATIONS[name]
+    torch.manual_seed(3)
+    compared(Between(lambda net, x: net.b(operation(net.a(x)))), torch.randn(ROWS, LENGTH, WIDTH).double())
+
+
+def test_a_backward_that_is_not_linear_takes_whole_gradients() -> None:
+    torch.manual_seed(3)
+
+    def operation(net: Between, x: Tensor) -> Tensor:
+        shifted = x + net.p
+        return net.b(Halved.apply(shifted).relu()) + net.b(shifted.relu())
+
+    compared(Between(operation), torch.randn(ROWS, LENGTH, WIDTH).double())
+
+
+@pytest.mark.parametrize("change", [_changed_by_a_view, _changed_when_flat])
+def test_what_is_changed_through_a_view_is_moved_anew(change: Callable[[Between, Tensor], Tensor]) -> None:
+    torch.manual_seed(3)
+    plan = compared(Between(change), torch.randn(ROWS, LENGTH, WIDTH).double())
+    assert str(plan.parameters["b.weight"]).startswith("shard")
+
+
+TABLES: dict[str, tuple[bool, Callable[[Tied, Tensor], Tensor]]] = {
+    "module": (True, lambda net, x: net.table(x)),
+    "padding": (True, lambda net, x: F.embedding(x, net.table.weight, WORDS - 1)),
+    "padding from the end": (True, lambda net, x: F.embedding(x, net.table.weight, padding_idx=-1)),
+    "by names": (True, lambda net, x: F.embedding(weight=net.table.weight, padding_idx=0, input=x)),
+    "by frequency": (False, lambda net, x: F.embedding(x, net.table.weight, scale_grad_by_freq=True)),
+    "sparse": (False, lambda net, x: F.embedding(x, net.table.weight, sparse=True)),
+    "operation": (False, lambda net, x: torch.embedding(net.table.weight, x)),
+}
+
+
+def _tokens() -> Tensor:
+    tokens = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    tokens[:, 0], tokens[:, 1] = WORDS - 1, 0
+    return tokens
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_rows_of_a_table_are_cut_only_where_the_look_up_is_exact(name: str) -> None:
+    exact, operation = TABLES[name]
+    _cut_or_refused(Tied(operation), exact)
+
+
+@pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"sparse": True}])
+def test_a_module_with_such_an_option_has_a_whole_table(options: dict[str, bool]) -> None:
+    _cut_or_refused(Tied(lambda net, x: net.table(x), **options), False)
+
+
+def _cut_or_refused(model: Tied, exact: bool) -> None:
+    if exact:
+        assert str(compared(model, _tokens()).parameters["head.weight"]).startswith("shard(0)")
+    else:
+        with pytest.raises(InputError, match="does not divide 15"):
+            compared(model, _tokens())
+
+
+def test_a_token_outside_of_the_table_is_refused_as_by_the_whole_one() -> None:
+    model = Tied(lambda net, x: net.table(x)).double()
+    traced = trace(model, Sample(_tokens())).graph
+    assert isinstance(traced, TracedGraph)
+    plan = tensor_plan(traced, ranks=RANKS, rows=ROWS, latency_bytes=1.0)
+    with threads() as group, pytest.raises(IndexError):
+        group.run(lambda rank: rank_graph(traced, plan, rank=rank)(ROWS, _tokens() + 1))
