@@ -30,7 +30,7 @@ from autosplit.profile.stage_trace.stage_graph import block_paths
 from autosplit.ranks.loss import name_of
 from autosplit.recorded import SHARED
 from autosplit.runtime.optimizers import refuse
-from autosplit.trace.borrowed.holders import Holders
+from autosplit.trace.borrowed.holders import HOOK_TABLES, Holders, difference
 
 FSDP = "fsdp"
 _TABLES = frozenset(SHARED) - {"_buffers"}
@@ -99,8 +99,10 @@ class Part:
                 "pipe.parameters(), after autosplit"
             )
         blocks = parallelize.blocks_of(model)
+        _check_inside(blocks, model)
         self._calls = _calls(model, self.module, blocks, names) if parallelize.whole else []
         self._modes = _modes(model, self.module)
+        self._runs = {path: _state(own) for place in self._calls for path, own in self._inside(place)}
         for unit in self._units():
             unit.set_reshard_after_forward(False)
             unit.set_reshard_after_backward(False)
@@ -148,6 +150,16 @@ class Part:
                     f"{place.name!r} was set to another tensor (by an assignment, .data or assign=True), which its "
                     "shards do not see; split anew, and change values in place or by pipe.load_state_dict()"
                 )
+
+        for path, own in (found for place in self._calls for found in self._inside(place)):
+            if path not in self._runs or difference(self._runs[path], _state(own)):
+                raise InputError(
+                    f"{path!r} has other hooks or attributes than when parallelize= wrapped it, which its copy does "
+                    "not see; set them before autosplit"
+                )
+
+    def _inside(self, place: _Place) -> list[tuple[str, nn.Module]]:
+        return list(self._model.get_submodule(place.name).named_modules(prefix=place.name))
 
     @staticmethod
     def _storage(place: _Place) -> Any:
@@ -328,6 +340,28 @@ def _calls(model: nn.Module, part: nn.Module, blocks: Collection[str], names: Co
             parent, _, key = path.rpartition(".")
             calls.append(_Place(path, model.get_submodule(parent), found[path], key))
     return calls
+
+
+def _state(module: nn.Module) -> dict[Any, Any]:
+    """Return the attributes of a module that decide what it computes, and the entries of its tables of hooks."""
+    own = {key: value for key, value in module.__dict__.items() if key not in (*SHARED, "training")}
+    hooks = {(table, key): hook for table in HOOK_TABLES for key, hook in module.__dict__[table].items()}
+    return own | hooks
+
+
+def _check_inside(blocks: Collection[str], model: nn.Module) -> None:
+    """Raise InputError where a block refers to a module that it does not contain, whose parameters it may read."""
+    for path in blocks:
+        inside = set(model.get_submodule(path).modules())
+        for module in inside:
+            for key, value in _state(module).items():
+                held = value.values() if isinstance(value, dict) else value
+                for other in held if isinstance(value, dict | list | tuple) else (value,):
+                    if isinstance(other, nn.Module) and other not in inside:
+                        raise InputError(
+                            f"{path!r} refers to a module outside of it by {key!r}, whose parameters would get no "
+                            "gradient there; use parallelize='fsdp'"
+                        )
 
 
 def _modes(model: nn.Module, part: nn.Module) -> list[tuple[nn.Module, nn.Module]]:

@@ -131,9 +131,28 @@ def optimized_as_in_shards() -> Any:
     optimizer.step()
 
 
+def as_it_is(part: nn.Module, mesh: Any) -> nn.Module:
+    return part
+
+
+def hooked_afterwards() -> Any:
+    pipe = piped(model := Small(), as_it_is)
+    trained(pipe)
+    model.blocks[0].register_forward_hook(lambda module, inputs, output: output * 2)
+    trained(pipe)
+
+
+def referring() -> Any:
+    model = Small()
+    model.blocks[0].root = [model]
+    return piped(model, as_it_is)
+
+
 REFUSED: dict[Callable[[], Any], str] = {
     hooked: "head.weight have hooks",
     held_twice: "'others' holds 'head.weight' too",
+    hooked_afterwards: "'blocks.0' has other hooks or attributes",
+    referring: "'blocks.0' refers to a module outside of it by 'root'",
     lambda: piped(Small(), in_ddp): "DistributedDataParallel",
     set_by_data: "'blocks.0.0.weight' was set to another tensor",
     assigned: "'head.bias' was set to another tensor",
