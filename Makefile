@@ -1,9 +1,9 @@
 # autosplit: every target makes its own environment from constraints.txt; a machine needs python3 (3.11 or newer) and make.
 #
 #   make demo     run the demonstration
-#   make test     check, then the quick tests, a process per core (four at most): 10 minutes on two cores
+#   make test     check, then the quick tests, a process per core (four at most): 10 minutes on two cores; what CI runs
 #                 ARGS="-k name" goes to pytest
-#   make test-all the same with long oracles and more cases of dear tests: 25 minutes; what CI runs
+#   make test-all the same with long oracles and more cases of dear tests: 25 minutes, by hand
 #   make campaign all there is: also the rest of full products, 20 kills, 200 random modules over ranks; hours, by hand
 #   make browser  Debian's Chromium, in which the tests open the report's page: installed as root where it is missing
 #   make check    lint, format, types, layers, the line budget     fast
