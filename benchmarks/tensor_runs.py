@@ -11,80 +11,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import threading
 import time
 import warnings
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, fx, nn
 
-from autosplit.tensor import build, collectives
+from autosplit.tensor import build
 from autosplit.tensor.collectives import local_part
 from autosplit.tensor.plan import TensorPlan, tensor_plan
 from autosplit.trace.graph import TracedGraph
 from benchmarks.tensor_families import ROWS, families, inputs, model_with_values, recording
-from benchmarks.tensor_plans import RANKS, RESULTS, write
+from benchmarks.tensor_plans import RESULTS, write
+from benchmarks.tensor_threads import RANKS, threads
 
 RUNS = (
     "arcee cohere doge ernie4_5 gemma gemma2 gemma3 glm glm4 granite gpt_neox helium jais2 llama mistral mixtral "
     "nanochat nemotron olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2"
 ).split()
 LENGTH = 8
-
-
-class Threads:
-    """What :mod:`torch.distributed` does among ranks that are threads of one process."""
-
-    def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=60)
-        self._given: list[Any] = [None] * ranks
-        self.ranks = ranks
-        self.own = threading.local()
-
-    def get_rank(self, group: Any = None) -> int:
-        """Return the rank of the thread."""
-        return self.own.rank  # type: ignore[no-any-return]
-
-    def get_world_size(self, group: Any = None) -> int:
-        """Return the number of ranks."""
-        return self.ranks
-
-    def _exchanged(self, value: Any) -> list[Any]:
-        self._given[self.own.rank] = value
-        self._barrier.wait()
-        values = [*self._given]
-        self._barrier.wait()
-        return values
-
-    def all_reduce(self, value: Tensor, group: Any = None) -> None:
-        """Sum in place."""
-        value.copy_(torch.stack(self._exchanged(value.clone())).sum(0))
-
-    def all_gather(self, parts: list[Tensor], value: Tensor, group: Any = None) -> None:
-        """Copy every rank's value."""
-        for part, one in zip(parts, self._exchanged(value.clone()), strict=True):
-            part.copy_(one)
-
-    def reduce_scatter(self, result: Tensor, parts: list[Tensor], group: Any = None) -> None:
-        """Sum the own part."""
-        given = self._exchanged([part.clone() for part in parts])
-        result.copy_(torch.stack([parts[self.own.rank] for parts in given]).sum(0))
-
-
-@contextmanager
-def threads(ranks: int) -> Iterator[Threads]:
-    """Let rank graphs run on threads."""
-    group, real = Threads(ranks), collectives.dist
-    collectives.dist = group  # type: ignore[assignment]
-    try:
-        yield group
-    finally:
-        collectives.dist = real
 
 
 def compared(kind: type, dtype: torch.dtype) -> dict[str, Any]:
@@ -99,8 +47,8 @@ def compared(kind: type, dtype: torch.dtype) -> dict[str, Any]:
     _loss(plain).backward()
     whole = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
     model.zero_grad()
-    with threads(RANKS) as group, ThreadPoolExecutor(RANKS) as pool:
-        found = [*pool.map(lambda rank: _rank(rank, group, done.graph, plan, given, plain, whole), range(RANKS))]
+    with threads() as group:
+        found = group.run(lambda rank: _rank(rank, done.graph, plan, given, plain, whole))
     kinds = {collective.collective.kind for collective in plan.collectives}
     return {
         "outputs": max(one["outputs"] for one in found),
@@ -123,15 +71,13 @@ def _double(traced: TracedGraph) -> None:
 
 def _rank(
     rank: int,
-    group: Threads,
     traced: TracedGraph,
     plan: TensorPlan,
     given: list[Any],
     plain: Any,
     whole: dict[str, Tensor | None],
 ) -> dict[str, float]:
-    group.own.rank = rank
-    module: nn.Module = build.rank_graph(traced, plan, rank=rank)
+    module: nn.Module = deepcopy(build.rank_graph(traced, plan, rank=rank))  # threads share no module that is called
     own = module(*given)
     parts = dict(module.named_parameters(remove_duplicate=False))
     used = [*{id(p): p for p in parts.values() if p.requires_grad}.values()]
@@ -179,8 +125,12 @@ def main() -> None:
             continue
         entry: dict[str, Any] = {"name": name}
         for dtype in (torch.float64, torch.float32)[: 1 + arguments.float32]:
-            found = compared(kind, dtype)
             key = str(dtype).removeprefix("torch.")
+            try:
+                found = compared(kind, dtype)
+            except RuntimeError as error:  # an operation of the model that the dtype lacks
+                entry[f"{key}_error"] = str(error).splitlines()[0]
+                continue
             entry |= {key: max(found["outputs"], found["gradients"]), f"{key}_detail": found}
         print(entry, flush=True)
         write("runs", entry)

@@ -18,8 +18,8 @@ from autosplit.tensor.collectives import local_part
 from autosplit.tensor.plan import TensorPlan, tensor_plan
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import trace
+from benchmarks.tensor_threads import RANKS, threads
 from tests.tensor.nets import LENGTH, ROWS, WIDTH
-from tests.tensor.threads import RANKS, threads
 
 WORDS, ODD = 24, 15
 
