@@ -1,0 +1,125 @@
+"""Stages with replicas: the cut of a line of layers, and how many devices each stage has (PipeDream's planner).
+
+A stage of ``m`` replicas deals minibatches out round robin, so that each replica has one in ``m``. What the stage takes
+per minibatch (Narayanan et al., SOSP 2019, section 3.1; Harlap et al., arXiv 1806.03377):
+
+    T(i, j, m) = max(seconds of the layers i .. j - 1, exchange of their gradients) / m
+
+The slowest stage or transfer is to be fastest. Stages are chosen from the last to the first, so that each knows how
+many devices work from it on, which sets how many minibatches it holds:
+
+    least(i, n) = min over j, m of max(T(i, j, m), transfer at j, least(j, n - m))
+
+Every cut and every number of replicas is weighed, so the answer is optimal: no bound is needed beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autosplit.errors import InputError
+
+Floats = NDArray[np.float64]
+StageSeconds = Callable[[int, int], Floats]
+"""What stages take: of so many replicas, where so many devices work from them on; [first layer, layer behind].
+
+Infinite where a stage is not allowed, and where there is none.
+"""
+_TIES = 1 + 1e-12
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one minibatch costs a layer: forward and backward, what goes on from it, what its replicas exchange."""
+
+    seconds: float
+    output_bytes: float = 0.0
+    parameter_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Replication:
+    """Stage ``k`` has the layers from ``bounds[k]`` to ``bounds[k + 1]`` and ``replicas[k]`` devices.
+
+    ``bottleneck_s`` is what the slowest stage takes per minibatch: the least possible.
+    """
+
+    bounds: tuple[int, ...]
+    replicas: tuple[int, ...]
+    bottleneck_s: float
+
+
+def pipedream(layers: Sequence[Layer], *, devices: int, bandwidth_bytes_per_s: float) -> StageSeconds:
+    """Return what stages of a line take by PipeDream's formula, the transfer behind them included.
+
+    Replicas exchange ``2 (m - 1) / m`` times the bytes of their gradients, each, beside their work. What crosses a cut
+    goes there, and its gradient back. Raises InputError for numbers that cannot be.
+    """
+    _check(layers, devices=devices, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    seconds, parameters = (
+        np.concatenate([[0.0], np.cumsum([getattr(layer, name) for layer in layers])])
+        for name in ("seconds", "parameter_bytes")
+    )
+    sent_s = 2 * np.array([0.0, *(layer.output_bytes for layer in layers[:-1]), 0.0]) / bandwidth_bytes_per_s
+    works_s, exchanged_s = (each[None, :] - each[:, None] for each in (seconds, parameters / bandwidth_bytes_per_s))
+    none = np.tri(len(seconds), dtype=np.bool_)
+
+    @cache
+    def own_s(replicas: int) -> Floats:
+        own: Floats = np.maximum(works_s, 2 * (replicas - 1) / replicas * exchanged_s) / replicas
+        return np.where(none, np.inf, np.maximum(own, sent_s))
+
+    return lambda replicas, ahead: own_s(replicas)
+
+
+def replicate(stage_s: StageSeconds, *, devices: int) -> Replication | None:
+    """Return the stages whose slowest is fastest with all devices in use; None where none is allowed.
+
+    Of equally fast ones those whose times add up to least, so there are no more stages than need be.
+    """
+    slowest_s = _program(stage_s, devices, np.maximum)[0]
+    if not math.isfinite(slowest_s):
+        return None
+
+    def within(replicas: int, ahead: int) -> Floats:
+        own = stage_s(replicas, ahead)
+        return np.where(own <= slowest_s * _TIES, own, np.inf)
+
+    return Replication(*_program(within, devices, np.add)[1:], slowest_s)
+
+
+def _program(stage_s: StageSeconds, devices: int, join: np.ufunc) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
+    """Return the least value of a chain of stages over all devices, its bounds and its replicas."""
+    size = len(stage_s(1, 1))
+    least = np.full((devices + 1, size), np.inf)
+    least[0, -1] = 0.0
+    for n in range(1, devices + 1):
+        for m in range(1, n + 1):
+            np.minimum(least[n], join(stage_s(m, n), least[n - m]).min(axis=1), out=least[n])
+    bounds, replicas, n = [0], [], devices
+    while math.isfinite(least[-1, 0]) and n:
+        ways = [join(stage_s(m, n)[bounds[-1]], least[n - m]) for m in range(1, n + 1)]
+        m = 1 + int(np.argmin([way.min() for way in ways]))
+        bounds.append(int(ways[m - 1].argmin()))
+        replicas.append(m)
+        n -= m
+    return float(least[-1, 0]), tuple(bounds), tuple(replicas)
+
+
+def _check(layers: Sequence[Layer], *, devices: int, bandwidth_bytes_per_s: float) -> None:
+    if not layers:
+        raise InputError("there are no layers to cut; give at least one")
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise InputError(f"devices={devices!r}: give how many there are, an int of at least 1")
+    if not 0 < bandwidth_bytes_per_s < math.inf:
+        raise InputError(f"bandwidth_bytes_per_s={bandwidth_bytes_per_s!r}: give the bytes per second of a link")
+    for number, layer in enumerate(layers):
+        for name in ("seconds", "output_bytes", "parameter_bytes"):
+            if not 0 <= (value := getattr(layer, name)) < math.inf:
+                raise InputError(f"layer {number} has {name}={value!r}; give a number of at least 0")

@@ -1,0 +1,107 @@
+"""Stages with replicas: against every cut and every number of replicas, counted by hand, and bad numbers."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from autosplit.errors import InputError
+from autosplit.partition.replication import Layer, Replication, pipedream, replicate
+
+
+def splits(count: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Yield every way to split a count into so many parts of at least one, in order."""
+    for inner in combinations(range(1, count), parts - 1):
+        bounds = (0, *inner, count)
+        yield tuple(stop - start for start, stop in pairwise(bounds))
+
+
+def slowest_s(layers: Sequence[Layer], sizes: Sequence[int], replicas: Sequence[int], bandwidth: float) -> float:
+    """Return what the slowest stage or transfer takes, straight from the paper's formula."""
+    times, begin = [], 0
+    for size, m in zip(sizes, replicas, strict=True):
+        own = layers[begin : begin + size]
+        exchange = 2 * (m - 1) / m * sum(layer.parameter_bytes for layer in own) / bandwidth
+        times.append(max(sum(layer.seconds for layer in own), exchange) / m)
+        begin += size
+        if begin < len(layers):
+            times.append(2 * own[-1].output_bytes / bandwidth)
+    return max(times)
+
+
+def drawn(rng: random.Random) -> tuple[list[Layer], int, float]:
+    layers = [
+        Layer(rng.choice([0.0, 1.0, rng.uniform(0, 9)]), rng.uniform(0, 4), rng.choice([0.0, rng.uniform(0, 40)]))
+        for _ in range(rng.randint(1, 6))
+    ]
+    return layers, rng.randint(1, 6), rng.choice([0.3, 1.0, 5.0, 100.0])
+
+
+def test_the_slowest_stage_is_as_fast_as_any_cut_with_any_replicas():
+    for seed in range(400):
+        layers, devices, bandwidth = drawn(random.Random(seed))
+        least = min(
+            slowest_s(layers, sizes, replicas, bandwidth)
+            for stages in range(1, min(len(layers), devices) + 1)
+            for sizes in splits(len(layers), stages)
+            for replicas in splits(devices, stages)
+        )
+        found = replicate(pipedream(layers, devices=devices, bandwidth_bytes_per_s=bandwidth), devices=devices)
+        assert found is not None
+        sizes = np.diff(found.bounds).tolist()
+        assert (found.bounds[0], found.bounds[-1], sum(found.replicas)) == (0, len(layers), devices)
+        assert found.bottleneck_s == pytest.approx(least, rel=1e-12), seed
+        assert slowest_s(layers, sizes, found.replicas, bandwidth) == pytest.approx(least, rel=1e-12), seed
+
+
+def test_a_stage_that_is_twice_as_slow_gets_a_replica():
+    layers = [Layer(1.0), Layer(2.0), Layer(1.0)]
+    found = replicate(pipedream([*layers, Layer(0.0)], devices=4, bandwidth_bytes_per_s=1.0), devices=4)
+    assert found is not None
+    assert found.bottleneck_s == 1.0
+    heavy = [Layer(own.seconds, 0.4, 50.0 * (n != 1)) for n, own in enumerate(layers)]
+    assert replicate(pipedream(heavy, devices=4, bandwidth_bytes_per_s=1.0), devices=4) == Replication(
+        (0, 1, 2, 3), (1, 2, 1), 1.0
+    )
+
+
+def test_of_equally_fast_ones_there_are_no_more_stages_than_need_be():
+    alike = pipedream([Layer(1.0)] * 4, devices=4, bandwidth_bytes_per_s=1.0)
+    assert replicate(alike, devices=4) == Replication((0, 4), (4,), 1.0)
+
+
+def test_what_is_not_allowed_is_left_out():
+    free = pipedream([Layer(1.0)] * 4, devices=4, bandwidth_bytes_per_s=1.0)
+
+    def held(replicas: int, ahead: int) -> np.ndarray:
+        """Stages hold as many minibatches per layer as devices work from them on, per replica; there is room for 4."""
+        layers = np.arange(5)[None, :] - np.arange(5)[:, None]
+        return np.where(layers * math.ceil(ahead / replicas) > 4, np.inf, free(replicas, ahead))
+
+    assert replicate(lambda m, n: np.where(np.arange(5) > 0, np.inf, free(m, n)), devices=4) is None
+    found = replicate(held, devices=4)
+    assert found == Replication((0, 4), (4,), 1.0)
+    straight = replicate(lambda m, n: held(m, n) if m == 1 else np.full((5, 5), np.inf), devices=4)
+    assert straight == Replication((0, 1, 2, 3, 4), (1, 1, 1, 1), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "devices", "bandwidth", "words"),
+    [
+        ([], 2, 1.0, "no layers to cut"),
+        ([Layer(1.0)], 0, 1.0, "devices=0"),
+        ([Layer(1.0)], True, 1.0, "devices=True"),
+        ([Layer(1.0)], 2, 0.0, "bandwidth_bytes_per_s=0.0"),
+        ([Layer(1.0), Layer(-1.0)], 2, 1.0, "layer 1 has seconds=-1.0"),
+        ([Layer(1.0, math.nan)], 2, 1.0, "layer 0 has output_bytes=nan"),
+        ([Layer(1.0, 0.0, math.inf)], 2, 1.0, "layer 0 has parameter_bytes=inf"),
+    ],
+)
+def test_numbers_that_cannot_be(layers, devices, bandwidth, words):
+    with pytest.raises(InputError, match=words):
+        pipedream(layers, devices=devices, bandwidth_bytes_per_s=bandwidth)
