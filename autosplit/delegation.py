@@ -14,7 +14,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import fx, nn
@@ -214,3 +214,18 @@ def _refusal(why: str) -> Callable[..., Any]:
         raise InputError(why)
 
     return refuse
+
+
+def refuse_tracers(leaves: Sequence[Any]) -> None:
+    """Raise InputError where a call is made to be traced: what a pipe does with lanes and modules is no such graph."""
+    tracing = torch.jit.is_tracing() or torch.compiler.is_exporting()  # type: ignore[attr-defined]
+    if tracing or any(isinstance(leaf, fx.Proxy) for leaf in leaves):
+        raise InputError(
+            "a pipe cannot be traced by torch.jit.trace, torch.export or torch.fx: trace the model, which "
+            "pipe.unsplit() gives back; pipe.code is the program that the pipe runs"
+        )
+
+
+def refuse_unplanned() -> NoReturn:
+    """Stand for the program of a pipe that was not called yet; raise InputError where something runs it."""
+    raise InputError("the pipe has no program before its first call: call it once, or pass sample=")

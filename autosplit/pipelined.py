@@ -6,13 +6,12 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
-from autosplit.delegation import Delegating, Placed, forward_like, forward_overrides
-from autosplit.errors import InputError
+from autosplit.delegation import Delegating, Placed, forward_like, forward_overrides, refuse_tracers, refuse_unplanned
 from autosplit.lower.program import STATE, emit
 from autosplit.lower.text import Locate
 from autosplit.measured import Measured
@@ -20,7 +19,16 @@ from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.request import sizes_of
 from autosplit.planning.timeline import StepTimeline
-from autosplit.recorded import SHARED, PreparedStep, PreparedTree, Recorded, free_names, lane_of_caller
+from autosplit.recorded import (
+    SHARED,
+    FoundCall,
+    PreparedStep,
+    PreparedTree,
+    Recorded,
+    call_state,
+    free_names,
+    lane_of_caller,
+)
 from autosplit.recordings import RECORDING, Recordings
 from autosplit.runtime.lanes.ambient import needs_one_thread
 from autosplit.runtime.lanes.lanes import Lane
@@ -29,6 +37,7 @@ from autosplit.runtime.loss.proof import Proofs
 from autosplit.runtime.step import engine, middle
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.tree import TreeRun
+from autosplit.stream.stream import OpenStream, Streaming
 from autosplit.tensor.part import refuse_parts
 from autosplit.trace.borrowed.state import eval_mode, random_state, random_state_on_refusal
 from autosplit.trace.graph import lengths_in
@@ -60,9 +69,11 @@ class _Core:
     """What `torch.compile` calls as it is; None until dynamo is there."""
     twin: Any = None
     """The ``self`` of the model's methods; None until one is asked for."""
+    stream: OpenStream = field(default_factory=OpenStream)
+    """The stream whose minibatches are in flight."""
 
 
-class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
+class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
     """A model that runs as a pipeline over several devices; made by :func:`autosplit.autosplit`.
 
     It shares the model's own tree: parameters, buffers and child modules are the same objects under the same names, so
@@ -75,7 +86,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
         if (error := refuse_parts(model)) is not None:
             raise error
         graph = fx.Graph()
-        graph.output(graph.call_function(_refuse_unplanned))
+        graph.output(graph.call_function(refuse_unplanned))
         super().__init__(nn.Module(), graph, "PipelinedModule")
         for name in SHARED:
             if name in model.__dict__:
@@ -321,12 +332,8 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
 
     def _prepare(self, args: Any, kwargs: Any) -> PreparedStep | PreparedTree:
         core = self._core
-        leaves, spec = take_apart((args, kwargs))
-        _refuse_tracers(leaves)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        key, sample = core.recordings.python.key_of(leaves, spec), Sample(*args, **kwargs)
-        recorded, python = core.recordings.find(key, sample)
-        self._settle(core.recordings.lanes)
+        core.stream.drain()
+        recorded, key, sample, python, tensors = self._find(args, kwargs)
         if isinstance(recorded, TreeRun):
             core.off_tape, core.stages = (), ()
             return PreparedTree(recorded, args, kwargs, (*core.recordings.lanes, lane_of_caller(tensors)))
@@ -344,7 +351,7 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
             lengths,
             sizes,
             (*recorded.lanes, lane_of_caller(tensors)),
-            recorded.call_state(core.options, sizes, lengths),
+            call_state(recorded.lowered, core.options, sizes, lengths),
             core.recordings.schedule_for,
             recorded.orders,
             recorded,
@@ -352,6 +359,17 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
             sample,
             python,
         )
+
+    def _find(self, args: Any, kwargs: Any) -> FoundCall:
+        """Return the recording of a call."""
+        core = self._core
+        leaves, spec = take_apart((args, kwargs))
+        refuse_tracers(leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        key, sample = core.recordings.python.key_of(leaves, spec), Sample(*args, **kwargs)
+        recorded, python = core.recordings.find(key, sample)
+        self._settle(core.recordings.lanes)
+        return FoundCall(recorded, key, sample, python, tensors)
 
     def _settle(self, lanes: Sequence[Lane]) -> None:
         """Name the program's parts and start the lanes' threads, once the plan says how many there are."""
@@ -379,18 +397,3 @@ class PipelinedModule(Delegating, Measured, Placed, fx.GraphModule):
     def __reduce__(self) -> Any:
         recordings = self._core.recordings
         return PipelinedModule, (self._core.model, self._core.options, recordings.plan, recordings.fits)
-
-
-def _refuse_tracers(leaves: Sequence[Any]) -> None:
-    """Raise InputError where a call is made to be traced: what a pipe does with lanes and modules is no such graph."""
-    tracing = torch.jit.is_tracing() or torch.compiler.is_exporting()  # type: ignore[attr-defined]
-    if tracing or any(isinstance(leaf, fx.Proxy) for leaf in leaves):
-        raise InputError(
-            "a pipe cannot be traced by torch.jit.trace, torch.export or torch.fx: trace the model, which "
-            "pipe.unsplit() gives back; pipe.code is the program that the pipe runs"
-        )
-
-
-def _refuse_unplanned() -> NoReturn:
-    """Stand for the program of a pipe that was not called yet; raise InputError where something runs it."""
-    raise InputError("the pipe has no program before its first call: call it once, or pass sample=")

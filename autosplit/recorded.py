@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -112,18 +112,6 @@ class Recorded:
             parts["epilogue"] = on_lane(lowered.epilogue, lanes[-1])
         return parts
 
-    def call_state(self, options: Options, sizes: Sequence[int], lengths: Mapping[str, int]) -> CallState:
-        """Return where the random numbers of a call come from, and where what its norms see goes.
-
-        Under transforms operations draw by a seed.
-        """
-        lowered = self.lowered
-        taped = options.rng == "plain" and bool(lowered.tape) and not is_transformed()
-        seeded = bool(lowered.off_tape) if taped else lowered.random
-        seed = int(torch.randint(2**_SEED_BITS, ())) if seeded else 0
-        tape = Tape(lowered.tape, sizes, lengths) if taped else None
-        return CallState(seed, tape, update_each=options.norm_counts == "microbatch")
-
     @cached_property
     def setup(self) -> fx.GraphModule:
         """The part of the program before the first cell."""
@@ -133,6 +121,36 @@ class Recorded:
     def ending(self) -> fx.GraphModule:
         """The part of the program behind the last cell."""
         return emit_ending(self.lowered, self.parts)
+
+
+class FoundCall(NamedTuple):
+    """A call and its recording."""
+
+    recorded: Recorded | TreeRun
+    key: Key
+    sample: Sample
+    python: PythonRun | None
+    """What the call changes besides tensors; None: nothing."""
+    tensors: list[torch.Tensor]
+    """The input tensors, flat."""
+
+
+def call_state(
+    lowered: Lowered, options: Options, sizes: Sequence[int], lengths: Mapping[str, int], *, ahead: bool = False
+) -> CallState:
+    """Return where the random numbers of a call come from, and where what its norms see goes.
+
+    Under transforms operations draw by a seed. ``ahead``: all is drawn now, for calls that overlap; what hangs on
+    values draws by a seed.
+    """
+    taped = options.rng == "plain" and bool(lowered.tape) and not is_transformed()
+    nodes = tuple(node for node in lowered.tape if not ahead or node.draws is not None) if taped else ()
+    seeded = bool(lowered.off_tape) or len(nodes) < len(lowered.tape) if taped else lowered.random
+    seed = int(torch.randint(2**_SEED_BITS, ())) if seeded else 0
+    tape = Tape(nodes, sizes, lengths) if taped else None
+    if tape is not None and ahead:
+        tape.finish()
+    return CallState(seed, tape, update_each=options.norm_counts == "microbatch")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from autosplit.planning.tree import plan_tree
 from autosplit.progress import shown
 from autosplit.recorded import (
     Constants,
+    FoundCall,
     PreparedStep,
     PythonRuns,
     Recent,
@@ -74,6 +76,8 @@ class Recordings:
         """Whether the plan was made for this model, or checked: the model may change after that."""
         self.lanes: tuple[Lane, ...] = ()
         self.kept: Recent[Key, tuple[Recorded, ...]] = Recent()
+        self.still: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        """Keeps the model's state as it is while the model is recorded."""
         self.made = 0
         """How often the model was recorded anew, for one length or with several as one; checks are not counted."""
         self.first_calls = 0
@@ -96,6 +100,10 @@ class Recordings:
                 f"schedule {source.schedule!r} has no backward, so train_step has nothing to follow; call pipe(x) for "
                 "outputs alone, or split with a schedule that trains, such as schedule='1f1b'"
             )
+
+    def check_stream(self) -> None:
+        """Raise InputError where a pipe cannot train on a stream."""
+        self.check_backward()
 
     def notes(self) -> str:
         """Return what the report says of stages that were to be compiled."""
@@ -120,7 +128,7 @@ class Recordings:
                 "in the same mode"
             )
         else:
-            with RECORDING, shown(self._work()):
+            with self.still(), RECORDING, shown(self._work()):
                 found = self._recorded(key, as_called(sample))
                 key = self.python.key_of(*take_apart((sample.args, sample.kwargs)))
                 self._renew(key, sample)
@@ -208,7 +216,7 @@ class Recordings:
         alike = [one for one in self._alike(key) if one.is_same_but_for_rows(key)]
         others = {id(one): one for one in (found, *self.kept.get(key, ()), *alike)}
         variants = [one for one in others.values() if one is found or one.holds(key, sample)]
-        with RECORDING:
+        with self.still(), RECORDING:
             if (chosen := self.python.choose(variants, key, sample)) is not None:
                 return chosen
             sample = as_called(sample)
@@ -223,11 +231,12 @@ class Recordings:
                 return self._tree(sample, str(refusal)), None
         return chosen
 
-    def leave(self, step: PreparedStep, kept: Sequence[torch.Tensor]) -> None:
+    def leave(self, step: PreparedStep | FoundCall, kept: Sequence[torch.Tensor]) -> None:
         """Leave in Python what the model's own call would have left, with the tensors that it would have kept."""
         if not self.python.called() and step.python is None:
             return
-        with RECORDING:
+        assert isinstance(step.recorded, Recorded)
+        with self.still(), RECORDING:
             now = self.python.leave(step.recorded, step.key, step.python, step.sample, kept)
         step.recorded.kind = replace(step.recorded.kind, rest=now.rest)
         self._keep(now, step.recorded)

@@ -213,6 +213,10 @@ class RankRecordings(Recordings):
                 blocks=() if self.parallelize is None else self.parallelize.blocks_of(self.model),
             )
 
+    def check_stream(self) -> None:
+        """Raise InputError: ranks train by steps."""
+        raise InputError("train_stream runs in one process, on lanes; ranks of torchrun train by train_step")
+
     def notes(self) -> str:
         """Return what the report says of stages that were to be compiled, and of tensors that stay whole."""
         return super().notes() + ("" if self.tensors is None else self.tensors.notes())

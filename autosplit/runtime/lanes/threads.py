@@ -74,7 +74,7 @@ class StepCoordinator:
         if self.stopped or not self.busy:
             self.news.put(None)
 
-    def follow(self, lane: int, turns: tuple[Turn, ...], act: Act) -> None:
+    def follow(self, lane: int, turns: Iterable[Turn], act: Act) -> None:
         """Run a lane's turns, each as soon as what it needs is done."""
         take, arrived, running = self.inboxes[lane].get, set[int | None](), self.running
         for turn in turns:
@@ -83,6 +83,7 @@ class StepCoordinator:
                     arrived.add(take())
                     if self.stopped:
                         return
+                arrived.discard(need)
             running[lane] = turn.action, time.monotonic()
             if self.stopped:  # asked last: who stops the coordinator sees every action that may still start
                 return
@@ -151,7 +152,7 @@ class LaneThreads:
 
     def run(
         self,
-        turns: Turns,
+        turns: Sequence[Iterable[Turn]],
         act: Act,
         state: ThreadState,
         within: AbstractContextManager[Any] = _NOTHING,
@@ -197,7 +198,9 @@ class LaneThreads:
                 torch.set_num_threads(intra_op)  # what threads of the caller's start with; the lanes keep their one
         return [self._threads[lane] for lane in range(self.lanes)]
 
-    def _perform(self, coordinator: StepCoordinator, turns: Turns, act: Act, state: ThreadState) -> None:
+    def _perform(
+        self, coordinator: StepCoordinator, turns: Sequence[Iterable[Turn]], act: Act, state: ThreadState
+    ) -> None:
         try:
             for lane, own in enumerate(turns):
                 coordinator.threads[lane].jobs.put(partial(_work, coordinator, lane, own, act, state))
@@ -255,7 +258,7 @@ def _end(threads: dict[int, _LaneThread]) -> None:
             lane.thread.join(_JOIN_S)
 
 
-def _work(coordinator: StepCoordinator, lane: int, turns: tuple[Turn, ...], act: Act, state: ThreadState) -> None:
+def _work(coordinator: StepCoordinator, lane: int, turns: Iterable[Turn], act: Act, state: ThreadState) -> None:
     try:
         with state.entered():
             state.context.copy().run(coordinator.follow, lane, turns, act)
@@ -266,7 +269,10 @@ def _work(coordinator: StepCoordinator, lane: int, turns: tuple[Turn, ...], act:
 
 
 class Turn(NamedTuple):
-    """One action of a lane, its number, the numbers of the actions that it waits for, and the lanes that it tells."""
+    """One action of a lane, its number, the numbers of the actions that it waits for, and the lanes that it tells.
+
+    A lane that has waited for an action once does not wait for it again.
+    """
 
     action: Action
     number: int
@@ -288,18 +294,21 @@ def turns(schedule: Schedule, sources: Sequence[AbstractSet[int]]) -> Turns:
     users = [{t for t, taken in enumerate(sources) if s in taken} for s in range(len(sources))]
     numbers = {action: n for n, action in enumerate(schedule)}
 
-    def turn(action: Action) -> Turn:
+    def turn(action: Action, arrived: set[int]) -> Turn:
         stage, kind, microbatch = action.stage, action.kind, action.microbatch
         if kind == "W":
             return Turn(action, numbers[action], (), ())
         before, after = (sources, users) if kind == "F" else (users, sources)
         lane = schedule.lane_of(stage, microbatch)
         others = [other for other in sorted(before[stage]) if schedule.lane_of(other, microbatch) != lane]
-        needs = [_made(schedule, other, kind, microbatch) for other in others]
+        made = [_made(schedule, other, kind, microbatch) for other in others]
+        needs = [numbers[action] for action in made if numbers.get(action, -1) not in {-1, *arrived}]
+        arrived.update(needs)
         tells = {schedule.lane_of(other, microbatch) for other in after[stage]} - {lane}
-        return Turn(action, numbers[action], tuple(numbers[n] for n in needs if n in numbers), tuple(sorted(tells)))
+        return Turn(action, numbers[action], tuple(needs), tuple(sorted(tells)))
 
-    return tuple(tuple(turn(action) for action in lane) for lane in schedule.lanes)
+    arrived: list[set[int]] = [set() for _ in schedule.lanes]
+    return tuple(tuple(turn(action, own) for action in lane) for lane, own in zip(schedule.lanes, arrived, strict=True))
 
 
 def _made(schedule: Schedule, stage: int, kind: str, microbatch: int) -> Action:

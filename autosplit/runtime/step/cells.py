@@ -124,7 +124,7 @@ class Cells:
         state = self.cells[stage, microbatch] = CellState()
         given: dict[str, Any] = {**self.step.lengths, "rows": self.step.sizes[microbatch]}
         given["shared"] = self._passed(self.given.get(stage))
-        given["key"] = CellContext(self.step.state, microbatch)
+        given["key"] = self.context(stage, microbatch)
         with lane.active():
             if layout.inputs:
                 given["inputs"] = self._passed(self._inputs(state, stage, microbatch))
@@ -138,6 +138,10 @@ class Cells:
             bundle = state.sent[target] if self.detached else state.sent.pop(target)
             self.transport.send(Way(stage, int(target), microbatch), bundle)
         return state
+
+    def context(self, stage: int, microbatch: int) -> CellContext:
+        """Return where operations of a cell draw and leave what norms see."""
+        return CellContext(self.step.state, microbatch)
 
     def receive(self, state: CellState, way: Way) -> Sequence[torch.Tensor]:
         """Return what another stage sent to a cell."""

@@ -41,7 +41,7 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
         with step.entered() as used:
             if step.log is not None:
                 step.log.start(step.lanes, rows=step.sizes)
-            cells = _TrainCells(step, loss, check)
+            cells = TrainCells(step, loss, check, parameters(step))
             hooks = held_back(leaf for own in cells.parameters for leaf in own)
             if threads is None:
                 with hooks:
@@ -61,11 +61,13 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
     return total
 
 
-class _TrainCells(Cells):
+class TrainCells(Cells):
     """The cells of a training step: the last stage's end in a loss."""
 
-    def __init__(self, step: Step, loss: Loss, check: WholeCheck | None) -> None:
-        super().__init__(step, step.start(), parameters(step), detached=True)
+    def __init__(
+        self, step: Step, loss: Loss, check: WholeCheck | None, parameters: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
+        super().__init__(step, step.start(), parameters, detached=True)
         self.loss = loss
         self.check = check
         self.losses: dict[int, torch.Tensor] = {}
@@ -144,6 +146,7 @@ class _TrainCells(Cells):
             super()._differentiate(stage, microbatch, whole=whole)
 
     def roots_of(self, state: CellState, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return what a cell's backward begins at: behind the last stage the loss."""
         if stage != self.last:
             return super().roots_of(state, stage, microbatch)
         value = self.roots.pop(microbatch)

@@ -1,0 +1,181 @@
+"""A recording as stages alone, with weights of their own, for minibatches of which each has other versions.
+
+What a step does once for all its microbatches (shared values, tied parameters, what mixes rows) a stream does in the
+stage that comes first to it, or last, so that it uses that stage's version of the weights:
+
+    of a step      once: shared values ─► cells of all microbatches ─► once: what mixes rows
+    of a stream    stage 0: shared values, tied parameters ─► ... ─► last stage: what mixes rows
+
+Stages read the weights of stand-ins of the model's modules, which share all else with them. A stand-in holds the
+version that is computed with; the model's own parameters are the newest, which the optimizer steps.
+
+Private torch interface: ``nn.Module._replicate_for_data_parallel``, by which modules with tables of their own (such as
+recurrent layers) are copied before their parameters are set; tried on torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx, nn
+
+from autosplit.errors import InputError
+from autosplit.lower.layout import tensor_operands
+from autosplit.lower.program import emit_setup
+from autosplit.lower.split import Lowered, lower, owners
+from autosplit.planning.plan.plan import Plan
+from autosplit.planning.profiled.apply import DataflowIndex, assign
+from autosplit.recorded import Recorded
+from autosplit.runtime.ops import OUT, alias, on_lane
+from autosplit.trace.graph import INFO, NodeClass, Size, TensorInfo, TracedGraph, TracedNode
+
+
+@dataclass(frozen=True)
+class StreamProgram:
+    """A recording as a stream runs it.
+
+    Attributes:
+        lowered: its stages.
+        setup: what comes before a minibatch's first cell: its rows are cut into microbatches.
+        alone: whether a minibatch is one microbatch.
+        places: by name, the stage of a parameter that has gradients, and where it is read: modules and attributes.
+    """
+
+    lowered: Lowered
+    setup: fx.GraphModule
+    places: dict[str, tuple[int, list[tuple[nn.Module, str]]]]
+    alone: bool
+    orders: dict[Any, Any] = field(default_factory=dict)
+    """What calls keep."""
+
+    @property
+    def sources(self) -> list[set[int]]:
+        """The stages of which each stage takes values; the last one also takes what earlier ones give the loss."""
+        stages = self.lowered.layout.stages
+        found = [set(stage.received) for stage in stages]
+        found[-1] |= {number for number, stage in enumerate(stages[:-1]) if stage.sent.get(OUT)}
+        return found
+
+
+def stream_program(
+    model: nn.Module,
+    recorded: Recorded,
+    plan: Plan,
+    made: dict[int, nn.Module],
+    *,
+    alone: bool,
+    compiled: Mapping[str, Any] | None,
+) -> StreamProgram:
+    """Lower a recording for a stream; ``alone``: for minibatches that are one microbatch each.
+
+    ``made`` are the stand-ins of other recordings, by the identity of their modules; new ones are added.
+
+    Raises InputError where a minibatch of several microbatches needs what only a whole batch gives.
+    """
+    traced = recorded.traced
+    stages = len(recorded.lowered.stages)
+    stage_of = assign(DataflowIndex(traced), plan.stage_of(), stages=stages)
+    if not alone:
+        _check_parts(traced)
+    traced, stage_of = _in_stages(traced, stage_of, alone=alone)
+    traced = replace(traced, root=_stand_in(traced.root, made))
+    lanes = recorded.lanes
+    lowered = lower(
+        traced,
+        stage_of,
+        [lane.device for lane in lanes],
+        recompute=recorded.lowered.recompute,
+        compiled=compiled,
+    )
+    parts = {f"stage{i}": on_lane(run, lanes[i]) for i, run in enumerate(lowered.runs)}
+    return StreamProgram(lowered, emit_setup(lowered, parts), _places(model, lowered), alone)
+
+
+def _check_parts(traced: TracedGraph) -> None:
+    for _, info in traced.compute_nodes():
+        if info.node_class is NodeClass.SHARED and (info.random or info.writes):
+            does = "draws random numbers" if info.random else f"changes {info.writes[0]!r}"
+            raise InputError(
+                f"{info.name} {does} once for a whole batch, and a stream runs it for each microbatch; give "
+                "staleness='stash' or 'vertical', which do not cut minibatches, or chunks=1"
+            )
+
+
+def _in_stages(traced: TracedGraph, stage_of: Mapping[str, int], *, alone: bool) -> tuple[TracedGraph, dict[str, int]]:
+    """Return the recording with every node in a stage's cells, tied parameters as values that their first user makes.
+
+    Nodes that mix rows are such only where a minibatch is one microbatch.
+    """
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    stages = dict(stage_of)
+    tied: dict[str, fx.Node] = {}
+    for node in traced.graph.nodes:
+        if node.op == "get_attr" and node.target in traced.tied:
+            copies[node] = tied.setdefault(node.target, _as_value(graph, traced, str(node.target)))
+            continue
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        info = node.meta.get(INFO)
+        if info is not None and node.op != "placeholder" and (alone or info.node_class is NodeClass.SHARED):
+            copies[node].meta[INFO] = replace(info, node_class=NodeClass.MICRO)
+    for name, node in tied.items():
+        users = [user for user in traced.graph.nodes if any(o.target == name for o in _attributes(user))]
+        stages[node.meta[INFO].name] = min((stage_of[user.meta[INFO].name] for user in users), default=0)
+    changed = replace(traced, graph=graph, tied=())
+    for node, info in changed.compute_nodes():
+        for operand in tensor_operands(node):
+            if INFO in operand.meta and operand.op != "placeholder":
+                assert stages[operand.meta[INFO].name] <= stages[info.name], f"{info.name} comes before its operand"
+    return changed, stages
+
+
+def _attributes(node: fx.Node) -> list[fx.Node]:
+    return [o for o in tensor_operands(node) if o.op == "get_attr"] if INFO in node.meta else []
+
+
+def _as_value(graph: fx.Graph, traced: TracedGraph, name: str) -> fx.Node:
+    """Add a node that makes a value of a parameter."""
+    parameter = traced.root.get_parameter(name)
+    node = graph.call_function(alias, (graph.get_attr(name),))
+    sizes = tuple(Size(0, size) for size in parameter.shape)
+    info = TensorInfo(sizes, parameter.dtype)
+    node.meta[INFO] = TracedNode(f"{name}#tied", "", NodeClass.MICRO, (info,), reads=(name,))
+    return node
+
+
+def _stand_in(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    """Return a module with parameters of its own that shares all else with another, also its buffers and hooks."""
+    if id(module) in made:
+        return made[id(module)]
+    twin: nn.Module = module._replicate_for_data_parallel()
+    made[id(module)] = twin
+    twin.__dict__["_buffers"] = module._buffers
+    twin.__dict__["_parameters"] = dict(module._parameters)
+    twin.__dict__["_modules"] = {n: None if m is None else _stand_in(m, made) for n, m in module._modules.items()}
+    return twin
+
+
+def _places(model: nn.Module, lowered: Lowered) -> dict[str, tuple[int, list[tuple[nn.Module, str]]]]:
+    """Return the stage of each parameter that stages have gradients of, by its first name, and where they read it."""
+    root, stage_of = lowered.traced.root, owners(lowered.traced.root, lowered)
+    named, first = list(model.named_parameters(remove_duplicate=False)), dict[int, str]()
+    for name, parameter in named:
+        first.setdefault(id(parameter), name)
+    trained = {name: first[id(parameter)] for name, parameter in named if parameter.requires_grad}
+    found: dict[str, tuple[int, list[tuple[nn.Module, str]]]] = {}
+    held: dict[int, str] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        if name in stage_of and name in trained:
+            parent, _, attribute = name.rpartition(".")
+            _, own = found.setdefault(held.setdefault(id(parameter), trained[name]), (stage_of[name], []))
+            own.append((root.get_submodule(parent), attribute))
+    for stage, region in enumerate(lowered.stages):
+        for leaf in region.leaves():
+            name = held.get(id(leaf), "a buffer or an attribute of a module")
+            if name not in found or found[name][0] != stage:
+                raise InputError(
+                    f"stage {stage} computes gradients of {name}, which is no parameter of that stage alone, so that "
+                    "it has no version per minibatch; register it as a parameter, or call requires_grad_(False)"
+                )
+    return found

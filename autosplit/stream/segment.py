@@ -1,0 +1,252 @@
+"""From filling the pipeline to draining it: minibatches come in, lanes run them 1F1B, losses come out in order.
+
+    caller      put(0) put(1) put(2)  wait ─► loss 0     put(3) wait ─► loss 1      end()  wait ─► None
+    lanes       F0 F1 F2 B0 F3 ...                                      no more forwards, all backwards
+
+An error in a forward ends the segment with the minibatch before it: what came earlier is finished, what came later is
+dropped, and all stages have made the same updates. An error in a backward, or in an optimizer, stops all lanes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from autosplit.runtime.lanes.ambient import ThreadState
+from autosplit.runtime.lanes.threads import LaneThreads, Turn
+from autosplit.runtime.loss.proof import WholeCheck
+from autosplit.runtime.norms import update_statistics
+from autosplit.runtime.ops import CellContext
+from autosplit.runtime.step.step import Step
+from autosplit.runtime.step.train_cells import TrainCells
+from autosplit.schedule.action import Action
+from autosplit.schedule.stream import stream_actions
+from autosplit.stream.optimizers import Settings
+from autosplit.stream.versions import StageWeights
+
+_LOOK_S = 0.2
+"""How long the caller waits at a time: a signal to another thread does not end a wait."""
+
+
+class Minibatch:
+    """One minibatch in flight."""
+
+    def __init__(self, cells: StreamCells, settings: Sequence[Settings], sources: Sequence[set[int]]) -> None:
+        """``cells`` run its stages; ``settings`` are the options of each stage's optimizer as it came in.
+
+        ``sources`` are the stages of which each stage takes values.
+        """
+        self.cells, self.settings, self.sources = cells, settings, sources
+        self.users = [{t for t, taken in enumerate(sources) if s in taken} for s in range(len(sources))]
+        self.microbatches = len(cells.step.sizes)
+        self.first = 0
+        """The number of its first microbatch in the segment."""
+        self.left = len(cells.lowered.stages)
+        """How many stages have not stepped by it."""
+
+
+class StreamCells(TrainCells):
+    """The cells of one minibatch: every stage computes with that version of its weights which is the minibatch's."""
+
+    def __init__(self, step: Step, loss: Any, check: WholeCheck | None) -> None:
+        self._leaves: list[Sequence[torch.Tensor]] = [() for _ in step.lowered.stages]
+        super().__init__(step, loss, check, self._leaves)
+        self._given = [list(leaves) for leaves in self.summed]
+        self._states = [replace(step.state, statistics={}) for _ in step.lowered.stages]
+
+    def context(self, stage: int, microbatch: int) -> CellContext:
+        """Return where operations of a cell draw and leave what norms see; a stage updates its own norms."""
+        return CellContext(self._states[stage], microbatch)
+
+    def begin(self, stage: int, leaves: Sequence[torch.Tensor]) -> None:
+        """Have the microbatches of a stage's minibatch add up the gradients of its weights."""
+        self._leaves[stage] = leaves
+        self.summed[stage] = [*self._given[stage], *leaves]
+
+    def end_forwards(self, stage: int) -> None:
+        """Update a stage's running statistics, when its last forward is over."""
+        update_statistics(self._states[stage], self.step.lanes)
+
+    def forget(self, stage: int) -> None:
+        """Let go of a stage's weights, when it has stepped."""
+        self.begin(stage, ())
+
+
+class Segment:
+    """Runs minibatches; see the module's docstring."""
+
+    def __init__(self, stages: Sequence[StageWeights], staleness: str) -> None:
+        self._stages, self._staleness = stages, staleness
+        self._pull: Callable[[], None] | None = None
+        self._minibatches: dict[int, Minibatch] = {}
+        self._change = threading.Condition()
+        self._running = [threading.Lock() for _ in stages]
+        """Held by a lane while it runs a cell."""
+        self._ended = False
+        self._next = 0
+        """How many microbatches have come in."""
+        self._cells: list[tuple[int, int, bool]] = [(0, 0, False)] * len(stages)
+        """What each lane has come to: a minibatch, which of its microbatches, and whether that is the last one."""
+        self.put_in = 0
+        """How many minibatches have come in."""
+        self.failed: tuple[int, BaseException] | None = None
+        """The first minibatch whose forward raised, and what it raised."""
+        self.broken: BaseException | None = None
+        """What stopped all lanes."""
+        self.losses: SimpleQueue[torch.Tensor | None] = SimpleQueue()
+        """The losses, in order; None when the lanes are done."""
+
+    # -- the caller's side ---------------------------------------------------------------------------------------
+    def put(self, minibatch: Minibatch) -> None:
+        """Give the lanes one more minibatch."""
+        minibatch.first = self._next
+        self._next += minibatch.microbatches
+        with self._change:
+            self._minibatches[self.put_in] = minibatch
+            self.put_in += 1
+            self._change.notify_all()
+
+    def end(self) -> None:
+        """Say that no minibatch follows."""
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Wait for the cells that run, and start none for as long as this lasts."""
+        with contextlib.ExitStack() as stack:
+            for lock in self._running:
+                stack.enter_context(lock)
+            yield
+
+    def start(self, threads: LaneThreads, state: ThreadState) -> None:
+        """Let the lanes' threads run what comes, in a thread state of the caller's."""
+        lanes = [self._turns(stage) for stage in range(len(self._stages))]
+
+        def run() -> None:
+            try:
+                threads.run(lanes, self._act, state)
+            except BaseException as error:
+                self.broken = error
+            self._finish()
+
+        threading.Thread(target=run, name="autosplit stream", daemon=True).start()
+
+    def run_here(self, pull: Callable[[], None]) -> Iterator[None]:
+        """Run the lanes in this thread, a round at a time: of each lane what it can start.
+
+        ``pull`` puts one more minibatch in, or ends the segment.
+        """
+        self._pull = pull
+        lanes = [self._turns(stage) for stage in range(len(self._stages))]
+        waiting: list[Turn | None] = [next(lane, None) for lane in lanes]
+        done: dict[int, int] = {}
+        try:
+            while any(waiting):
+                for stage in reversed(range(len(lanes))):
+                    turn = waiting[stage]
+                    if turn is not None and all(done.get(need) for need in turn.needs):
+                        self._act(turn.action)
+                        for need in turn.needs:
+                            done[need] -= 1
+                            if not done[need]:
+                                del done[need]
+                        if turn.tells:
+                            done[turn.number] = len(turn.tells)
+                        waiting[stage] = next(lanes[stage], None)
+                yield
+        except BaseException as error:
+            self.broken = error
+        self._finish()
+
+    def wait(self) -> torch.Tensor | None:
+        """Return the next loss; None when the lanes are done."""
+        while True:
+            try:
+                return self.losses.get(timeout=_LOOK_S)
+            except Empty:
+                continue
+
+    # -- the lanes' side -----------------------------------------------------------------------------------------
+    def _microbatches(self, minibatch: int) -> int | None:
+        """Return how many microbatches a minibatch has, as soon as that is known; None where there is no such."""
+        while self._pull is not None and not self._ended and minibatch >= self.put_in:
+            self._pull()
+        with self._change:
+            self._change.wait_for(lambda: self._ended or minibatch < self.put_in)
+            return self._minibatches[minibatch].microbatches if minibatch < self.put_in else None
+
+    def _turns(self, stage: int) -> Iterator[Turn]:
+        """Yield what a stage's lane does, and what it waits for."""
+        stages = len(self._stages)
+
+        def name(other: int, kind: str, microbatch: int) -> int:
+            return (microbatch * stages + other) * 2 + (kind == "B")
+
+        for kind, number, place, last in stream_actions(stage, stages, self._staleness, self._microbatches):
+            self._cells[stage] = number, place, last
+            minibatch = self._minibatches[number]
+            microbatch = minibatch.first + place
+            given = minibatch.sources, minibatch.users
+            before, after = given if kind == "F" else reversed(given)
+            needs = tuple(name(other, kind, microbatch) for other in sorted(before[stage]))
+            yield Turn(Action(stage, kind, microbatch), name(stage, kind, microbatch), needs, tuple(after[stage]))
+
+    def _act(self, action: Action) -> None:
+        """Run the cell that a lane has come to; nothing where its minibatch is dropped."""
+        stage = action.stage
+        number, place, last = self._cells[stage]
+        if self.failed is not None and number >= self.failed[0]:
+            return
+        minibatch = self._minibatches[number]
+        with self._running[stage], minibatch.cells.step.lanes[stage].active():
+            if action.kind == "F":
+                try:
+                    self._forward(stage, number, minibatch, place, last=last)
+                except Exception as error:
+                    self._fail(number, error)
+            else:
+                self._backward(stage, number, minibatch, place, last=last)
+
+    def _forward(self, stage: int, number: int, minibatch: Minibatch, place: int, *, last: bool) -> None:
+        cells, leaves = minibatch.cells, self._stages[stage].take(number)
+        if place == 0:
+            cells.begin(stage, leaves)
+        cells.act(Action(stage, "F", place))
+        if last:
+            cells.end_forwards(stage)
+            if stage == len(self._stages) - 1:
+                self.losses.put(cells.total())
+
+    def _backward(self, stage: int, number: int, minibatch: Minibatch, place: int, *, last: bool) -> None:
+        cells, weights = minibatch.cells, self._stages[stage]
+        weights.take(number)
+        cells.act(Action(stage, "B", place))
+        if last:
+            cells.forget(stage)
+            weights.step(number, cells.totals[stage], minibatch.settings[stage])
+            with self._change:
+                minibatch.left -= 1
+                if not minibatch.left:
+                    del self._minibatches[number]
+
+    def _fail(self, minibatch: int, error: BaseException) -> None:
+        """Drop a minibatch whose forward raised, and all behind it."""
+        with self._change:
+            if self.failed is None or minibatch < self.failed[0]:
+                self.failed = minibatch, error
+        self.end()
+
+    def _finish(self) -> None:
+        """Say that the lanes are done; the stand-ins have the newest weights, so that no older ones live on."""
+        for stage in self._stages:
+            stage.end()
+        self._minibatches.clear()
+        self.losses.put(None)

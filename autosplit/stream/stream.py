@@ -1,0 +1,368 @@
+"""What a caller iterates over: minibatches go in, losses come out in order, and nothing that went in is left undone.
+
+The caller's thread takes minibatches from the loader, draws their random numbers and finds their recording, all in the
+loader's order. Lanes run them (:mod:`autosplit.stream.segment`). A minibatch that needs another recording than those
+in flight, and everything that reads or changes the model meanwhile, drains the pipeline first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autosplit.checks import choose
+from autosplit.errors import InputError
+from autosplit.recorded import FoundCall, Recorded
+from autosplit.runtime.lanes.ambient import ThreadState, needs_one_thread
+from autosplit.runtime.lanes.lanes import Lane
+from autosplit.runtime.ops import enter, leave
+from autosplit.runtime.step import engine
+from autosplit.schedule.stream import STALENESS, weight_version
+from autosplit.stream.lowering import StreamProgram, stream_program
+from autosplit.stream.minibatches import StreamStep, checked, inputs_and_target, loss_in, step_of
+from autosplit.stream.optimizers import Given, StageOptimizer, check_optimizer, stage_optimizers
+from autosplit.stream.segment import Minibatch, Segment, StreamCells
+from autosplit.stream.versions import StageWeights
+
+
+class OpenStream:
+    """The stream of a pipe that has minibatches in flight, if any."""
+
+    def __init__(self) -> None:
+        self._stream: weakref.ref[Stream] | None = None
+
+    def set(self, stream: Stream | None) -> None:
+        """Set which stream has minibatches in flight; None: none has."""
+        self._stream = None if stream is None else weakref.ref(stream)
+
+    @property
+    def stream(self) -> Stream | None:
+        """The stream with minibatches in flight."""
+        return None if self._stream is None else self._stream()
+
+    def drain(self) -> None:
+        """Finish minibatches in flight."""
+        if (stream := self.stream) is not None:
+            stream.drain()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hold minibatches in flight where they are."""
+        stream = self.stream
+        with contextlib.nullcontext() if stream is None else stream.paused():
+            yield
+
+
+class Streaming:
+    """What a pipe has for streams; ``_core`` is its model, options, recordings and threads."""
+
+    _core: Any
+    _find: Callable[[Any, Any], FoundCall]
+    _prepare: Callable[[Any, Any], Any]
+    _call: Callable[[Any], Any]
+
+    def train_stream(
+        self, loader: Iterable[Any], *, loss_fn: Any = None, optimizer: Given, staleness: str = "stash"
+    ) -> Stream:
+        """Train on a stream of minibatches without a flush between them (PipeDream); an iterator of their losses.
+
+        Each minibatch is one update of every stage, by gradients that were computed with older weights: see
+        :class:`autosplit.stream.stream.Stream`, which also drains the pipeline and says how many versions it holds.
+
+        Args:
+            loader: minibatches ``(inputs, target)``; inputs are a tensor, a tuple of positional inputs, a dict of
+                keyword inputs, or a `Sample`. Without ``loss_fn`` items are inputs alone.
+            loss_fn: ``loss_fn(output, target)`` returns a scalar; None: the model's own loss.
+            optimizer: a ``torch.optim.Optimizer``, which is stepped stage by stage, or a function that makes one for a
+                list of parameters, called once per stage.
+            staleness: "stash": a minibatch uses the newest weights of each stage at its forward, also in its backward;
+                "vertical": the same version on all stages; "2bw": minibatches are cut into ``chunks`` microbatches, and
+                use the version before the newest, so that a stage holds two.
+
+        Raises:
+            InputError: the model or the optimizer cannot be trained stage by stage; nothing has changed.
+        """
+        core = self._core
+        if (before := core.stream.stream) is not None:
+            before.close()
+        core.recordings.check_stream()
+        core.recordings.still = core.stream.paused
+        return Stream(self, loader, loss_fn, optimizer, staleness)
+
+
+class Stream(Iterator[torch.Tensor]):
+    """The losses of a stream of minibatches, in order: detached, 0-dim, each the mean or sum that ``loss_fn`` makes.
+
+    A minibatch uses weights that lack the updates of those in flight before it (:mod:`autosplit.schedule.stream`), and
+    updates the newest ones. To keep the lanes busy, minibatches are taken from the loader before earlier losses are
+    returned; whatever was taken is trained on, also when the loop is left. Options of the optimizer, such as learning
+    rates, are those at the time when a minibatch was taken. Between two losses the lanes go on, so weights change:
+    :meth:`drain` before reading them. ``state_dict()`` of the model and of the optimizer, and any other call of the
+    pipe, drain by themselves. Buffers have no versions: running statistics follow the forwards, in order.
+
+    A forward or a loader that raises leaves all stages as after the minibatch before it, whose losses are returned
+    first. A backward or an optimizer that raises leaves later stages ahead of earlier ones: resume from a checkpoint.
+    """
+
+    def __init__(self, pipe: Any, loader: Iterable[Any], loss_fn: Any, optimizer: Given, staleness: str) -> None:
+        choose("staleness", staleness, STALENESS)
+        check_optimizer(optimizer, pipe._core.model)
+        self._pipe, self._core = pipe, pipe._core
+        self._loss_fn, self._given, self._staleness = loss_fn, optimizer, staleness
+        self._items = iter(loader)
+        self._programs: dict[int, tuple[Recorded, StreamProgram]] = {}
+        self._stand_ins: dict[int, nn.Module] = {}
+        self._stage_of: dict[str, int] = {}
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._stages: list[StageWeights] = []
+        self._optimizers: Sequence[StageOptimizer | None] = ()
+        self._losses: deque[torch.Tensor] = deque()
+        self._error: BaseException | None = None
+        self._ended = False
+        self._flight: _Flight | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        self.minibatches = 0
+        """How many minibatches all stages have stepped by."""
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        """Return the loss of the next minibatch."""
+        while not self._losses:
+            if self._flight is None and self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if self._flight is None and self._ended:
+                raise StopIteration
+            self._advance()
+        return self._losses.popleft()
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """How many versions of its weights each stage has held at once, at most, since the pipeline was last filled."""
+        return tuple(stage.most for stage in self._stages)
+
+    @property
+    def version_bytes(self) -> tuple[int, ...]:
+        """The bytes of each stage's weights beside the newest, when it held most."""
+        return tuple((stage.most - 1) * stage.bytes for stage in self._stages)
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers that step the stages: one for all, or one per stage that has parameters to train."""
+        return tuple({id(own.optimizer): own.optimizer for own in self._optimizers if own is not None}.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Drain, and return how many minibatches were trained on and the optimizers' states; the model has its own."""
+        self.drain()
+        return {"minibatches": self.minibatches, "optimizers": [own.state_dict() for own in self.optimizers]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another stream, of the same cut, was saved; before the first minibatch."""
+        if self.minibatches or self._flight is not None:
+            raise InputError("a stream takes a state before its first minibatch; make a new one for the saved state")
+        self.minibatches, self._loaded = int(state["minibatches"]), state
+
+    def drain(self) -> None:
+        """Finish the minibatches in flight, so that the weights are those after the last one; no more are taken.
+
+        Their losses are returned by later calls of ``next``, which fill the pipeline again.
+        """
+        if self._flight is not None:
+            self._flight.segment.end()
+        while self._flight is not None:
+            self._receive(self._flight)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let no minibatch in flight go on for as long as this lasts."""
+        with contextlib.nullcontext() if self._flight is None else self._flight.segment.paused():
+            yield
+
+    def close(self) -> None:
+        """Drain, and take no more minibatches; raise what one in flight has raised."""
+        self._ended = True
+        self.drain()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def __del__(self) -> None:
+        if getattr(self, "_flight", None) is not None:
+            self.close()
+
+    # -- minibatches in ------------------------------------------------------------------------------------------
+    def _advance(self) -> None:
+        """Take minibatches as far as the lanes have use for them, then the next loss."""
+        while not self._ended and (self._flight is None or self._flight.has_room()):
+            self._take()
+        if self._flight is not None:
+            self._receive(self._flight)
+
+    def _take(self) -> None:
+        """Take a minibatch from the loader and put it in; end where there is none, or where one cannot be run."""
+        try:
+            self._put(next(self._items))
+        except StopIteration:
+            self._ended = True
+        except Exception as error:
+            self._ended, self._error = True, self._error or error
+        if self._ended and self._flight is not None:
+            self._flight.segment.end()
+
+    def _put(self, item: Any) -> None:
+        """Give the lanes a minibatch; where it needs another program, when they are through with those before it."""
+        core, (sample, target) = self._core, inputs_and_target(item, self._loss_fn)
+        engine.check_loss(target, self._loss_fn, "auto")
+        with torch.inference_mode(False), torch.enable_grad():
+            found = self._pipe._find(sample.args, sample.kwargs)
+            if found.python is not None:  # the first call of its kind; it is refused where the next one differs again
+                core.recordings.leave(found, ())
+                found = self._pipe._find(sample.args, sample.kwargs)
+            program = self._program(checked(found, core.recordings))
+            step = step_of(found, program, core.options, core.recordings)
+
+            def whole() -> Any:
+                return self._pipe._call(self._pipe._prepare(sample.args, sample.kwargs))
+
+            loss = loss_in(step, self._loss_fn, target, core.proofs, whole)
+            if self._flight is not None and self._flight.trained != self._trained():
+                self.drain()
+            if self._error is not None:
+                return
+            flight = self._flight or self._fill(step)
+            enter(step.lanes[-1], list(dict.fromkeys(step.lanes[:-1])))
+            settings = [[] if own is None else own.settings() for own in self._optimizers]
+            flight.segment.put(Minibatch(StreamCells(step, *loss), settings, program.sources))
+
+    def _program(self, recorded: Recorded) -> StreamProgram:
+        """Return what runs a recording; its parameters are those of the stream from then on."""
+        if id(recorded) not in self._programs:
+            core, plan = self._core, self._core.recordings.plan
+            alone, compiled = self._staleness != "2bw" or core.options.chunks == 1, core.options.compile
+            with self.paused():
+                made = stream_program(core.model, recorded, plan, self._stand_ins, alone=alone, compiled=compiled)
+                for name, (stage, places) in made.places.items():
+                    if self._stage_of.setdefault(name, stage) != stage:
+                        raise InputError(
+                            f"{name!r} is first used in stage {stage}, and in stage {self._stage_of[name]} in another "
+                            "kind of call, so that it has no stage that steps it; give streams one kind of minibatch"
+                        )
+                    known = self._places.setdefault(name, [])
+                    known += [place for place in places if place not in known]
+            self._programs[id(recorded)] = recorded, made
+        return self._programs[id(recorded)][1]
+
+    def _trained(self) -> list[dict[str, nn.Parameter]]:
+        """Return the parameters to train by stage, of all kinds of calls so far."""
+        named = dict(self._core.model.named_parameters())
+        trained: list[dict[str, nn.Parameter]] = [{} for _ in self._core.recordings.lanes]
+        for name, stage in self._stage_of.items():
+            if named[name].requires_grad:
+                trained[stage][name] = named[name]
+        return trained
+
+    def _fill(self, step: StreamStep) -> _Flight:
+        """Begin to fill the pipeline; raise InputError where its stages cannot be trained one by one."""
+        core, trained = self._core, self._trained()
+        for name, parameter in (pair for own in trained for pair in own.items()):
+            if parameter.grad is not None:
+                raise InputError(
+                    f"{name!r} has a gradient, which is no minibatch's; call zero_grad() before the stream"
+                )
+        self._optimizers = stage_optimizers(self._given, trained, self._optimizers)
+        if self._loaded is not None:
+            for own, state in zip(self.optimizers, self._loaded["optimizers"], strict=True):
+                own.load_state_dict(state)
+            self._loaded = None
+        stages = len(trained)
+        self._stages = [
+            StageWeights(own, self._places, optimizer, partial(weight_version, self._staleness, stages, stage))
+            for stage, (own, optimizer) in enumerate(zip(trained, self._optimizers, strict=True))
+        ]
+        stream, segment = weakref.ref(self), Segment(self._stages, self._staleness)
+        flight = self._flight = _Flight(trained, segment, step.lanes, math.ceil(stages / len(step.sizes)) + 1)
+        core.stream.set(self)
+        flight.hooks += [core.model.register_state_dict_pre_hook(lambda *_: _drained(stream))]
+        flight.hooks += [own.register_state_dict_pre_hook(lambda _: _drained(stream)) for own in self.optimizers]
+        if core.threads is not None and not needs_one_thread():
+            segment.start(core.threads, ThreadState.current())
+        else:
+            flight.rounds = segment.run_here(lambda: _taken(stream))
+        return flight
+
+    # -- losses out ----------------------------------------------------------------------------------------------
+    def _receive(self, flight: _Flight) -> None:
+        """Take the next loss, or what ended the flight."""
+        loss = flight.next_loss()
+        leave(flight.lanes[-1], list(dict.fromkeys(flight.lanes[:-1])), [loss])
+        if loss is not None:
+            flight.received += 1
+            self._losses.append(loss)
+            return
+        self._flight = None
+        self._core.stream.set(None)
+        for hook in flight.hooks:
+            hook.remove()
+        before, updates = self.minibatches, [stage.updates for stage in self._stages]
+        self.minibatches += min(updates)
+        error = flight.segment.broken
+        if error is not None:
+            error.add_note(
+                f"stages have stepped {[before + own for own in updates]} minibatches of the stream: those before the "
+                "error are ahead of the others where the numbers differ; resume from a checkpoint"
+            )
+        elif flight.segment.failed is not None:
+            number, error = flight.segment.failed
+            error.add_note(f"all stages are as after {before + number} minibatches of the stream; the rest was dropped")
+        if error is not None:
+            self._ended, self._error = True, error
+
+
+@dataclass
+class _Flight:
+    """A segment, what runs it, and how many minibatches it takes."""
+
+    trained: list[dict[str, nn.Parameter]]
+    segment: Segment
+    lanes: Sequence[Lane]
+    depth: int
+    """How many minibatches may be in it."""
+    received: int = 0
+    """How many losses have come out."""
+    rounds: Iterator[None] | None = None
+    """Runs the lanes in the caller's thread; None: they have threads."""
+    hooks: list[Any] = field(default_factory=list)
+
+    def has_room(self) -> bool:
+        """Tell whether the lanes have use for one more minibatch."""
+        return self.segment.put_in - self.received < self.depth
+
+    def next_loss(self) -> torch.Tensor | None:
+        """Return the next loss; None when the lanes are done."""
+        while self.rounds is not None and self.segment.losses.empty():
+            next(self.rounds, None)
+        return self.segment.wait()
+
+
+def _drained(stream: weakref.ref[Stream]) -> None:
+    """Drain a stream that is still there."""
+    if (own := stream()) is not None:
+        own.drain()
+
+
+def _taken(stream: weakref.ref[Stream]) -> None:
+    """Have a stream that is still there take a minibatch, or end."""
+    if (own := stream()) is not None:
+        own._take()

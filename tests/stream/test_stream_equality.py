@@ -1,0 +1,77 @@
+"""A stream computes what the reference of the same staleness computes, in float64 to 1e-12."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autosplit import Sample
+from autosplit.schedule.stream import STALENESS
+from tests.models.named import CASES
+from tests.stream.streams import Normed, Skipping, adamw, expected, pair, run, sgd, vectors, words
+
+MAKES = {"sgd": sgd, "adamw": adamw}
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("optimizer", MAKES)
+@pytest.mark.parametrize("staleness", STALENESS)
+def test_50_minibatches_with_skips_and_ties(staleness: str, optimizer: str, stages: int) -> None:
+    items = words(50)
+    own = pair(Skipping, items[0][0], stages=stages, chunks=4)
+    found = run(own, items, staleness, MAKES[optimizer])
+    assert found == pytest.approx(expected(own, items, staleness, MAKES[optimizer]), rel=1e-12, abs=1e-12)
+    own.assert_equal()
+
+
+@pytest.mark.parametrize("lanes", ["threads", "inline"])
+@pytest.mark.parametrize("staleness", STALENESS)
+def test_dropout_ragged_minibatches_and_either_kind_of_lanes(staleness: str, lanes: str) -> None:
+    items = words(13, rows=(4, 4, 3, 1))
+    own = pair(lambda: Skipping(dropout=0.3), items[0][0], lanes=lanes)
+    found = run(own, items, staleness, sgd)
+    assert found == pytest.approx(expected(own, items, staleness, sgd), rel=1e-12, abs=1e-12)
+    own.assert_equal()
+
+
+@pytest.mark.parametrize("staleness", ["stash", "vertical"])
+def test_running_statistics_follow_the_forwards(staleness: str) -> None:
+    items = vectors(9)
+    own = pair(Normed, items[0][0])
+    assert run(own, items, staleness, adamw) == pytest.approx(expected(own, items, staleness, adamw), rel=1e-12)
+    own.assert_equal()
+
+
+@pytest.mark.parametrize("recompute", ["always", "block"])
+def test_a_stage_that_runs_again_uses_its_minibatchs_version(recompute: str) -> None:
+    items = words(9)
+    own = pair(lambda: Skipping(dropout=0.3), items[0][0], recompute=recompute)
+    assert run(own, items, "stash", sgd) == pytest.approx(expected(own, items, "stash", sgd), rel=1e-12)
+    own.assert_equal()
+
+
+HOLDERS = "lstm batch first", "weight norm", "nested skips", "tiny gpt", "keyword inputs"
+"""Models with weights in lists and parametrizations, values over several stages, and outputs of several parts."""
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_other_models(name: str) -> None:
+    case = CASES[name]
+    given = [case.batch(4) for _ in range(9)]
+    items = [(Sample(*map(_plain, own.args), **{k: _plain(v) for k, v in own.kwargs.items()}), None) for own in given]
+    own = pair(case.build, items[0][0])
+    found = run(own, [(inputs, torch.zeros(4)) for inputs, _ in items], "stash", adamw, squares)
+    assert found == pytest.approx(expected(own, items, "stash", adamw, squares), rel=1e-12)
+    own.assert_equal()
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def squares(output: Any, target: Any) -> torch.Tensor:
+    """Return the sum of the squares of what a model gives."""
+    first = getattr(output, "logits", output)
+    return first.double().square().mean()

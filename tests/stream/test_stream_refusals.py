@@ -1,0 +1,189 @@
+"""What goes wrong in a stream: clear words, the losses before it, and weights of which it is known what they are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit import InputError, autosplit
+from tests.stream.streams import CPU, Pair, Skipping, cross_entropy, expected, pair, run, sgd, words
+
+
+class Failing(Skipping):
+    """Raises on a token, in the forward of its fourth block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3].register_forward_pre_hook(_check)
+
+
+def _check(module: nn.Module, given: Any) -> None:
+    if not torch.isfinite(given[0]).all():
+        raise ValueError("no finite value")
+
+
+@pytest.fixture(scope="module")
+def items() -> list[tuple[Any, Any]]:
+    torch.manual_seed(1)
+    return words(12)
+
+
+def check_earlier(own: Pair, items: list[Any], found: list[float], done: int) -> None:
+    """Compare with a reference that ends before the minibatch that failed."""
+    assert len(found) == done
+    assert found == pytest.approx(expected(own, items[:done], "stash", sgd), rel=1e-12)
+    own.assert_equal()
+
+
+def losses_until(stream: Any) -> tuple[list[float], BaseException]:
+    """Return the losses before an error, and the error."""
+    found: list[float] = []
+    try:
+        for loss in stream:
+            found.append(loss.item())
+    except Exception as error:
+        return found, error
+    raise AssertionError("nothing was raised")
+
+
+def started(make: Any, items: list[Any]) -> Pair:
+    """Return a pair of which the stages are known."""
+    own = pair(make, items[0][0])
+    known = pair(make, items[0][0])
+    run(known, items[:1], "stash", sgd)
+    own.stage_of = known.stage_of
+    return own
+
+
+@pytest.mark.parametrize("lanes", ["threads", "inline"])
+@pytest.mark.parametrize("where", ["loss", "loader", "inputs", "rows"])
+@pytest.mark.parametrize("at", [0, 1, 7])
+def test_what_raises_before_a_backward_leaves_what_came_earlier(
+    items: list[Any], where: str, at: int, lanes: str
+) -> None:
+    own = pair(Skipping, items[0][0], lanes=lanes)
+    known = pair(Skipping, items[0][0])
+    run(known, items[:1], "stash", sgd)
+    own.stage_of = known.stage_of
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if where == "loss" and (target == -1).all():
+            raise ValueError("no target")
+        return cross_entropy(output, target)
+
+    def loader() -> Iterator[Any]:
+        for number, (tokens, target) in enumerate(items):
+            if number != at:
+                yield tokens, target
+            elif where == "loader":
+                raise ValueError("no minibatch")
+            elif where == "loss":
+                yield tokens, torch.full_like(target, -1)
+            elif where == "inputs":
+                yield tokens + 100, target
+            else:
+                yield tokens, target[:2]
+
+    found, error = losses_until(own.pipe.train_stream(loader(), loss_fn=loss, optimizer=sgd))
+    assert isinstance(error, (ValueError, IndexError))
+    if where != "loader":
+        assert f"all stages are as after {at} minibatches" in "".join(error.__notes__)
+    check_earlier(own, items, found, at)
+    next_losses = list(own.pipe.train_stream(items[:3], loss_fn=cross_entropy, optimizer=sgd))
+    assert len(next_losses) == 3
+
+
+@pytest.mark.parametrize("where", ["backward", "optimizer"])
+def test_an_error_in_a_backward_says_which_stages_have_stepped(items: list[Any], where: str) -> None:
+    own = started(Skipping, items)
+    optimizer = sgd(list(own.model.parameters()))
+    calls: list[int] = []
+
+    def raises(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ValueError("no step")
+
+    if where == "backward":
+        own.model.blocks[2][0].weight.register_hook(raises)
+    else:
+        optimizer.register_step_pre_hook(raises)
+    _, error = losses_until(own.pipe.train_stream(items, loss_fn=cross_entropy, optimizer=optimizer))
+    assert isinstance(error, ValueError)
+    assert "stages have stepped [" in "".join(error.__notes__)
+
+
+def test_bad_arguments(items: list[Any]) -> None:
+    own = pair(Skipping, items[0][0])
+    parameters = list(own.model.parameters())
+    for how, words_of in (
+        ({"staleness": "stale"}, "staleness"),
+        ({"optimizer": torch.optim.LBFGS(parameters)}, "LBFGS calls the model itself"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1)}, r"shape \[2\] that is not the model's"),
+        ({"optimizer": 3}, "optimizer= is a torch.optim.Optimizer"),
+    ):
+        with pytest.raises(InputError, match=words_of):
+            own.pipe.train_stream(items, **{"loss_fn": cross_entropy, "optimizer": sgd, **how})
+
+
+def refused(own: Pair, items: Any, match: str, loss_fn: Any = cross_entropy, **how: Any) -> None:
+    """Check that a stream is refused at its first minibatch, and that the model is as it was."""
+    before = copy.deepcopy(own.model.state_dict())
+    with pytest.raises(Exception, match=match):
+        next(own.pipe.train_stream(items, loss_fn=loss_fn, **{"optimizer": sgd, **how}))
+    torch.testing.assert_close(own.model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_what_a_stream_cannot_train(items: list[Any]) -> None:
+    own = pair(Skipping, items[0][0])
+    refused(own, [items[0][0]], "an item is \\(inputs, target\\)")
+    refused(own, [(items[0][0], None)], "there is no target=")
+    refused(own, items, "that makes one for a list of parameters, not a int", optimizer=lambda parameters: 3)
+    weight = torch.ones((), requires_grad=True)
+    refused(
+        own, items, "the loss uses a tensor of shape", lambda output, target: cross_entropy(output, target) * weight
+    )
+    penalty = own.model.table.weight
+    refused(
+        own,
+        items,
+        "the loss uses a tensor",
+        lambda output, target: cross_entropy(output, target) + penalty.square().sum(),
+    )
+    own.model.table.weight.grad = torch.zeros_like(own.model.table.weight)
+    refused(own, items, "has a gradient")
+
+
+def test_a_loss_of_the_whole_minibatch_is_refused_where_it_is_cut() -> None:
+    items = [(torch.randn(4, 6, dtype=torch.float64), torch.zeros(4)) for _ in range(5)]
+
+    def contrast(output: Tensor, target: Tensor) -> Tensor:
+        return (output @ output.T).logsumexp(0).mean()
+
+    own = pair(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), items[0][0])
+    assert len(list(own.pipe.train_stream(items, loss_fn=contrast, optimizer=sgd))) == 5
+    refused(own, items, "neither a mean nor a sum over rows", contrast, staleness="2bw")
+
+
+def test_virtual_stages_are_refused(items: list[Any]) -> None:
+    model = Skipping().double()
+    pipe = autosplit(model, devices=[CPU] * 2, chunks=2, sample=items[0][0], virtual_stages=2, schedule="interleaved")
+    with pytest.raises(InputError, match="one stage per lane"):
+        next(pipe.train_stream(items, loss_fn=cross_entropy, optimizer=sgd))
+
+
+def test_a_model_that_counts_its_calls_is_refused(items: list[Any]) -> None:
+    class Counting(Skipping):
+        calls = 0
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(tokens) * 1.0
+
+    own = pair(Counting, items[0][0])
+    refused(own, items, "changes Python state")

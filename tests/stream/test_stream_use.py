@@ -1,0 +1,247 @@
+"""Leaving, draining, saving and going on: nothing that went into a stream is left undone, and nothing is done twice."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit import autosplit
+from tests.stream.streams import CPU, Normed, Pair, Skipping, adamw, cross_entropy, expected, pair, run, sgd, words
+
+
+@pytest.fixture(scope="module")
+def items() -> list[tuple[Any, Any]]:
+    torch.manual_seed(1)
+    return words(12)
+
+
+@pytest.fixture
+def own(items: list[tuple[Any, Any]]) -> Pair:
+    made = pair(Skipping, items[0][0])
+    made.stage_of = {}
+    return made
+
+
+def stream_of(own: Pair, items: Any, make: Any = sgd, **how: Any) -> Any:
+    return own.pipe.train_stream(items, loss_fn=cross_entropy, optimizer=make, **how)
+
+
+def test_what_was_taken_is_trained_on_when_the_loop_is_left(own: Pair, items: list[Any]) -> None:
+    taken: list[int] = []
+
+    def loader() -> Iterator[Any]:
+        for number, item in enumerate(items):
+            taken.append(number)
+            yield item
+
+    names = {id(parameter): name for name, parameter in own.model.named_parameters()}
+
+    def made(parameters: list[nn.Parameter]) -> Any:
+        stage = 1 + max(own.stage_of.values(), default=-1)
+        own.stage_of.update({names[id(parameter)]: stage for parameter in parameters})
+        return sgd(parameters)
+
+    for _ in stream_of(own, loader(), made):
+        if len(taken) == 6:
+            break
+    gc.collect()
+    assert len(taken) == 6
+    expected(own, items[:6], "stash", sgd)
+    own.assert_equal()
+
+
+def test_a_drained_stream_goes_on_as_one_that_begins(own: Pair, items: list[Any]) -> None:
+    optimizer = sgd(list(own.model.parameters()))
+    stream = stream_of(own, items, optimizer)
+    losses = [next(stream).item() for _ in range(3)]
+    stream.drain()
+    done = stream.minibatches
+    state = copy.deepcopy(own.model.state_dict())
+    losses += [loss.item() for loss in stream]
+    assert len(losses) == len(items) == stream.minibatches
+    again = pair(Skipping, items[0][0])
+    run(again, items[:1], "stash", sgd)
+    again = Pair(nn.Module(), own.plain, own.pipe, again.stage_of)
+    wanted = expected(again, items, "stash", sgd, drains=[done])
+    assert losses == pytest.approx(wanted, rel=1e-12)
+    own.assert_equal()
+    assert any(not torch.equal(a, b) for a, b in zip(state.values(), own.model.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("read", ["model", "pipe", "optimizer", "step", "evaluation"])
+def test_what_reads_the_model_drains_first(own: Pair, items: list[Any], read: str) -> None:
+    optimizer = sgd(list(own.model.parameters()))
+    stream = stream_of(own, items, optimizer)
+    next(stream)
+    if read == "optimizer":
+        optimizer.state_dict()
+    elif read in ("model", "pipe"):
+        (own.model if read == "model" else own.pipe).state_dict()
+    elif read == "step":
+        own.pipe.train_step(items[0][0], target=items[0][1], loss_fn=cross_entropy)
+        optimizer.zero_grad()
+    else:
+        own.pipe.eval_step(items[0][0])
+    assert stream.minibatches > 1
+    assert len(list(stream)) == len(items) - 1
+    assert stream.minibatches == len(items)
+
+
+def test_a_synchronous_step_follows_a_stream(own: Pair, items: list[Any]) -> None:
+    optimizer = adamw(list(own.model.parameters()))
+    list(stream_of(own, items[:5], optimizer))
+    twin, other = copy.deepcopy((own.model, optimizer.state_dict()))
+    plain = adamw(list(twin.parameters()))
+    plain.load_state_dict(other)
+    tokens, target = items[5]
+    loss = own.pipe.train_step(tokens, target=target, loss_fn=cross_entropy)
+    optimizer.step()
+    wanted = cross_entropy(twin(tokens), target)
+    wanted.backward()
+    plain.step()
+    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(own.model.state_dict(), twin.state_dict(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["one optimizer", "one per stage"])
+def test_a_saved_stream_is_resumed(own: Pair, items: list[Any], how: str) -> None:
+    def fresh(model: nn.Module) -> Any:
+        return adamw if how == "one per stage" else adamw(list(model.parameters()))
+
+    first = stream_of(own, items[:6], fresh(own.model))
+    list(first)
+    saved = copy.deepcopy((own.model.state_dict(), first.state_dict()))
+    model = Skipping().double()
+    model.load_state_dict(saved[0])
+    pipe = autosplit(model, devices=[CPU] * 3, chunks=2, sample=items[0][0])
+    resumed = pipe.train_stream(items[6:], loss_fn=cross_entropy, optimizer=fresh(model))
+    resumed.load_state_dict(saved[1])
+    losses = [loss.item() for loss in resumed]
+    assert resumed.minibatches == len(items)
+    whole = pair(Skipping, items[0][0])
+    run(whole, items[:1], "stash", sgd)
+    both = Pair(model, whole.plain, whole.pipe, whole.stage_of)
+    assert losses == pytest.approx(expected(both, items, "stash", adamw, drains=[6])[6:], rel=1e-12)
+    both.assert_equal()
+
+
+def test_options_of_the_optimizer_are_those_when_a_minibatch_was_taken(own: Pair, items: list[Any]) -> None:
+    optimizer = torch.optim.SGD(own.model.parameters(), lr=0.1)
+    rates: list[float] = []
+
+    def loader() -> Iterator[Any]:
+        for number, item in enumerate(items):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+            rates.append(optimizer.param_groups[0]["lr"])
+            yield item
+
+    found = [loss.item() for loss in stream_of(own, loader(), optimizer)]
+    stages = pair(Skipping, items[0][0])
+    run(stages, items[:1], "stash", sgd)
+    steps = iter(rates)
+    made: list[torch.optim.SGD] = []
+
+    def scheduled(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(parameters, lr=0.1))
+        return made[-1]
+
+    def with_rates() -> Iterator[Any]:
+        for item in items:
+            rate = next(steps)
+            for one in made:
+                one.param_groups[0]["lr"] = rate
+            yield item
+
+    reference = Pair(own.model, own.plain, own.pipe, stages.stage_of)
+    assert found == pytest.approx(expected(reference, with_rates(), "stash", scheduled), rel=1e-12)
+    own.assert_equal()
+
+
+def test_a_scheduler_of_learning_rates_does_not_warn(own: Pair, items: list[Any]) -> None:
+    optimizer = torch.optim.SGD(own.model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in stream_of(own, items[:3], optimizer):
+        scheduler.step()
+
+
+def test_hooks_of_parameters_fire_once_per_minibatch(own: Pair, items: list[Any]) -> None:
+    fired: list[int] = []
+    handle = own.model.head.weight.register_post_accumulate_grad_hook(lambda own: fired.append(1))
+    list(stream_of(own, items[:5]))
+    handle.remove()
+    assert len(fired) == 5
+
+
+def test_parameters_are_the_models_own_and_have_no_gradients_between_steps(own: Pair, items: list[Any]) -> None:
+    before = dict(own.model.named_parameters())
+    stream = stream_of(own, items)
+    next(stream)
+    assert all(before[name] is parameter for name, parameter in own.model.named_parameters())
+    stream.close()
+    assert all(parameter.grad is None for parameter in own.model.parameters())
+
+
+def test_versions_and_their_bytes(own: Pair, items: list[Any]) -> None:
+    for staleness, held in (("stash", (3, 2, 1)), ("vertical", (3, 3, 3)), ("2bw", (2, 2, 2))):
+        stream = stream_of(own, items, staleness=staleness)
+        list(stream)
+        assert stream.versions == held
+        assert sum(stream.version_bytes) < sum(held) * sum(p.numel() * 8 for p in own.model.parameters())
+
+
+def test_a_second_stream_ends_the_first(own: Pair, items: list[Any]) -> None:
+    first = stream_of(own, items)
+    next(first)
+    second = stream_of(own, items[:2])
+    assert len(list(second)) == 2
+    assert len(list(first)) < len(items)
+
+
+def test_no_threads_and_no_versions_are_left(own: Pair, items: list[Any]) -> None:
+    before = threading.active_count()
+    for _ in stream_of(own, items):
+        break
+    gc.collect()
+    own.pipe.unsplit()
+    assert threading.active_count() <= before
+
+
+def test_an_empty_loader_and_one_shorter_than_the_pipeline(own: Pair, items: list[Any]) -> None:
+    assert list(stream_of(own, [])) == []
+    assert len(list(stream_of(own, items[:1]))) == 1
+    assert len(list(stream_of(own, items[:2], staleness="2bw"))) == 2
+
+
+def test_random_numbers_are_drawn_in_the_loaders_order(items: list[Any]) -> None:
+    own = pair(lambda: Skipping(dropout=0.4), items[0][0])
+
+    def loader() -> Iterator[Any]:
+        for number in range(6):
+            tokens = torch.randint(11, (3 + number % 2, 6))
+            yield tokens[:, :-1], tokens[:, 1:]
+
+    twice = []
+    for _ in range(2):
+        model = copy.deepcopy(own.plain)
+        pipe = autosplit(model, devices=[CPU] * 3, chunks=2, sample=items[0][0])
+        torch.manual_seed(5)
+        twice.append([loss.item() for loss in pipe.train_stream(loader(), loss_fn=cross_entropy, optimizer=sgd)])
+    assert twice[0] == twice[1]
+
+
+def test_batch_norm_in_eval_mode_and_a_frozen_layer() -> None:
+    items = [(torch.randn(4, 6, dtype=torch.float64), torch.randint(3, (4,))) for _ in range(6)]
+    torch.manual_seed(0)
+    model = Normed().double().eval()
+    model.layers[1].requires_grad_(False)
+    frozen = copy.deepcopy(model.layers[1].state_dict())
+    pipe = autosplit(model, devices=[CPU] * 3, chunks=2, sample=items[0][0])
+    list(pipe.train_stream(items, loss_fn=cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)))
+    torch.testing.assert_close(model.layers[1].state_dict(), frozen, rtol=0, atol=0)
