@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.checks import BATCH_NORM, FEED, FIND, MACHINE, OUTPUTS, RESERVE, TORCHRUN, choose, resolve_machine
-from autosplit.errors import InputError
+from autosplit.errors import InputError, PlanError
 from autosplit.options import (
     Options,
     Sample,
@@ -21,6 +22,7 @@ from autosplit.options import (
     resolve_rng,
 )
 from autosplit.parallel import Parallel, check_mesh, check_zero
+from autosplit.planning.asked import check_room, dealt, given_sample
 from autosplit.planning.explain.explain import answered, assumed
 from autosplit.planning.paper import OnPaper, prepare, search_space, stand_ins
 from autosplit.planning.parallel.search import MeshRequest, plan_mesh
@@ -30,7 +32,6 @@ from autosplit.planning.search.make import recosted
 from autosplit.runtime.lanes.ambient import without_callers_modes
 from autosplit.trace.borrowed.state import attributes, random_state
 from autosplit.trace.inputs.inputs import batch_rows
-from autosplit.units import format_bytes
 from cost_models.registry import spread
 
 if TYPE_CHECKING:
@@ -137,6 +138,10 @@ def autosplit(
     """
     choose("precision", precision, (None,))
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if pinned is not None and pinned.replicas:
+        raise PlanError(
+            f"the plan has stages with {list(pinned.replicas)} replicas, which autosplit() does not run yet"
+        )
     world = _world(devices, mesh)
     ways = {"feed": choose("feed", feed, FEED), "outputs": choose("outputs", outputs, OUTPUTS), "weights": weights}
     ways["parallelize"] = parallelize
@@ -219,6 +224,7 @@ def plan(
     precision: str | None = None,
     schedule: str | Path = "auto",
     virtual_stages: int = 1,
+    replicas: Sequence[int] | str | None = None,
     recompute: Any = "auto",
     memory_limit: int | float | str | None = None,
     reserve: int | float | str | None = RESERVE,
@@ -248,6 +254,9 @@ def plan(
             parameters in fp8), or None: as the model is.
         schedule: as in `autosplit`; "auto" searches.
         virtual_stages: as in `autosplit`.
+        replicas: how many devices each stage has, such as ``[2, 1, 1]``: they take microbatches in turn under 1f1b, and
+            sum the stage's gradients. "auto": those with which the slowest stage is fastest (PipeDream), where that
+            makes the step shorter. None: one each.
         recompute: as in `autosplit`; "auto" searches.
         memory_limit: bytes per device, or text such as "70GiB"; by default what the device has for tensors.
         reserve: what each device keeps free: bytes, text such as "2GiB", or "3%" of the device, which does not count
@@ -279,15 +288,19 @@ def plan(
     _check_module(model)
     choose("find", find, FIND)
     choose("processes", processes, (False, True))
-    given = _given(model, sample)
+    given = given_sample(model, sample)
     pinned = _followed(plan, find=find)
     if pinned is not None:
         devices = (pinned.machine if devices == MACHINE else None) or devices
         precision = pinned.precision if precision is None else precision
         processes = processes or pinned.processes
+        if pinned.replicas and processes:
+            raise InputError(f"the plan has stages with {list(pinned.replicas)} replicas; leave processes= out")
     own = resolve_machine(devices)
     degrees = _mesh(mesh, zero, devices=len(own), find=find, pinned=pinned)
     own = spread(own) if degrees is not None else own
+    others = {"mesh": mesh, "virtual_stages": virtual_stages, "find": find, "plan": plan, "processes": processes}
+    each, schedule = dealt(replicas, own, schedule=schedule, recompute=recompute, others=others)
     choices = partial(
         chosen,
         chunks=chunks,
@@ -301,10 +314,11 @@ def plan(
         cut=cut,
         pinned=pinned,
     )
-    asked = choices(devices=degrees.pp if isinstance(degrees, Parallel) else len(own))
+    asked = choices(devices=degrees.pp if isinstance(degrees, Parallel) else len(each or own))
     apart = processes or degrees is not None
     options = Options(stand_ins(own), **asked, batch_dims=batch_dims, measure=False, machine=own, processes=apart)
-    _check_room(options)
+    options = replace(options, replicas=each)
+    check_room(options)
 
     with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
         paper = prepare(model, given, options, loss_fn=loss_fn)
@@ -342,27 +356,6 @@ def _mesh(mesh: Any, zero: Any, *, devices: int, find: str, pinned: Plan | None)
         check_mesh({"dp": own.dp, "tp": own.tp, "pp": own.pp}, devices=devices)
         return Parallel(own.dp, own.tp, own.pp, own.zero)
     return degrees
-
-
-def _given(model: nn.Module, sample: Any) -> Sample:
-    """Return the sample that was given; raise InputError for None."""
-    if sample is None:
-        raise InputError(
-            f"no inputs are known for {type(model).__name__}; give sample=, a batch of the size of a step (meta "
-            "tensors will do)"
-        )
-    return Sample.of(sample)
-
-
-def _check_room(options: Options) -> None:
-    """Raise InputError where the reserve leaves nothing of a device."""
-    for lane in range(len(options.devices)):
-        whole, reserve = options.capacity_bytes(lane), options.reserved_bytes(lane)
-        if whole is not None and whole <= reserve:
-            raise InputError(
-                f"reserve={reserve} ({format_bytes(reserve)}) leaves nothing of the "
-                f"{format_bytes(whole)} that {options.device_name(lane)} may use; reserve less"
-            )
 
 
 def _check_module(model: Any) -> None:

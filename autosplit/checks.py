@@ -89,6 +89,21 @@ def check_chunks(chunks: Any) -> int:
     return chunks
 
 
+def check_replicas(replicas: Any, *, devices: int) -> tuple[int, ...] | None:
+    """Return the replicas of each stage, which take up all devices: empty for None, and None for "auto"."""
+    if replicas is None or replicas == "auto":
+        return () if replicas is None else None
+    listed = isinstance(replicas, (list, tuple)) and len(replicas) > 0
+    if not listed or any(isinstance(own, bool) or not isinstance(own, int) or own < 1 for own in replicas):
+        raise InputError(f"replicas={replicas!r}: give how many devices each stage has, such as [2, 1, 1], or 'auto'")
+    if sum(replicas) != devices:
+        raise InputError(
+            f"replicas={list(replicas)} are {sum(replicas)} devices in {len(replicas)} stages, and devices names "
+            f"{devices}; give numbers that add up to that"
+        )
+    return tuple(replicas)
+
+
 def check_optimizer(optimizer: Any) -> str | int:
     """Return the optimizer's name, or its state bytes per parameter element."""
     if isinstance(optimizer, int) and not isinstance(optimizer, bool):

@@ -72,6 +72,8 @@ class Options:
     virtual_stages: int = 1
     actions: tuple[tuple[str, ...], ...] = ()
     """A schedule of the caller's own, device by device, in text form; ``schedule`` is then what errors call it."""
+    replicas: tuple[int, ...] | None = ()
+    """How many devices each stage has, which follow each other; empty: one each. None: what is best."""
     memory_limit: int | None = None
     optimizer: str | int = "adamw"
     batch_dims: Any = None

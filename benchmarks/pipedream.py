@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.replication import Layer, StageSeconds, pipedream, replicate
+from autosplit.partition.replication import Layer, StageSeconds, between, pipedream, replicate, stages_only
 from benchmarks import pairs
 
 FOLDER = Path(__file__).parent / "data" / "pipedream"
@@ -83,18 +83,18 @@ def as_coded(layers: Sequence[Layer], *, devices: int, bandwidth_bytes_per_s: fl
 
     The first stage's output counts with the stage behind it only.
     """
-    seconds, parameters = (
-        np.concatenate([[0.0], np.cumsum([getattr(layer, name) for layer in layers])])
-        for name in ("seconds", "parameter_bytes")
+    works_s, parameters, sent = (
+        np.array([0.0, *(getattr(layer, name) for layer in layers)])
+        for name in ("seconds", "parameter_bytes", "output_bytes")
     )
-    sent_s = 2 * np.array([0.0, *(layer.output_bytes for layer in layers[:-1]), 0.0]) / bandwidth_bytes_per_s
-    sent_s = np.where(np.arange(len(sent_s))[:, None] > 0, np.maximum(sent_s[:, None], sent_s[None, :]), 0.0)
-    works_s, exchanged_s = (each[None, :] - each[:, None] for each in (seconds, parameters / bandwidth_bytes_per_s))
-    none = np.tri(len(seconds), dtype=np.bool_)
+    sent[-1] = 0.0
+    work_s, gradients_s = between(works_s), between(parameters / bandwidth_bytes_per_s)
+    border_s = 2 * np.maximum(sent[:, None], sent[None, :]) / bandwidth_bytes_per_s
+    border_s[0] = 0.0
 
     def stage_s(replicas: int, ahead: int) -> Floats:
-        own = np.maximum(works_s + 4 * (replicas - 1) / replicas * exchanged_s, sent_s) / replicas
-        return np.where(none, np.inf, own)
+        own = np.maximum(work_s + 4 * (replicas - 1) / replicas * gradients_s, border_s)
+        return stages_only(own / replicas)
 
     return stage_s
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autosplit.checks import MACHINE, resolve_machine
+from autosplit.checks import MACHINE, check_replicas, resolve_machine
 from autosplit.cli import common
 from autosplit.cli.inputs import ROWS_PER_DEVICE, InputOptions, InputSpec, ModelSpec, wants_labels
 from autosplit.cli.outputs import OutputOptions, check_path, write_file
@@ -77,6 +77,9 @@ Mesh = Annotated[
     typer.Option(metavar="auto|DEGREES", help="Degrees such as dp=8,tp=2,pp=4, or auto; the inputs are all rows."),
 ]
 Zero = Annotated[str, typer.Option(help="What replicas of a mesh shard: 0, 1, 2, 3, or auto.")]
+Replicas = Annotated[
+    str | None, typer.Option(metavar="auto|LIST", help="Devices of each stage, such as 2,1,1, or auto.")
+]
 PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto.")]
 
 
@@ -98,6 +101,7 @@ def plan_command(
     processes: Processes = False,
     mesh: Mesh = None,
     zero: Zero = "auto",
+    replicas: Replicas = None,
     script: Script = None,
 ) -> int:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
@@ -105,15 +109,16 @@ def plan_command(
     wanted = False if loss is not None else wants_labels(labels, options.schedule)
     spec = inputs.spec(model, labels=wanted, train=train)
     find = _find(smallest=smallest, largest_batch=largest_batch, pinned=options.pinned)
-    if script is not None and mesh is not None:
-        raise InputError("--script writes a program for a pipeline alone; leave --mesh or --script out")
+    if script is not None and (mesh is not None or replicas is not None):
+        raise InputError("--script writes a program for a pipeline alone; leave --mesh and --replicas, or --script out")
     if script is not None:
         outputs = _with_plan(outputs, script=script, spec=spec, schedule=options.schedule, find=find)
     machine = resolve_machine(_devices(devices, options.pinned))
     degrees = check_mesh(mesh, devices=len(machine))
-    stages = degrees.pp if isinstance(degrees, Parallel) else len(machine)
+    each = replicas if replicas in (None, "auto") else [common.number_or_word(own) for own in common.words(replicas)]
+    stages = degrees.pp if isinstance(degrees, Parallel) else len(check_replicas(each, devices=len(machine)) or machine)
     choices = options.choices(stages, chunks=common.number_or_word(chunks), precision=precision)
-    choices |= {"mesh": mesh, "zero": common.number_or_word(zero)}
+    choices |= {"mesh": mesh, "zero": common.number_or_word(zero), "replicas": each}
     with common.beside_stdout():
         found, given = _planned(spec, machine=machine, loss=loss, find=find, processes=processes, **choices)
         if script is not None:

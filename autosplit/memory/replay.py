@@ -114,6 +114,9 @@ class Lane:
         self.traces = traces
         self.static = {stage: static[stage] for stage in schedule.stages_on(device)}
         self.last_action = {action.stage: index for index, action in enumerate(self.actions)}
+        self._first: dict[int, int] = {}
+        for stage, _, microbatch in self.actions:
+            self._first[stage] = min(microbatch, self._first.get(stage, microbatch))
         self._microbatches = schedule.microbatches
         self._keeps = schedule.has_backward
 
@@ -121,7 +124,8 @@ class Lane:
         """Return what an action does."""
         traces = self.traces[action.stage]
         variant = traces.variant(last=action.microbatch == self._microbatches - 1)
-        return traces.pieces[variant].piece(action.kind, first=action.microbatch == 0, keeps=self._keeps)
+        first = action.microbatch == self._first[action.stage]
+        return traces.pieces[variant].piece(action.kind, first=first, keeps=self._keeps)
 
 
 def _device(lane: Lane, finish: Sequence[Change]) -> DeviceReplay:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autosplit.partition.problem import Hold, Problem, recompute_fraction
+from autosplit.schedule.action import Schedule
 from autosplit.schedule.simulate import Timeline, TransferTime, simulate
 
 
@@ -43,8 +44,9 @@ class Costs:
 
     @property
     def device_loads_s(self) -> tuple[float, ...]:
-        """The load of each device: of all its stages."""
-        return tuple(sum(self.loads_s[stage] for stage in own) for own in self._stages_on)
+        """The load of each device: of all its stages, of which replicas share theirs."""
+        loads_s = [load_s / len(self._schedule.lanes_of(stage)) for stage, load_s in enumerate(self.loads_s)]
+        return tuple(sum(loads_s[stage] for stage in own) for own in self._stages_on)
 
     @property
     def device_bytes(self) -> tuple[int, ...]:
@@ -52,9 +54,14 @@ class Costs:
         return tuple(_peak_bytes([self.stages[stage] for stage in own]) for own in self._stages_on)
 
     @property
+    def _schedule(self) -> Schedule:
+        return self.cut.problem.schedule_of(self.cut.count)
+
+    @property
     def _stages_on(self) -> list[list[int]]:
-        devices = range(max(self.lane) + 1)
-        return [[stage for stage, lane in enumerate(self.lane) if lane == device] for device in devices]
+        """The stages of each device, without empty ones at the end."""
+        devices = range(max(self._schedule.lanes_of(stage).stop for stage in range(len(self.lane))))
+        return [[stage for stage in self._schedule.stages_on(at) if stage < len(self.lane)] for at in devices]
 
     @property
     def bottleneck_s(self) -> float:

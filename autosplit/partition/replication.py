@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 StageSeconds = Callable[[int, int], Floats]
 """What stages take: of so many replicas, where so many devices work from them on; [first layer, layer behind].
 
-Infinite where a stage is not allowed, and where there is none.
+Infinite where a stage is not allowed, and where it would have no layer (`stages_only`).
 """
 _TIES = 1 + 1e-12
 
@@ -62,20 +62,55 @@ def pipedream(layers: Sequence[Layer], *, devices: int, bandwidth_bytes_per_s: f
     goes there, and its gradient back. Raises InputError for numbers that cannot be.
     """
     _check(layers, devices=devices, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
-    seconds, parameters = (
-        np.concatenate([[0.0], np.cumsum([getattr(layer, name) for layer in layers])])
-        for name in ("seconds", "parameter_bytes")
+    works_s, parameters, sent = (
+        np.array([0.0, *(getattr(layer, name) for layer in layers)])
+        for name in ("seconds", "parameter_bytes", "output_bytes")
     )
-    sent_s = 2 * np.array([0.0, *(layer.output_bytes for layer in layers[:-1]), 0.0]) / bandwidth_bytes_per_s
-    works_s, exchanged_s = (each[None, :] - each[:, None] for each in (seconds, parameters / bandwidth_bytes_per_s))
-    none = np.tri(len(seconds), dtype=np.bool_)
+    sent[-1] = 0.0  # what the last layer makes goes nowhere
+    sent_s = 2 * sent / bandwidth_bytes_per_s
+    work_s, gradients_s = between(works_s), between(parameters / bandwidth_bytes_per_s)
 
     @cache
     def own_s(replicas: int) -> Floats:
-        own: Floats = np.maximum(works_s, 2 * (replicas - 1) / replicas * exchanged_s) / replicas
-        return np.where(none, np.inf, np.maximum(own, sent_s))
+        own: Floats = np.maximum(work_s, 2 * (replicas - 1) / replicas * gradients_s) / replicas
+        return stages_only(np.maximum(own, sent_s))
 
     return lambda replicas, ahead: own_s(replicas)
+
+
+def flushed(works_s: Floats, bytes_s: Floats, sent_s: Floats, *, minibatches: int) -> StageSeconds:
+    """Return how long stages keep a step of so many minibatches waiting behind the work of one minibatch.
+
+    The first goes through all stages, whatever the cut; meanwhile and behind it a replica runs its other minibatches,
+    then gradients are exchanged. So ``T`` has ``(ceil(minibatches / m) - 1)`` times the work, and one exchange.
+
+    Args:
+        works_s: what each layer takes, behind a first 0.
+        bytes_s: what its gradients would take on a link, behind a first 0.
+        sent_s: what crosses the cut behind each layer takes, the ends included; each replica has a link of its own.
+        minibatches: how many there are; no stage has more replicas.
+    """
+    work_s, gradients_s, border_s = between(works_s), between(bytes_s), np.maximum(sent_s[:, None], sent_s[None, :])
+
+    @cache
+    def own_s(replicas: int) -> Floats:
+        if replicas > minibatches:
+            return np.full_like(work_s, np.inf)
+        own = (-(-minibatches // replicas) - 1) * work_s + 2 * (replicas - 1) / replicas * gradients_s
+        return stages_only(np.maximum(own, minibatches / replicas * border_s))
+
+    return lambda replicas, ahead: own_s(replicas)
+
+
+def between(each: Floats) -> Floats:
+    """Return the sum over the layers between every two cuts; ``each`` begins with a 0."""
+    sums: Floats = each.cumsum()
+    return sums[None, :] - sums[:, None]
+
+
+def stages_only(seconds: Floats) -> Floats:
+    """Return a table that is infinite where a stage would end before it begins."""
+    return np.where(np.tri(len(seconds), dtype=np.bool_), np.inf, seconds)
 
 
 def replicate(stage_s: StageSeconds, *, devices: int) -> Replication | None:

@@ -124,12 +124,16 @@ def simple_bound(problem: Problem, *, stages: int, longest_s: float = 0.0) -> fl
     )
     split_s = weight_s if "W" in kinds else 0.0
     sums = np.array([forward_s, backward_s - split_s if schedule.has_backward else 0.0, split_s])
-    speeds = sorted((1.0 / device.slowdown for device in problem.devices or (Device(),) * stages), reverse=True)
+    devices = problem.devices or (Device(),) * len(schedule.lanes)
+    speeds = sorted((1.0 / device.slowdown for device in devices), reverse=True)
     each = max(schedule.stage_lane.count(lane) for lane in range(len(schedule.lanes)))
     lanes = speeds[: len(schedule.lanes)]
     shared = problem.microbatches * sums.sum() / sum(lanes)
+    once = sums[:2].sum() / speeds[0]
+    if schedule.replicas:  # they share what a stage does: its actions are no path
+        return float(max(shared, once)) * _ROUNDING
     alone = [
-        sums[:2].sum() / speeds[0] + (family.before.min(axis=0) + family.after.min(axis=0)) @ sums / (each * sum(lanes))
+        once + (family.before.min(axis=0) + family.after.min(axis=0)) @ sums / (each * sum(lanes))
         for family in families(schedule)
     ]
     each_s = problem.microbatches * longest_s
@@ -172,7 +176,8 @@ def _alike(kinds: Floats) -> Floats:
 
 def _paths(simulator: FastSimulator, totals: Floats, scale: Floats) -> Floats:
     """Return how often paths that are critical at the even spread pass each stage, by kind: [path, stage, kind]."""
-    share = (1.0 / scale) / (1.0 / scale).sum()
+    speeds = np.array([len(simulator.schedule.lanes_of(stage)) for stage in range(simulator.stages)]) / scale
+    share = speeds / speeds.sum()
     seconds = (scale * share)[simulator.stage] * totals[simulator.duration]
     before, ends = _ends(simulator, seconds)
     chance = random.Random(0)

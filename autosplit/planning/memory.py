@@ -242,7 +242,8 @@ def finish_of(cut: Cut, lane: int) -> tuple[Change, ...]:
         return ()
     own, options = cut.schedule.stages_on(lane), cut.options
     trained = [s for s, home in cut.homes if home in own and s.trainable and s.elements]
-    bucket = largest_bucket(s.bytes for s in trained) if options.parallel.dp > 1 else 0
+    summed = options.parallel.dp > 1 or any(len(cut.schedule.lanes_of(stage)) > 1 for stage in own)
+    bucket = largest_bucket(s.bytes for s in trained) if summed else 0
     updated = [options.updated_bytes(elements=s.elements, parameter_bytes=s.bytes) for s in trained]
     changes = optimizer_changes(updated, name=options.optimizer, foreach=options.devices[lane].type != "cpu")
     return ((-1, bucket), (-1, -bucket), *changes) if bucket else changes

@@ -100,14 +100,21 @@ def _fitting(own: Schedule, *, virtual_stages: int, devices: int, chunks: int) -
 
 
 def schedule_of(
-    name: str, *, stages: int, microbatches: int, virtual_stages: int = 1, actions: Sequence[Sequence[str]] = ()
+    name: str,
+    *,
+    stages: int,
+    microbatches: int,
+    virtual_stages: int = 1,
+    actions: Sequence[Sequence[str]] = (),
+    replicas: tuple[int, ...] = (),
 ) -> Schedule:
     """Return a legal schedule for so many microbatches: the catalog's of that name, or that of ``actions``.
 
-    Raises ScheduleError where there are more microbatches than ``actions`` have, or other stages.
+    Raises ScheduleError where there are more microbatches than ``actions`` have, or other stages, or where stages have
+    more replicas than there are microbatches.
     """
     if not actions:
-        return build(name, stages=stages, microbatches=microbatches, virtual_stages=virtual_stages)
+        return build(name, stages=stages, microbatches=microbatches, virtual_stages=virtual_stages, replicas=replicas)
     whole = from_rows(actions, name=name)
     if whole.stages != stages:
         raise ScheduleError(f"schedule {name!r} is for {whole.stages} stages, and there are {stages}; plan again")
@@ -122,9 +129,9 @@ def schedule_of(
 
 @dataclass(frozen=True)
 class ResolvedSchedule:
-    """What a plan is made for: ``own`` where the schedule is the caller's; ``warning`` where it is not what was asked.
+    """What a plan is made for: ``own`` where the catalog has no such schedule for as many stages and microbatches.
 
-    ``stages`` is how many there are to be.
+    ``stages`` is how many there are to be; ``warning`` says where the schedule is not what was asked.
     """
 
     schedule: str
@@ -152,6 +159,14 @@ def settle(options: Options, *, parts: int, microbatches: int) -> ResolvedSchedu
             )
         own = schedule_of(name, stages=stages, microbatches=microbatches, actions=options.actions)
         return ResolvedSchedule(name, options.virtual_stages, stages, own)
+    if replicas := options.replicas:
+        if len(replicas) > parts:
+            raise ScheduleError(
+                f"replicas={list(replicas)} are {_count(len(replicas), 'stage')}, and the model has only "
+                f"{_count(parts, 'separable part')}; give fewer stages"
+            )
+        own = schedule_of(name, stages=len(replicas), microbatches=microbatches, replicas=replicas)
+        return ResolvedSchedule(name, 1, len(replicas), own)
     asked = options.virtual_stages
     if parts >= devices * asked:
         return ResolvedSchedule(name, asked, devices * asked)

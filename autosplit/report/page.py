@@ -95,7 +95,7 @@ def _what(plan: Plan) -> str:
     batch = f"{sum(rows)} rows{tokens} in {len(rows)} microbatch{'es' * (len(rows) != 1)}"
     precision = "" if (plan.precision or plan.dtype) is None else f" in {plan.precision or plan.dtype}"
     size = f"{format_count(plan.parameters)} parameters{precision}"
-    schedule = schedule_words(plan.schedule, plan.virtual_stages)
+    schedule = schedule_words(plan.schedule, plan.virtual_stages, plan.replicas)
     return f"{size} · {device_words(plan.devices)} · {schedule} · {batch} · {plan.optimizer}"
 
 
@@ -171,7 +171,9 @@ def _short(curve: LaneCurve) -> list[Any]:
 
 def _title(one: Alternative) -> str:
     again = "" if set(one.recompute) == {"never"} else f", recompute {recompute_words(one.recompute)}"
-    return printable(f"{schedule_words(one.schedule, one.virtual_stages)}, {plural(one.chunks, 'chunk')}{again}")
+    return printable(
+        f"{schedule_words(one.schedule, one.virtual_stages, one.replicas)}, {plural(one.chunks, 'chunk')}{again}"
+    )
 
 
 def _recorded(schedule: Schedule, seen: Beside) -> dict[str, Any]:

@@ -23,15 +23,16 @@ _TERMS = {
 
 def shares(plan: Plan) -> bool:
     """Tell whether stages are not simply one per device, in order."""
-    return any(stage.lane != stage.index for stage in plan.stages)
+    return bool(plan.replicas) or any(stage.lane != stage.index for stage in plan.stages)
 
 
 def prediction(plan: Plan) -> Section:
     """Return the facts that the plan's tables amount to."""
     unit = "device" if shares(plan) else "stage"
-    totals = [0.0] * (1 + max(stage.lane for stage in plan.stages))
+    totals = [0.0] * max(stage.lane + stage.replicas for stage in plan.stages)
     for stage in plan.stages:
-        totals[stage.lane] += stage.forward_s + stage.backward_s
+        for lane in range(stage.lane, stage.lane + stage.replicas):
+            totals[lane] += (stage.forward_s + stage.backward_s) / stage.replicas
     mean = sum(totals) / len(totals)
     slowest = totals.index(max(totals))
     ratio = f"{max(totals) / mean:.2f}" if mean else "1.00"
@@ -81,7 +82,7 @@ def _classes(plan: Plan) -> Iterator[tuple[str, str]]:
     if full < HINDERED_SHARE:
         return
     state = "has collapsed" if full >= COLLAPSED_SHARE else "is held back"
-    count = 1 + max(stage.lane for stage in plan.stages)
+    count = max(stage.lane + stage.replicas for stage in plan.stages)
     stages = plural(count, "device" if shares(plan) else "stage")
     limit = 1 / (full + (1 - full) / count)
     yield (
@@ -179,7 +180,9 @@ def frontier(plan: Plan, *, width: int | None) -> Iterator[Section]:
         below.append("~: by the solver's formula, not replayed")
     setting = (
         column("chunks", shown, lambda one: str(one.chunks)),
-        column("schedule", shown, lambda one: schedule_words(one.schedule, one.virtual_stages), align="left"),
+        column(
+            "schedule", shown, lambda one: schedule_words(one.schedule, one.virtual_stages, one.replicas), align="left"
+        ),
     )
     outcome = (
         column("step", shown, lambda one: format_seconds(one.step_s)),
@@ -214,7 +217,7 @@ def is_this_plan(plan: Plan, one: Alternative) -> bool:
     chosen = tuple(stage.recompute for stage in plan.stages)
     listed = one.recompute * len(chosen) if len(one.recompute) == 1 else one.recompute
     same = (one.chunks, one.schedule, one.virtual_stages) == (plan.chunks, plan.schedule, plan.virtual_stages)
-    return same and listed == chosen
+    return same and listed == chosen and one.replicas == plan.replicas
 
 
 def _range(row: DeviceVerdict) -> str:

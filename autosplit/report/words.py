@@ -140,6 +140,11 @@ def recompute_words(options: Sequence[str]) -> str:
     return f"{', '.join(listed)}, else {rest}"
 
 
-def schedule_words(schedule: str, virtual_stages: int) -> str:
-    """Return a schedule's name with its stages per device where there are several: ``"interleaved x 2"``."""
+def schedule_words(schedule: str, virtual_stages: int, replicas: Sequence[int] = ()) -> str:
+    """Return a schedule's name with its stages per device where there are several: ``"interleaved x 2"``.
+
+    Or with the replicas of each stage: ``"1f1b 2-1"``.
+    """
+    if replicas:
+        return f"{schedule} {'-'.join(map(str, replicas))}"
     return f"{schedule} x {virtual_stages}" if virtual_stages > 1 else schedule

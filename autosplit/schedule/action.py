@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, NamedTuple, cast
 
 from autosplit.errors import ScheduleError
@@ -59,15 +61,18 @@ class Schedule:
         lanes: lane ``d`` lists, in order, what device ``d`` does.
         stage_lane: the lane that holds each stage's parameters. Left out, lane ``i`` holds stage ``i``; a device that
             holds several (*virtual*) stages is named several times. Where an action runs, `lane_of` says.
+        replicas: how many lanes each stage has, from its ``stage_lane`` on; empty: one each.
     """
 
     name: str
     lanes: tuple[tuple[Action, ...], ...]
     stage_lane: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stage_lane:
-            object.__setattr__(self, "stage_lane", tuple(range(len(self.lanes))))
+            first = accumulate(self.replicas[:-1], initial=0) if self.replicas else range(len(self.lanes))
+            object.__setattr__(self, "stage_lane", tuple(first))
 
     def __iter__(self) -> Iterator[Action]:
         return (action for lane in self.lanes for action in lane)
@@ -78,16 +83,17 @@ class Schedule:
         return len(self.stage_lane)
 
     def lane_of(self, stage: int, microbatch: int) -> int:
-        """Return the lane that runs a stage's actions of a microbatch.
+        """Return the lane that runs a stage's actions of a microbatch: replicas take them in turn."""
+        return self.stage_lane[stage] + (microbatch % self.replicas[stage] if self.replicas else 0)
 
-        Today that is where the stage's parameters are, whatever the microbatch. A stage with replicas on several
-        lanes deals its microbatches out here.
-        """
-        return self.stage_lane[stage]
+    def lanes_of(self, stage: int) -> range:
+        """Return the lanes that hold a stage's parameters: one, or one per replica."""
+        first = self.stage_lane[stage]
+        return range(first, first + (self.replicas[stage] if self.replicas else 1))
 
     def stages_on(self, lane: int) -> tuple[int, ...]:
         """Return the stages whose parameters a lane holds, ascending."""
-        return tuple(stage for stage, place in enumerate(self.stage_lane) if place == lane)
+        return tuple(stage for stage in range(self.stages) if lane in self.lanes_of(stage))
 
     @cached_property
     def microbatches(self) -> int:
@@ -162,17 +168,19 @@ class Schedule:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """How many microbatches each stage holds at most: begun by their forward and not released.
+        """How many microbatches each stage holds at most on a lane: begun by their forward and not released.
 
         B releases a microbatch, or W where the backward is split. Without a backward the forward itself releases it.
         """
-        held, most = [0] * self.stages, [0] * self.stages
-        for stage, kind, _ in self:
-            if kind == "F":
-                held[stage] += 1
-                most[stage] = max(most[stage], held[stage])
-            if kind in "BW" or not self.has_backward:
-                held[stage] -= 1
+        most = [0] * self.stages
+        for lane in self.lanes:
+            held: Counter[int] = Counter()
+            for stage, kind, _ in lane:
+                if kind == "F":
+                    held[stage] += 1
+                    most[stage] = max(most[stage], held[stage])
+                if kind in "BW" or not self.has_backward:
+                    held[stage] -= 1
         return tuple(most)
 
     def grid(self, marked: Collection[Cell] = ()) -> str:

@@ -51,12 +51,15 @@ SCHEDULES: Mapping[str, Entry] = MappingProxyType(
 )
 
 
-def build(name: str, *, stages: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+def build(
+    name: str, *, stages: int, microbatches: int, virtual_stages: int = 1, replicas: tuple[int, ...] = ()
+) -> Schedule:
     """Return the schedule called ``name``.
 
     ``stages`` counts them all, so there are ``stages / virtual_stages`` devices. ``virtual_stages=1`` stands for what
     the schedule takes when nothing is asked for: 2 under interleaved, looped_bfs and zb_v, whose devices hold several.
-    Raises ScheduleError when the stages do not fill the devices, or the schedule has no such number per device.
+    ``replicas`` are those of each stage, under 1f1b; empty: one each. Raises ScheduleError when the stages do not fill
+    the devices, the schedule has no such number per device, or a replica would have no microbatch.
     """
     virtual_stages = stages_per_device(name, virtual_stages)
     if stages % virtual_stages:
@@ -66,12 +69,19 @@ def build(name: str, *, stages: int, microbatches: int, virtual_stages: int = 1)
             f"{name} puts {virtual_stages} stages on every device, and {stages} is no multiple of {virtual_stages}; "
             f"cut the model into {ways} stages"
         )
-    return _built(name, stages, microbatches, virtual_stages)
+    if replicas and (name != "1f1b" or microbatches < max(replicas)):
+        raise ScheduleError(
+            f"replicas={list(replicas)} under {name} with {microbatches} microbatches: replicas take microbatches in "
+            f"turn under 1f1b, and each needs one; give schedule='1f1b' and at least {max(replicas)} chunks and rows"
+        )
+    return _built(name, stages, microbatches, virtual_stages, replicas)
 
 
 @lru_cache(maxsize=16)
-def _built(name: str, stages: int, microbatches: int, virtual_stages: int) -> Schedule:
+def _built(name: str, stages: int, microbatches: int, virtual_stages: int, replicas: tuple[int, ...]) -> Schedule:
     entry = SCHEDULES[name]
+    if replicas:
+        return entry.build(stages, microbatches, replicas=replicas)
     if entry.virtual_stages is None:
         return entry.build(stages, microbatches, virtual_stages=virtual_stages)
     return entry.build(stages, microbatches)

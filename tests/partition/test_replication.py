@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 import pytest
 
 from autosplit.errors import InputError
-from autosplit.partition.replication import Layer, Replication, pipedream, replicate
+from autosplit.partition.replication import Layer, Replication, flushed, pipedream, replicate
 
 
 def splits(count: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -57,6 +57,31 @@ def test_the_slowest_stage_is_as_fast_as_any_cut_with_any_replicas():
         assert (found.bounds[0], found.bounds[-1], sum(found.replicas)) == (0, len(layers), devices)
         assert found.bottleneck_s == pytest.approx(least, rel=1e-12), seed
         assert slowest_s(layers, sizes, found.replicas, bandwidth) == pytest.approx(least, rel=1e-12), seed
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_step_with_a_flush_is_as_short_as_with_any_cut_and_any_replicas(seed):
+    rng = random.Random(seed)
+    layers, devices, _ = drawn(rng)
+    minibatches = rng.randint(devices, 9)
+    works, gradients = ([0.0, *(getattr(own, name) for own in layers)] for name in ("seconds", "parameter_bytes"))
+    sent = [0.0, *(own.output_bytes for own in layers[:-1]), 0.0]
+
+    def waits_s(begin: int, stop: int, m: int) -> float:
+        own_s = (math.ceil(minibatches / m) - 1) * sum(works[begin + 1 : stop + 1])
+        exchange_s = 2 * (m - 1) / m * sum(gradients[begin + 1 : stop + 1])
+        return max(own_s + exchange_s, minibatches / m * max(sent[begin], sent[stop]))
+
+    least = min(
+        max(waits_s(stop - size, stop, m) for stop, size, m in zip(accumulate(sizes), sizes, replicas, strict=True))
+        for stages in range(1, min(len(layers), devices) + 1)
+        for sizes in splits(len(layers), stages)
+        for replicas in splits(devices, stages)
+    )
+    stage_s = flushed(np.array(works), np.array(gradients), np.array(sent), minibatches=minibatches)
+    found = replicate(stage_s, devices=devices)
+    assert found is not None
+    assert found.bottleneck_s == pytest.approx(least, rel=1e-12)
 
 
 def test_a_stage_that_is_twice_as_slow_gets_a_replica():

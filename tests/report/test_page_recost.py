@@ -137,6 +137,16 @@ def test_blocks_keep_the_part_that_the_plan_kept(opened: Callable[..., Opened]) 
     assert found["peaks"] == pytest.approx([peaks(plan)[0] - moved, peaks(plan)[1] + moved], abs=90 * 2**20)
 
 
+def test_replicas_of_a_stage_are_devices_of_their_own(opened: Callable[..., Opened]) -> None:
+    sample = torch.empty(ROWS, WIDTH, device="meta")
+    plan = plan_for(wide_blocks(BLOCKS, WIDTH), "3xL4-24GB", CHUNKS, sample=sample, replicas=[2, 1])
+    plan = plan.model_copy(update={"step_s": plan.step_s - plan.update_s, "update_s": 0.0})
+    found = recost(opened(plan), plan, [unit.stage for unit in plan.units])
+    assert (found["step"], found["bottleneck"]) == (plan.step_s, plan.bottleneck_s)
+    assert found["bubble"] == pytest.approx(plan.bubble, abs=1e-12)
+    assert found["peaks"] == [plan.stages[stage].memory.peak_bytes for stage in (0, 0, 1)]
+
+
 # -- plans of a real model -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("schedule", "recompute", "near"),

@@ -64,9 +64,9 @@ class LineSearch:
         self.model = StepModel(problem, _chain(line), stages=stages)
         self.lane = self.model.lane
         self.in_flight = problem.in_flight(stages)
-        self.stages_on = [
-            [stage for stage in range(stages) if self.lane[stage] == lane] for lane in range(max(self.lane) + 1)
-        ]
+        schedule = self.model.schedule
+        self.stages_on = [list(schedule.stages_on(lane)) for lane in range(len(schedule.lanes))]
+        self.replicas = [len(schedule.lanes_of(stage)) for stage in range(stages)]
         self.each = max(map(len, self.stages_on))
 
     def fastest(
@@ -117,7 +117,8 @@ class LineSearch:
             options = [ranked[place]] if isinstance(ranked, tuple) else ranked
             limit = None if room is None else room[self.lane[place]]
             each = tuple((option, self.share(option)) for option in options)
-            places.append(Place(float(self.model.scale[place]), self.in_flight[place], each, limit))
+            scale = float(self.model.scale[place]) / self.replicas[place]
+            places.append(Place(scale, self.in_flight[place], each, limit))
         widest = self.line.size if least_bytes else _widest(self)
         return IntervalDP(self.line, places, widest=widest, least_bytes=least_bytes)
 
@@ -330,7 +331,7 @@ def _widest(search: LineSearch) -> int:
     """Return the most units of a stage that is not much longer than the average."""
     line = search.line
     works = line.forward_s + line.backward_s
-    longest = _LONGEST * float(works[-1]) / search.stages
+    longest = _LONGEST * float(works[-1]) * max(search.replicas) / sum(search.replicas)
     widest = int((np.searchsorted(works, works + longest, side="right") - 1 - np.arange(len(works))).max())
     return max(min(line.size, widest), 1, -(-line.size // search.stages))
 

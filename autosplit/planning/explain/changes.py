@@ -73,7 +73,10 @@ class Request:
         for name, value in arguments.items():
             if name == "devices":
                 machine = resolve_machine(value)
-                paper = replace(paper, options=replace(paper.options, machine=machine, devices=stand_ins(machine)))
+                own = paper.options
+                kept = own.replicas if not own.replicas or sum(own.replicas) == len(machine) else ()
+                devices = stand_ins(machine)
+                paper = replace(paper, options=replace(own, machine=machine, devices=devices, replicas=kept))
             elif name == "optimizer":
                 paper = replace(paper, options=replace(paper.options, optimizer=value))
             elif name == "precision":
@@ -254,7 +257,7 @@ def _kinds_of_device(request: Request) -> list[str]:
 
 def _devices(plan: Plan, request: Request) -> Iterator[Candidate]:
     names, own = _kinds_of_device(request), len(request.paper.options.devices)
-    if plan.actions or len(names) != 1 or len(request.space.recompute or ()) > 1:
+    if plan.actions or request.paper.options.replicas or len(names) != 1 or len(request.space.recompute or ()) > 1:
         return
     most = sum(len(stage.nodes) for stage in plan.stages)
     for count, text in takewhile(lambda pair: pair[0] <= most, device_counts(names[0], more_than=own)):

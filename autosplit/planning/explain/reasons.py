@@ -104,7 +104,8 @@ def _span(texts: Sequence[str]) -> str:
 def _loads(plan: Plan) -> dict[int, float]:
     loads: dict[int, float] = {}
     for stage in plan.stages:
-        loads[stage.lane] = loads.get(stage.lane, 0.0) + stage.forward_s + stage.backward_s
+        own_s = (stage.forward_s + stage.backward_s) / stage.replicas
+        loads[stage.lane] = loads.get(stage.lane, 0.0) + own_s
     return loads
 
 
@@ -158,13 +159,14 @@ def _tradeoffs(plan: Plan) -> Iterator[str]:
 
 
 def _same(plan: Plan, one: Alternative) -> bool:
-    own = (plan.chunks, plan.schedule, plan.virtual_stages, {stage.recompute for stage in plan.stages})
-    return own == (one.chunks, one.schedule, one.virtual_stages, set(one.recompute))
+    own = (plan.chunks, plan.schedule, plan.virtual_stages, plan.replicas, {stage.recompute for stage in plan.stages})
+    return own == (one.chunks, one.schedule, one.virtual_stages, one.replicas, set(one.recompute))
 
 
 def setting(one: Alternative) -> str:
     """Return what another plan chose, in words: ``8 chunks under 1f1b, recompute block``."""
     each = f" with {one.virtual_stages} stages per device" if one.virtual_stages > 1 else ""
+    each = f" with replicas {list(one.replicas)}" if one.replicas else each
     kinds = list(dict.fromkeys(one.recompute))
     listed = " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
     again = "" if kinds == ["never"] else f", recompute {listed}"

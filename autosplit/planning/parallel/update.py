@@ -16,17 +16,24 @@ from collections.abc import Mapping, Sequence
 from autosplit.options import Options
 from autosplit.parallel import BUCKET_BYTES
 from autosplit.planning.profiled.formulate import state_bytes
-from autosplit.profile.types import StateProfile
+from autosplit.profile.types import Profile, StateProfile
+from autosplit.schedule.action import Schedule
 from autosplit.schedule.simulate import Timeline
+from cost_models.collectives import group_of
 
 _REACHED = 0.8
 """The part of a device's memory bandwidth that an update reaches: `cost_models.roofline`'s for optimizers."""
 
 
 def update_s(timeline: Timeline, states: Mapping[int, Sequence[StateProfile]], options: Options) -> float:
-    """Return how much later than the last action all ranks are done; 0 without a mesh, and in an evaluation."""
-    if options.placed is None or not timeline.schedule.has_backward:
+    """Return how much later than the last action all ranks are done; 0 without a mesh, and in an evaluation.
+
+    Replicas of stages then have summed their gradients: nothing of that is hidden beside the stage's own work.
+    """
+    if not timeline.schedule.has_backward:
         return 0.0
+    if options.placed is None:
+        return _replicas_s(timeline, summed_s(timeline.schedule, states, options))
     ends_s: dict[int, float] = {}
     for action, end_s in zip(timeline.schedule.issue_order, timeline.ends_s, strict=True):
         lane = timeline.schedule.stage_lane[action.stage]
@@ -38,6 +45,35 @@ def update_s(timeline: Timeline, states: Mapping[int, Sequence[StateProfile]], o
         trained = [state for stage in own for state in states.get(stage, ()) if state.is_parameter and state.trainable]
         done_s.append(end_s + _behind_s(trained, options, lane, hidden_s=(forward_s, backward_s)))
     return max(0.0, max(done_s, default=0.0) - timeline.step_s)
+
+
+def _replicas_s(timeline: Timeline, sums_s: Sequence[float]) -> float:
+    """Return how much later than the last action stages have summed their gradients, which take so long."""
+    done_s = [
+        end_s + sums_s[action.stage]
+        for action, end_s in zip(timeline.schedule.issue_order, timeline.ends_s, strict=True)
+    ]
+    return max(0.0, max(done_s, default=0.0) - timeline.step_s)
+
+
+def summed_s(schedule: Schedule, states: Mapping[int, Sequence[StateProfile]], options: Options) -> list[float]:
+    """Return how long the replicas of each stage sum its gradients; 0 where it has one."""
+    if not schedule.replicas or options.machine is None:
+        return [0.0] * schedule.stages
+    return [
+        group_of(options.machine, schedule.lanes_of(stage)).seconds(
+            "all_reduce", sum(state_bytes(state, options).gradient for state in states.get(stage, ()))
+        )
+        for stage in range(schedule.stages)
+    ]
+
+
+def cut_summed_s(schedule: Schedule, costs: Profile, stage_of: Mapping[str, int], options: Options) -> float:
+    """Return how long the stage of a cut sums gradients whose replicas take longest for that."""
+    states: dict[int, list[StateProfile]] = {}
+    for state in costs.state.values() if schedule.replicas else ():
+        states.setdefault(min((stage_of[name] for name in state.uses), default=0), []).append(state)
+    return max(summed_s(schedule, states, options))
 
 
 def _behind_s(trained: Sequence[StateProfile], options: Options, lane: int, *, hidden_s: tuple[float, float]) -> float:

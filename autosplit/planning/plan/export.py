@@ -21,6 +21,11 @@ _NAMED = 4
 
 def export(plan: PlanRecord, form: str) -> str:
     """Return the plan in one of ``EXPORTS``; raises InputError for any other, and where a form cannot say the plan."""
+    if plan.replicas:
+        raise InputError(
+            f"export({form!r}): stages have {list(plan.replicas)} replicas, which no export can say; plan without "
+            "replicas="
+        )
     if form == "torch-csv":
         return dump_actions(plan.schedule_for(plan.chunks))
     if form == "torchtitan":

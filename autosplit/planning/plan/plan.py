@@ -151,7 +151,7 @@ def _contradiction(plan: Plan) -> str | None:
     foreign = _foreign_stage(plan)
     if foreign is not None:
         return f"{foreign}, there are {count} stages"
-    lanes = {stage.lane for stage in plan.stages}
+    lanes = {stage.lane + own for stage in plan.stages for own in range(stage.replicas)}
     if lanes != set(range(len(plan.devices))):
         return f"its stages are on lanes {sorted(lanes)}, and there are {len(plan.devices)} devices"
     try:

@@ -86,8 +86,10 @@ class StagePlan(Record):
     """How long a host thread takes to issue the kernels of one microbatch's forward; 0 where that is not known."""
     backward_issue_s: Seconds = 0.0
     """Likewise of its backward, with what is done again in it."""
-    replicas: Count = 1
+    replicas: Count = Field(default=1, ge=1)
+    """How many devices run the stage, from its lane on; they take microbatches in turn."""
     memory: StageMemory
+    """That of the replica that holds the most."""
 
 
 class Boundary(Record):
@@ -171,6 +173,7 @@ class Alternative(Record):
     chunks: Count
     schedule: str
     virtual_stages: Count
+    replicas: tuple[Count, ...] = ()
     recompute: tuple[str, ...]
     """One entry, or one per stage."""
     step_s: Seconds
@@ -260,7 +263,7 @@ class PlanRecord(Record):
     meshes: tuple[MeshAlternative, ...] = ()
     """Other degrees that the search weighed, the fastest first."""
     update_s: Seconds = 0.0
-    """The part of ``step_s`` in which a mesh's ranks sum what is left of the gradients and update the parameters."""
+    """The part of ``step_s`` in which ranks or replicas sum what is left of gradients, and a mesh's ranks update."""
     processes: bool = False
     """Whether each device has a process of its own, as under torchrun, whose thread issues its kernels."""
     machine: str | None = None
@@ -323,7 +326,14 @@ class PlanRecord(Record):
             microbatches=microbatches,
             virtual_stages=self.virtual_stages,
             actions=self.actions,
+            replicas=self.replicas,
         )
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """How many devices each stage has; empty where that is one each."""
+        each = tuple(stage.replicas for stage in self.stages)
+        return each if max(each, default=1) > 1 else ()
 
     @property
     def choices(self) -> str:
@@ -332,7 +342,7 @@ class PlanRecord(Record):
             "stages": [[stage.lane, stage.recompute, sorted(stage.nodes)] for stage in self.stages],
             "chunks": self.chunks,
             "microbatch_rows": self.microbatch_rows,
-            "schedule": [self.schedule, self.virtual_stages, self.actions],
+            "schedule": [self.schedule, self.virtual_stages, self.actions, *[self.replicas][: bool(self.replicas)]],
         }
         return hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:16]
 

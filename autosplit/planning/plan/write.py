@@ -124,7 +124,7 @@ class Writer:
 
     @cached_property
     def update_s(self) -> float:
-        """How much later than the last action the ranks of a mesh have summed their gradients and made the update."""
+        """How much later than the last action ranks or replicas have summed their gradients; a mesh's update too."""
         return update_s(self.partition.costs.timeline, self._cut.states, self.options)
 
     def plan(self) -> Plan:
@@ -195,6 +195,7 @@ class Writer:
             weight_s=seconds["W"][index],
             forward_issue_s=issue.forward_s,
             backward_issue_s=issue.backward_s + again * issue.forward_s,
+            replicas=len(self.schedule.lanes_of(index)),
             memory=self._memory(index),
         )
 
@@ -211,10 +212,10 @@ class Writer:
 
     def _memory(self, index: int) -> StageMemory:
         """Return what a stage holds at its device's peak; what is transient then is the running stage's."""
-        lane = self.lane[index]
+        lane = self._fullest_lane(index)
         peak = self.peaks[lane]
         own = self._held(index)
-        stages = [stage for stage, place in enumerate(self.lane) if place == lane]
+        stages = self.schedule.stages_on(lane)
         running = self.fullest[lane].running if self.fullest else stages[0]
         held = sum(sum(self._held(stage).values()) for stage in stages)
         return StageMemory(
@@ -228,11 +229,15 @@ class Writer:
             high_bytes=None if lane not in self.ranges else self.ranges[lane].high_bytes,
         )
 
+    def _fullest_lane(self, index: int) -> int:
+        """Return the lane of a stage, of its replicas the first that holds the most."""
+        return max(self.schedule.lanes_of(index), key=lambda lane: self.peaks[lane])
+
     def _held(self, index: int) -> dict[str, int]:
         held = bytes_of_states(self._states(index), self.options)
         if not self.fullest:
             return held | {"activation_bytes": self.partition.costs.stages[index].activation_bytes}
-        full = self.fullest[self.lane[index]]
+        full = self.fullest[self._fullest_lane(index)]
         activations = full.of(index, "activations", "whole_batch", "casts")
         return held | {"gradient_bytes": full.of(index, "gradients"), "activation_bytes": activations}
 

@@ -23,6 +23,7 @@ from torch import nn
 from autosplit.errors import InputError
 from autosplit.options import Options
 from autosplit.partition.line.search import LineCut
+from autosplit.planning.parallel.update import cut_summed_s
 from autosplit.planning.plan.fields import Verdict
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Alternative, frontier
@@ -320,13 +321,14 @@ class Search:
         return each.model_copy(update={"step_s": each.step_s + self._sent_s(*self.cut_of[each])})
 
     def _sent_s(self, entry: Entry, cut: LineCut) -> float:
-        """Return how long a cut's values that all microbatches share travel; units know nothing of them."""
+        """Return how long a cut's values that all microbatches share travel, and its replicas sum their gradients."""
         if (id(entry), cut) not in self.sent:
             sized, index = entry.sized, entry.sized.case.index
             pairs = zip(sized.case.names, sized.coarse.assignment(cut.bounds), strict=True)
             solved = {name: stage for names, stage in pairs for name in names}
             stage_of = assign(index, solved, stages=entry.settled.stages)
-            self.sent[id(entry), cut] = cut_sent_s(index, sized.case.costs, stage_of, entry.options)
+            summed_s = cut_summed_s(entry.search.model.schedule, sized.case.costs, stage_of, entry.options)
+            self.sent[id(entry), cut] = summed_s + cut_sent_s(index, sized.case.costs, stage_of, entry.options)
         return self.sent[id(entry), cut]
 
     def _alternative(
@@ -350,6 +352,7 @@ class Search:
             chunks=entry.options.chunks,
             schedule=entry.settled.schedule,
             virtual_stages=entry.settled.virtual_stages,
+            replicas=entry.options.replicas or (),
             recompute=_recompute(cut.recompute),
             step_s=step_s + entry.sized.once_s,
             peak_bytes=max(held),
@@ -362,8 +365,8 @@ class Search:
 
 def _configuration(entry: Entry, cut: LineCut) -> tuple[object, ...]:
     """Return the key of what a cut of a configuration is written down as."""
-    settled = entry.settled
-    return entry.options.chunks, settled.schedule, settled.virtual_stages, _recompute(cut.recompute)
+    settled, replicas = entry.settled, entry.options.replicas or ()
+    return entry.options.chunks, settled.schedule, settled.virtual_stages, replicas, _recompute(cut.recompute)
 
 
 def _recompute(options: tuple[str, ...]) -> tuple[str, ...]:
@@ -372,7 +375,7 @@ def _recompute(options: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _key(each: Alternative) -> tuple[object, ...]:
-    return each.chunks, each.schedule, each.virtual_stages, each.recompute
+    return each.chunks, each.schedule, each.virtual_stages, each.replicas, each.recompute
 
 
 def alternative(plan: Plan) -> Alternative:
@@ -382,6 +385,7 @@ def alternative(plan: Plan) -> Alternative:
         chunks=plan.chunks,
         schedule=plan.schedule,
         virtual_stages=plan.virtual_stages,
+        replicas=plan.replicas,
         recompute=_recompute(recompute),
         step_s=plan.step_s,
         peak_bytes=max(stage.memory.peak_bytes for stage in plan.stages),

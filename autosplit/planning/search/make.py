@@ -98,6 +98,7 @@ def recosted(model: nn.Module, found: Trace, options: Options, plan: Plan) -> Pl
         schedule=plan.schedule,
         virtual_stages=plan.virtual_stages,
         actions=plan.actions,
+        replicas=plan.replicas,
     )
     rows, dp = batch_rows(found.inputs), options.parallel.dp
     if rows % dp:

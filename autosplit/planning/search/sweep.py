@@ -13,7 +13,7 @@ from functools import cached_property
 
 from torch import nn
 
-from autosplit.errors import ScheduleError
+from autosplit.errors import InputError, ScheduleError
 from autosplit.options import Options
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.line.coarse import Coarse, coarsened, runs
@@ -25,6 +25,7 @@ from autosplit.planning.profiled.between import Pieces, pieces_of
 from autosplit.planning.profiled.formulate import scheduled
 from autosplit.planning.profiled.problem import ProfiledProblem, Shared, prepare
 from autosplit.planning.request import ResolvedSchedule, settle, sizes_of
+from autosplit.planning.search.replicas import best_replicas
 from autosplit.trace.ladder import Trace
 
 _FEW = 4
@@ -138,8 +139,25 @@ class Sweep:
                 every.setdefault(sizes, []).extend(each for each in own if each not in every[sizes])
         for sizes, schedules in every.items():
             sized = self._sized(sizes)
-            made = (self._entry(sized, *schedule) for schedule in schedules)
+            layouts = self._layouts(sized)
+            made = (self._entry(sized, *schedule, own) for schedule in schedules for own in layouts)
             yield from (entry for entry in made if entry is not None)
+
+    def _layouts(self, sized: Sized) -> list[tuple[int, ...]]:
+        """Return the replicas of each stage that come into question; empty: one each.
+
+        Raises InputError where those that were given cannot run what mixes rows.
+        """
+        if (asked := self.options.replicas) is None:
+            limits = self.memory_limits(sized.case.problem) or [float("inf")]
+            best = best_replicas(sized, self.options, recompute=self.space.recompute, limit=limits[0])
+            return [(), best] if max(best, default=1) > 1 else [()]
+        if asked and asked[-1] > 1 and (full := sized.case.shared.outline.full):
+            raise InputError(
+                f"replicas={list(asked)}: {full[0].name!r} mixes the rows of a batch, so it runs once per step, on one "
+                "device of the last stage; give that stage one replica"
+            )
+        return [asked]
 
     def _sized(self, sizes: tuple[int, ...]) -> Sized:
         """Return the model for microbatches of some sizes."""
@@ -169,7 +187,9 @@ class Sweep:
         stages = max(virtual_stages for _, virtual_stages in self.space.schedules) * len(self.options.devices)
         return max(_UNITS, 4 * stages)
 
-    def _entry(self, sized: Sized, schedule: str, virtual_stages: int) -> Entry | None:
+    def _entry(self, sized: Sized, schedule: str, virtual_stages: int, replicas: tuple[int, ...]) -> Entry | None:
+        if replicas and schedule != "1f1b":
+            return None
         own = schedule == self.options.schedule
         options = replace(
             self.options,
@@ -178,6 +198,7 @@ class Sweep:
             virtual_stages=virtual_stages,
             actions=self.options.actions if own else (),
             recompute=self.space.recompute,
+            replicas=replicas,
         )
         try:
             settled = settle(options, parts=self._parts, microbatches=len(sized.case.sizes))
@@ -189,7 +210,7 @@ class Sweep:
                 return None
             return Entry(sized, options, settled, problem)
         except ScheduleError:
-            if len(self.space.schedules) == 1:
+            if len(self.space.schedules) == 1 and (len(self.space.chunks) == 1 or not replicas):
                 raise
             return None
 

@@ -3,6 +3,9 @@
 const [F, B, I, W] = [0, 1, 2, 3];
 const AGAIN = { never: () => 0, except_last: (count) => (count - 1) / count };
 
+/** Whether a stage runs on a lane: its replicas are on lanes that follow each other. */
+const runsOn = (stage, lane) => lane >= stage.lane && lane < stage.lane + stage.replicas;
+
 /** The schedule of the plan: per lane the stage, kind and microbatch of each action, and what is in flight then. */
 function readSchedule(data) {
   const microbatches = data.microbatches;
@@ -21,7 +24,7 @@ function readSchedule(data) {
   });
   const keeps = lanes.some((lane) => lane.kind.some((kind) => kind !== F));
   for (const lane of lanes) {
-    lane.stages = data.stages.map((_, stage) => stage).filter((stage) => data.stages[stage].lane === lane.index);
+    lane.stages = data.stages.map((_, stage) => stage).filter((stage) => runsOn(data.stages[stage], lane.index));
     lane.held = inFlight(lane, keeps);
   }
   return { lanes, microbatches, split, keeps };
@@ -97,7 +100,7 @@ function simulate(data, schedule, times) {
 /** What each device holds at its fullest moment; buffers count as parameters, as in its curve. */
 function devicesOf(data) {
   return data.devices.map((_, lane) => {
-    const own = data.stages.filter((stage) => stage.lane === lane).map((stage) => stage.memory);
+    const own = data.stages.filter((stage) => runsOn(stage, lane)).map((stage) => stage.memory);
     const total = (name) => own.reduce((sum, memory) => sum + memory[`${name}_bytes`], 0);
     const parts = [total("parameter") + total("buffer"), ...["gradient", "optimizer", "activation", "transient"].map(total)];
     const { peak_bytes: peak, low_bytes: low, high_bytes: high, capacity_bytes: capacity, reserve_bytes: reserve } = own[0];
@@ -165,7 +168,7 @@ const scaled = (own, was, now) => (now === was ? own : was > 0 ? own * (now / wa
 
 function bottleneck(data, forward, backward) {
   const loads = data.lanes.map(() => 0);
-  data.stages.forEach((stage, index) => (loads[stage.lane] += forward[index] + backward[index]));
+  data.stages.forEach((stage, index) => (loads[stage.lane] += (forward[index] + backward[index]) / stage.replicas));
   return Math.max(...loads);
 }
 

@@ -186,8 +186,9 @@ class App {
     byId("details").textContent = text;
   }
 
-  laneOf(stage) {
-    return this.data.stages[stage].lane;
+  laneOf(stage, mb) {
+    const { lane, replicas } = this.data.stages[stage];
+    return lane + (mb % replicas);
   }
 
   nameOf(lane, action) {

@@ -27,7 +27,7 @@ class TimelineChart extends LaneChart {
       const perMicrobatch = (this.x(this.timeline.step) - this.x(0)) / app.schedule.microbatches;
       app.transfersShown = perMicrobatch >= TRANSFER_ROOM && app.shown === "predicted";
       // One that passes other devices would lie on their bars: it is drawn with its own action only.
-      const near = (source, target) => Math.abs(app.laneOf(source) - app.laneOf(target)) === 1;
+      const near = (source, target, mb) => Math.abs(app.laneOf(source, mb) - app.laneOf(target, mb)) === 1;
       if (app.transfersShown) this.drawTransfers(context, near, 1);
       if (app.selected) {
         const { lane, action } = app.selected;
@@ -121,7 +121,7 @@ class TimelineChart extends LaneChart {
     context.beginPath();
     app.eachTransfer((source, target, mb, backward, leaves, arrives) => {
       if (arrives < app.view.from || leaves > app.view.to || !shown(source, target, mb, backward)) return;
-      const [above, below] = [app.laneOf(source), app.laneOf(target)];
+      const [above, below] = [app.laneOf(source, mb), app.laneOf(target, mb)];
       const down = above < below;
       const y = this.rowTop(above) + (down ? this.strip : 0);
       const end = this.rowTop(below) + (down ? 0 : this.strip);

@@ -1,0 +1,67 @@
+"""What `plan` is asked for, checked together: the sample, the room of devices, stages with replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from autosplit.checks import check_replicas
+from autosplit.errors import InputError
+from autosplit.options import Options, Sample
+from autosplit.units import format_bytes
+from cost_models.machines import MachineSpec
+
+
+def given_sample(model: nn.Module, sample: Any) -> Sample:
+    """Return the sample that was given; raise InputError for None."""
+    if sample is None:
+        raise InputError(
+            f"no inputs are known for {type(model).__name__}; give sample=, a batch of the size of a step (meta "
+            "tensors will do)"
+        )
+    return Sample.of(sample)
+
+
+def check_room(options: Options) -> None:
+    """Raise InputError where the reserve leaves nothing of a device."""
+    for lane in range(len(options.devices)):
+        whole, reserve = options.capacity_bytes(lane), options.reserved_bytes(lane)
+        if whole is not None and whole <= reserve:
+            raise InputError(
+                f"reserve={reserve} ({format_bytes(reserve)}) leaves nothing of the "
+                f"{format_bytes(whole)} that {options.device_name(lane)} may use; reserve less"
+            )
+
+
+def dealt(
+    replicas: Any, machine: MachineSpec, *, schedule: Any, recompute: Any, others: Mapping[str, Any]
+) -> tuple[tuple[int, ...] | None, Any]:
+    """Return the replicas of each stage as `Options` have them, and the schedule: 1f1b where they are given.
+
+    Raises InputError for what they do not go with, and where replicas of a stage would be unlike devices.
+    """
+    each = check_replicas(replicas, devices=len(machine))
+    if replicas is None:
+        return each, schedule
+    defaults = {"mesh": None, "virtual_stages": 1, "find": "best", "plan": None, "processes": False}
+    foreign = [f"{name}=" for name, value in others.items() if value != defaults[name]]
+    foreign += [f"schedule={schedule!r}"] if schedule not in ("auto", "1f1b") else []
+    if foreign:
+        raise InputError(
+            f"replicas={replicas!r} and {foreign[0]}: stages with replicas are planned anew, under 1f1b in one "
+            "process, each device with one stage; leave one of them out"
+        )
+    if each is None and not isinstance(recompute, str):
+        raise InputError(
+            f"recompute={recompute!r} is for a number of stages, which replicas='auto' chooses; give one word"
+        )
+    names = iter([spec.name for spec in machine.devices])
+    for stage, count in enumerate([len(machine)] if each is None else each):
+        if len(own := {next(names) for _ in range(count)}) > 1:
+            where = f"stage {stage} has" if each else "replicas='auto' would have"
+            raise InputError(
+                f"replicas={replicas!r}: {where} replicas on {' and '.join(sorted(own))}; give alike devices"
+            )
+    return (each, schedule) if each is None else (each if max(each) > 1 else (), "1f1b")

@@ -1,0 +1,56 @@
+"""How many replicas each stage gets where that is left open: PipeDream's solver on the units of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autosplit.options import Options
+from autosplit.partition.problem import RECOMPUTE
+from autosplit.partition.replication import Floats, flushed, replicate
+from autosplit.planning.profiled.formulate import state_bytes
+from cost_models.collectives import REACHED
+
+if TYPE_CHECKING:
+    from autosplit.planning.search.sweep import Sized
+
+
+def best_replicas(sized: Sized, options: Options, *, recompute: Sequence[str] | None, limit: float) -> tuple[int, ...]:
+    """Return the replicas of each stage with which a step is shortest, the sum of gradients included.
+
+    Devices are alike. Stages hold no more than ``limit`` bytes, with as much recomputed as may be; where no stages do,
+    that plays no part. Operations that mix rows are on one device: the last stage then has no replicas.
+    """
+    line, devices, microbatches = sized.line, len(options.devices), len(sized.case.sizes)
+    assert options.machine is not None, "replicas are planned on paper"
+    slowest = min((link.bandwidth_bytes_per_s for link in options.links), default=1.0)
+    summed_s = np.zeros(line.size + 1)
+    first = sized.case.shared.outline.first
+    for state in sized.case.costs.state.values():
+        works = [work for name in state.uses if (work := first.get(name)) is not None]
+        if works:
+            unit = sized.coarse.unit_of[works[0]]
+            summed_s[unit + 1] += state_bytes(state, options).gradient / (REACHED * slowest)
+    works_s = np.diff(line.forward_s + line.backward_s, prepend=0.0)
+    mixed = np.arange(line.size + 1) == (line.size if sized.case.shared.outline.full else -1)
+    free = flushed(works_s, summed_s, line.cut_s, minibatches=microbatches)
+
+    def stage_s(replicas: int, ahead: int) -> Floats:
+        return np.where(mixed & (replicas > 1), np.inf, free(replicas, ahead))
+
+    held = [line.table(option) for option in recompute or RECOMPUTE]
+
+    @cache
+    def fits(in_flight: int) -> np.ndarray:
+        least: np.ndarray = np.minimum.reduce([np.maximum(own.fixed + in_flight * own.each, own.least) for own in held])
+        return least <= limit
+
+    def within(replicas: int, ahead: int) -> Floats:
+        own = stage_s(replicas, ahead)
+        return np.where(fits(min(-(-ahead // replicas), microbatches)), own, np.inf)
+
+    found = replicate(within, devices=devices) or replicate(stage_s, devices=devices)
+    return () if found is None else found.replicas
