@@ -307,7 +307,8 @@ def peak_ranges(cut: Cut, fullest: Sequence[DeviceReplay], *, memo: TraceMemo) -
     if not lanes or options.memory_limit is not None:
         return {}
     share = _fragments(cut, memo, max(lanes, key=lambda lane: fullest[lane].peak_bytes))
-    estimated = {cut.schedule.stage_lane[cut.stage_of[name]] for name in cut.profile.estimated if name in cut.stage_of}
+    guessed = {cut.stage_of[name] for name in cut.profile.estimated if name in cut.stage_of}
+    estimated = {lane for stage in guessed for lane in cut.schedule.lanes_of(stage)}
     return {
         lane: peak_range(
             fullest[lane].peak_bytes,

@@ -48,6 +48,15 @@ def test_what_is_asked_for_is_in_the_plan(run: Run, tmp_path: Path) -> None:
     assert {stage.recompute for stage in plan.stages} == {"block"}
 
 
+def test_stages_with_replicas(run: Run) -> None:
+    asked = ("--devices", "3xL4-24GB", "--chunks", "4", *X)
+    plan = Plan.model_validate_json(run(f"{NETS}:make_mlp", *asked, "--replicas", "2,1", "--json").stdout)
+    assert [(stage.lane, stage.replicas) for stage in plan.stages] == [(0, 2), (2, 1)]
+    refused = run(f"{NETS}:no_such_factory", *asked, "--replicas", "2,2")
+    assert refused.exit_code == 2
+    assert "replicas=[2, 2] are 4 devices in 2 stages, and devices names 3" in error_of(refused)
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_planned_and_the_answer_is_no(run: Run) -> None:
     result = run(f"{NETS}:make_mlp", *TWO, *X, "--memory-limit", "2KiB", "--json")

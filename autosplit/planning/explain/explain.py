@@ -194,14 +194,21 @@ def explained(plan: Plan, request: Request) -> Plan:
 def one_is_enough(plan: Plan, request: Request) -> str | None:
     """Return that one device of the plan's would hold the model with room, and what data parallel over all would take.
 
-    None where it would not, where devices differ, and for an evaluation. Every replica takes its share of the
-    microbatches; gradients are summed once, in a ring over the slowest link.
+    None where it would not, where devices differ, for one stage, and for an evaluation. Every replica takes its share
+    of the microbatches; gradients are summed once, in a ring over the slowest link.
     """
     count, rows, links = len(plan.devices), request.rows, request.paper.options.links
     devices = device_verdicts(plan)
     room, states = devices[0].room_bytes, sum(device.states_bytes for device in devices)
     alike = len(set(plan.devices)) == 1 and plan.schedule != "forward"
-    if count < 2 or rows < count or room is None or not alike or not links or states > _ROOM * room:
+    if (
+        min(count, len(plan.stages)) < 2
+        or rows < count
+        or room is None
+        or not alike
+        or not links
+        or states > _ROOM * room
+    ):
         return None
     share = -(-rows // count)
     each = min(max(plan.microbatch_rows), share)
