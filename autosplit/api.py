@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,11 +136,7 @@ def autosplit(
         ScheduleError: an action file is no legal schedule, or is made for other devices or chunks.
     """
     choose("precision", precision, (None,))
-    pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    if pinned is not None and pinned.replicas:
-        raise PlanError(
-            f"the plan has stages with {list(pinned.replicas)} replicas, which autosplit() does not run yet"
-        )
+    pinned = _pinned(plan)
     world = _world(devices, mesh)
     ways = {"feed": choose("feed", feed, FEED), "outputs": choose("outputs", outputs, OUTPUTS), "weights": weights}
     ways["parallelize"] = parallelize
@@ -171,6 +166,16 @@ def autosplit(
         batch_norm=choose("batch_norm", batch_norm, BATCH_NORM),
     )
     return _piped(model, options, pinned, sample, world, mesh, ways)
+
+
+def _pinned(plan: Plan | str | Path | None) -> Plan | None:
+    """Return the plan that is to run; raise PlanError for one whose stages have replicas."""
+    pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if pinned is not None and pinned.replicas:
+        raise PlanError(
+            f"the plan has stages with {list(pinned.replicas)} replicas, which autosplit() does not run yet"
+        )
+    return pinned
 
 
 def _world(devices: Any, mesh: Any) -> World | None:
@@ -289,13 +294,8 @@ def plan(
     choose("find", find, FIND)
     choose("processes", processes, (False, True))
     given = given_sample(model, sample)
-    pinned = _followed(plan, find=find)
-    if pinned is not None:
-        devices = (pinned.machine if devices == MACHINE else None) or devices
-        precision = pinned.precision if precision is None else precision
-        processes = processes or pinned.processes
-        if pinned.replicas and processes:
-            raise InputError(f"the plan has stages with {list(pinned.replicas)} replicas; leave processes= out")
+    pinned = _followed(plan, find=find, processes=processes)
+    devices, precision, processes = _of_plan(pinned, devices, precision, processes)
     own = resolve_machine(devices)
     degrees = _mesh(mesh, zero, devices=len(own), find=find, pinned=pinned)
     own = spread(own) if degrees is not None else own
@@ -314,10 +314,9 @@ def plan(
         cut=cut,
         pinned=pinned,
     )
-    asked = choices(devices=degrees.pp if isinstance(degrees, Parallel) else len(each or own))
+    asked = choices(devices=degrees.pp if isinstance(degrees, Parallel) else len(each or own)) | {"replicas": each}
     apart = processes or degrees is not None
     options = Options(stand_ins(own), **asked, batch_dims=batch_dims, measure=False, machine=own, processes=apart)
-    options = replace(options, replicas=each)
     check_room(options)
 
     with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
@@ -337,11 +336,22 @@ def _searched(paper: OnPaper, mesh: MeshRequest | None, *, find: str, free_chunk
     return answered(paper, lambda own: search_space(own.options, rows=rows, free_chunks=free_chunks), find=find)
 
 
-def _followed(plan: Plan | str | Path | None, *, find: str) -> Plan | None:
+def _followed(plan: Plan | str | Path | None, *, find: str, processes: bool) -> Plan | None:
     """Return the plan that is followed; nothing is searched then."""
     if plan is not None and find != "best":
         raise InputError(f"find={find!r} searches, plan= is followed as it is; give one of them")
-    return Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if processes and pinned is not None and pinned.replicas:
+        raise InputError(f"the plan has stages with {list(pinned.replicas)} replicas; leave processes= out")
+    return pinned
+
+
+def _of_plan(pinned: Plan | None, devices: Any, precision: str | None, processes: bool) -> tuple[Any, str | None, bool]:
+    """Return devices, precision and processes: a plan's own where they are left out."""
+    if pinned is None:
+        return devices, precision, processes
+    devices = (pinned.machine if devices == MACHINE else None) or devices
+    return devices, pinned.precision if precision is None else precision, processes or pinned.processes
 
 
 def _mesh(mesh: Any, zero: Any, *, devices: int, find: str, pinned: Plan | None) -> Parallel | str | None:
