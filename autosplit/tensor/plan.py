@@ -23,6 +23,7 @@ from autosplit.tensor.facts import Facts, Operand, Run, operand_of
 from autosplit.tensor.moves import Collective, collectives
 from autosplit.tensor.problem import LATENCY_BYTES, SHARE, Choice, Problem
 from autosplit.tensor.ways import PARTIAL, REPLICATED, State, Way
+from autosplit.trace.borrowed.state import attributes
 from autosplit.trace.graph import INFO, TracedGraph
 
 Placements = tuple[Placement, ...]
@@ -123,7 +124,8 @@ def tensor_plan(
     """
     options = {"training": training, "latency_bytes": latency_bytes, "share": replicated_share, "pins": pins or {}}
     options["draws"] = draws
-    return _Planner(traced, ranks, rows, options).plan()
+    with attributes(traced.root):
+        return _Planner(traced, ranks, rows, options).plan()
 
 
 class _Planner:

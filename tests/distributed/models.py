@@ -181,6 +181,19 @@ class Mixture(nn.Module):
         return self.head(value)
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer behind a pair of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.lstm(self.second(torch.relu(self.first(value))))[0]
+
+
 class Dropping(nn.Module):
     """Layers with dropout."""
 
@@ -323,6 +336,7 @@ TRAININGS = {
     ),
     "rows that mix": Training(MixesRows, flat, squares),
     "own loss": Training(decoder, labelled, None),
+    "recurrent": Training(Recurrent, sequences, F.mse_loss, zeros),
     "vit": Training(ViT, pictures, F.cross_entropy, classes),
     "experts": Training(Mixture, tokens, next_token, few_targets),
     "experts with a balance loss": Training(mixture, labelled, None),

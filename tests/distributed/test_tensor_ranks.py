@@ -171,6 +171,7 @@ def trained(name: str, options: dict[str, Any]) -> list[str]:
         ("grouped gpt", {"recompute": "always", "every": 2}),
         ("mlp", {"schedule": "zb_h1"}),
         ("own loss", {}),
+        ("recurrent", {}),
         ("tied gpt of changing length", {}),
     ],
 )

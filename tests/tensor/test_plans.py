@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -114,7 +115,9 @@ def test_a_layer_that_runs_by_its_own_python_stays_whole_and_is_listed() -> None
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.pair(self.lstm(x)[0])
 
-    plan = planned(Counting())
+    model = Counting()
+    plan = planned(model)
+    assert all(map(operator.is_, model.lstm._flat_weights, model.lstm.parameters()))  # as before
     assert plan.parameters["lstm.weight_ih_l0"] is REPLICATED
     assert "lstm.weight_ih_l0" in plan.replicated
     assert dims(plan)["pair.b.weight"] == 0

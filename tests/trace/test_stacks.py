@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from itertools import product
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autosplit import Sample, autosplit
+from autosplit.trace.borrowed.blank import without_values
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
 from autosplit.trace.scope import is_stack, run_stack
@@ -112,10 +114,13 @@ def test_a_split_stack_equals_the_plain_model(kind: str, given: bool, lanes: str
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_one_layer_stays_a_leaf(kind: str) -> None:
+@pytest.mark.parametrize("values", [contextlib.nullcontext, without_values])
+def test_one_layer_stays_a_leaf(kind: str, values: Any) -> None:
     model = Tagger(kind, num_layers=1, batch_first=True)
-    found = trace(model, Sample(batch(model.stack).detach()))
+    with values(model):
+        found = trace(model, Sample(batch(model.stack).detach()), made_up=True)
     assert "stack#0" in [info.name for _, info in found.graph.compute_nodes()]
+    assert found.graph.changed == frozenset()
 
 
 def test_a_subclass_and_an_unbatched_input_stay_what_they_are() -> None:

@@ -76,7 +76,8 @@ def without_values(model: nn.Module, sizes: Mapping[int, torch.Size] = MappingPr
     before = holders.read()
     own = (*model.parameters(), *model.buffers())
     try:
-        holders.swap({id(t): blank(t, size=sizes.get(id(t))) for t in own if not t.is_meta})
+        pairs = [(t, blank(t, size=sizes.get(id(t)))) for t in dict.fromkeys(own) if not t.is_meta]
+        holders.swap({id(t): other for t, other in pairs}, pairs)
         yield
     finally:
         for holder, content in zip(holders.found, before, strict=True):

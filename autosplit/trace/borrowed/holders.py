@@ -6,8 +6,7 @@ functions of the user  the globals that they name, their closures, defaults, own
 
 Code of installed packages is not followed: what it keeps outside of the modules is its own matter.
 
-``torch.nn.modules.module._global_*_hooks`` are private; torch has no public way to see who registered hooks for every
-module. Tried on torch 2.11 and 2.13.
+``torch.nn.modules.module._global_*_hooks`` are private; torch has no public ones. Tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import pickle
 import random
 import sys
 import types
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -123,8 +123,10 @@ class Holders:
         self.stands = {id(part): (part, _stand_in(part)) for part in parts if type(part) in (*ITERATORS, _CACHED)}
         self.swap({key: stand for key, (_, stand) in self.stands.items()})
 
-    def swap(self, others: Mapping[int, Any]) -> None:
-        """Put other values in the places of some, which are told by their ids, in tuples too."""
+    def swap(self, others: Mapping[int, Any], twins: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
+        """Put other values in the places of some, told by their ids, and weak references to the second of two twins."""
+        weak = [(weakref.ref(one), weakref.ref(other)) for one, other in twins]
+        others = {**others, **{id(one): other for one, other in weak}}
         for holder in self.found if others else ():
             content = holder.read()
             if any(_swapped(part, others) is not part for part in _values_of(content)):
@@ -201,8 +203,7 @@ class Holders:
         if self._is_installed(function.__module__):
             return
         place = ("", function.__qualname__)
-        own = function.__dict__
-        self._add(place, own.copy, functools.partial(_refill, own))
+        self._add(place, function.__dict__.copy, functools.partial(_refill, function.__dict__))
         self._value((function.__defaults__, function.__kwdefaults__), place, _DEPTH + 1)
         for cell in function.__closure__ or ():
             self._add(place, functools.partial(_cell_content, cell), functools.partial(_refill_cell, cell))

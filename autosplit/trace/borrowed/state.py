@@ -163,6 +163,7 @@ def fake_tensors(
     Without a mode they stay as they are. With a device all of them are taken to lie there, wherever they are held.
     """
     real: dict[int, torch.Tensor] = {}
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     twins: dict[int, torch.Tensor] = {}
     fakes: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules():
@@ -189,7 +190,8 @@ def fake_tensors(
                     else:
                         entries[name] = own if mode is None else mode.from_tensor(own, static_shapes=True)
                     real[id(entries[name])] = tensor
-    holders.swap(fakes)
+                    pairs.append((tensor, entries[name]))
+    holders.swap(fakes, pairs)
     return real
 
 
