@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,8 +29,10 @@ SMALL |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", 
 SMALL |= {"num_experts_per_tok": 2, "top_k_experts": 2, "n_shared_experts": 1, "index_topk": 16}
 SMALL |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 32)
 SMALL |= {"q_lora_rank": 64, "kv_lora_rank": 64, "vocab_size_per_layer_input": 512}
-FEW = {"first_k_dense_replace": 1}
-"""Blocks before the first of the kind that is repeated."""
+FEW = {"first_k_dense_replace": 1, "num_dense_layers": 1, "num_kv_shared_layers": 0}
+"""Counts of layers that are as large as those of a whole model by default."""
+_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
+"""Kinds of layers where a configuration has no list of them by default."""
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers", "depth")
 _MOST = 60_000_000
 """Parameters of a model that gets values."""
@@ -56,6 +59,7 @@ def model_of(kind: type, **values: Any) -> nn.Module:
 
     ``values`` are tried for the settings that it has; those without a default take SMALL's where they are needed.
     """
+    error: Exception = ValueError("none of the settings that were tried is a configuration")
     for config in _configurations(kind, values):
         config.use_cache = False
         try:
@@ -69,8 +73,12 @@ def model_of(kind: type, **values: Any) -> nn.Module:
 def _configurations(kind: type, values: dict[str, Any]) -> Iterator[Any]:
     config = kind()
     known = {name: value for name, value in (FEW | values).items() if _get(config, name) is not None}
+    if _get(config, "kv_lora_rank") and "num_key_value_heads" in known:  # each head has keys of its own
+        known["num_key_value_heads"] = known["num_attention_heads"]
     empty = {name: value for name, value in SMALL.items() if _get(config, name, value) is None}
     layers = _fewer_layers(config)
+    count = layers.get("num_hidden_layers", 2)
+    empty |= {name: [one] * count for name, one in _KINDS.items() if _get(config, name, one) is None}
     for settings in (known | layers, known | layers | empty, layers, layers | empty):
         with contextlib.suppress(Exception):  # other settings are tied to these
             config = kind(**settings)
@@ -139,7 +147,20 @@ def recorded(kind: type, *, length: int = 64) -> tuple[nn.Module, TracedGraph, s
             model = model_with_values(kind)
             return model, recording(model, inputs(model, length)).graph, "small"
         except Exception as second:
-            raise RuntimeError(f"own widths: {_said(first)}; small: {_said(second)}") from second
+            said = f"own widths: {_said(first)}; small: {_said(second)}; without a recording {_plain(kind, length)}"
+            raise RuntimeError(said) from second
+
+
+def _plain(kind: type, length: int) -> str:
+    """Say whether a small model runs by itself."""
+    try:
+        model = model_with_values(kind)
+        sample = inputs(model, length)
+        with torch.no_grad():
+            model(*sample.args, **sample.kwargs)
+    except Exception as error:  # the model's own
+        return _said(error)
+    return "it runs"
 
 
 def recording(model: nn.Module, sample: Sample) -> Any:
@@ -153,7 +174,8 @@ def recording(model: nn.Module, sample: Sample) -> Any:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:160]}"
+    text = re.sub(r"/\S*/site-packages/", "", str(error))
+    return f"{type(error).__name__}: {text[:160]}"
 
 
 def model_with_values(kind: type) -> nn.Module:
@@ -169,7 +191,10 @@ def model_with_values(kind: type) -> nn.Module:
 def inputs(model: nn.Module, length: int) -> Sample:
     """Return tokens or pixels for a model, on its device."""
     device = next(model.parameters()).device
-    if getattr(model, "main_input_name", "") == "pixel_values":
-        size = model.config.image_size
-        return Sample(pixel_values=torch.zeros(ROWS, 3, size, size, device=device))
-    return Sample(input_ids=torch.arange(ROWS * length, device=device).view(ROWS, length) % 97 + 3)
+    names = inspect.signature(model.forward).parameters
+    if "input_ids" in names:
+        return Sample(input_ids=torch.arange(ROWS * length, device=device).view(ROWS, length) % 97 + 3)
+    size = getattr(model.config, "image_size", None)
+    if "pixel_values" not in names or size is None:
+        raise ValueError(f"it takes neither tokens nor images of one size: {', '.join(names)}")
+    return Sample(pixel_values=torch.zeros(ROWS, 3, size, size, device=device))

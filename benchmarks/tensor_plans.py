@@ -145,7 +145,7 @@ def main() -> None:
         try:
             entry = compared(name, kind)
         except (Exception, TooLong) as error:  # what is not made or recorded is listed with its reason
-            entry = {"name": name, "error": f"{type(error).__name__}: {str(error)[:400]}"}
+            entry = {"name": name, "error": f"{type(error).__name__}: {str(error)[:600]}"}
         signal.setitimer(signal.ITIMER_PROF, 0)
         print({key: value for key, value in entry.items() if key in _SHOWN}, flush=True)
         write("plans", entry)
