@@ -146,13 +146,16 @@ class Sweep:
     def _layouts(self, sized: Sized) -> list[tuple[int, ...]]:
         """Return the replicas of each stage that come into question; empty: one each.
 
-        Raises InputError where those that were given cannot run what mixes rows.
+        Where they are left open: one each, those that the solver finds, and all devices in one stage. Raises InputError
+        where those that were given cannot run what mixes rows.
         """
+        full, devices = sized.case.shared.outline.full, len(self.options.devices)
         if (asked := self.options.replicas) is None:
             limits = self.memory_limits(sized.case.problem) or [float("inf")]
             best = best_replicas(sized, self.options, recompute=self.space.recompute, limit=limits[0])
-            return [(), best] if max(best, default=1) > 1 else [()]
-        if asked and asked[-1] > 1 and (full := sized.case.shared.outline.full):
+            alone = (devices,) if devices <= len(sized.case.sizes) and not full else ()
+            return list(dict.fromkeys(own if max(own, default=1) > 1 else () for own in ((), best, alone)))
+        if asked and asked[-1] > 1 and full:
             raise InputError(
                 f"replicas={list(asked)}: {full[0].name!r} mixes the rows of a batch, so it runs once per step, on one "
                 "device of the last stage; give that stage one replica"
