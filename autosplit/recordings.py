@@ -129,12 +129,12 @@ class Recordings:
             )
         else:
             with self.still(), RECORDING, shown(self._work()):
-                found = self._recorded(key, as_called(sample))
+                found, why = self._recorded(key, as_called(sample)), self._refused.get(key.rest, "")
                 key = self.python.key_of(*take_apart((sample.args, sample.kwargs)))
                 self._renew(key, sample)
                 if found is None:
                     self._refused.use(key.rest)
-                    self._collapses.note(why := self._refused[key.rest], OWN_PYTHON.format(why))
+                    self._collapses.note(why, OWN_PYTHON.format(why))
                     return self._tree(sample, why)
                 self._collapses.check(key.rest, found.traced, found.kind.rows_in(key))
         if why := refusal(found.traced, tensors_in((sample.args, sample.kwargs)), self.model):

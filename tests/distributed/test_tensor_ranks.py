@@ -50,15 +50,17 @@ class Centred(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts its calls in Python."""
+    """Counts its calls in Python, all of them or those in eval mode."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, training: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.calls = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH), 0
+        self.first, self.second = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.calls, self.counted = 0, training
 
     def forward(self, value: Tensor) -> Tensor:
-        self.calls += 1
+        if self.counted or not self.training:
+            self.calls += 1
         return self.second(torch.relu(self.first(value)))
 
 
@@ -185,6 +187,7 @@ def refused() -> list[str]:
     values, rank = _values(4), dist.get_rank()
     three, wide = nn.Sequential(nn.Linear(WIDTH, 3), nn.ReLU(), nn.Linear(3, 5)), nn.Sequential(nn.Linear(7, 5))
     held, counting, hooked = mlp(), Counting(), mlp()
+    evaluated = _split(Counting(training=False), values)
     hooked[0].weight.register_hook(lambda gradient: gradient / gradient.norm())
     pipe = _split(held, values)
     step = partial(pipe.train_step, loss_fn=F.mse_loss)
@@ -204,6 +207,7 @@ def refused() -> list[str]:
         lambda: centred.train_step(
             values, target=values, loss_fn=lambda y, t: F.mse_loss(y, t) + centring.layers[0].weight.norm()
         ),
+        lambda: evaluated.eval_step(values),
     ]
     found = [_error(make) for make in makes]
     pipe.unsplit()
@@ -213,7 +217,8 @@ def refused() -> list[str]:
 
 def test_what_cannot_be_is_refused_on_all_ranks(ranks: Pool) -> None:
     for found in ranks(2).run(refused):
-        three, wide, counting, compiled, feed, again, alone, batch, target, hooked, penalty, after, restored = found
+        three, wide, counting, compiled, feed, again, alone, batch, target, hooked, penalty, evaluated, *rest = found
+        after, restored = rest
         assert "tp=2 does not divide 3" in three
         assert "InputError: tp=2 shards no parameter" in wide
         assert "calls change Python state" in counting
@@ -226,4 +231,5 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks: Pool) -> None:
         assert "the target" in target
         assert "'0.weight' has a hook on its gradient" in hooked
         assert "the loss reads the parameter 'layers.0.weight', which another rank holds, or a part of it" in penalty
+        assert "calls change Python state" in evaluated
         assert after == "nothing was raised"
