@@ -57,7 +57,7 @@ class Measured:
         if self.plan is None:
             return "not planned yet: the pipe plans itself on its first call, or give autosplit a sample="
         text = render(self.plan, form, width=width, measured=self._core.measured)
-        return text + str(self._core.recordings.notes()) if form == "text" else text
+        return text + str(self._core.recordings.notes()) + self._core.stream.text if form == "text" else text
 
     @property
     def profiled(self) -> StepTimeline | None:

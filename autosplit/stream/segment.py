@@ -246,7 +246,9 @@ class Segment:
 
     def _finish(self) -> None:
         """Say that the lanes are done; the stand-ins have the newest weights, so that no older ones live on."""
-        for stage in self._stages:
-            stage.end()
-        self._minibatches.clear()
-        self.losses.put(None)
+        try:
+            for stage in self._stages:
+                stage.end()
+            self._minibatches.clear()
+        finally:
+            self.losses.put(None)

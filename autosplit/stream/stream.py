@@ -33,6 +33,7 @@ from autosplit.stream.minibatches import StreamStep, checked, inputs_and_target,
 from autosplit.stream.optimizers import Given, StageOptimizer, check_optimizer, stage_optimizers
 from autosplit.stream.segment import Minibatch, Segment, StreamCells
 from autosplit.stream.versions import StageWeights
+from autosplit.units import format_bytes
 
 
 class OpenStream:
@@ -40,6 +41,8 @@ class OpenStream:
 
     def __init__(self) -> None:
         self._stream: weakref.ref[Stream] | None = None
+        self.text = ""
+        """What the report says of the last stream."""
 
     def set(self, stream: Stream | None) -> None:
         """Set which stream has minibatches in flight; None: none has."""
@@ -315,6 +318,10 @@ class Stream(Iterator[torch.Tensor]):
         self._core.stream.set(None)
         for hook in flight.hooks:
             hook.remove()
+        held, more = ", ".join(map(str, self.versions)), format_bytes(sum(self.version_bytes))
+        self._core.stream.text = (
+            f"\nstream: staleness={self._staleness!r}, {held} versions of the stages' weights, {more} beside the newest"
+        )
         before, updates = self.minibatches, [stage.updates for stage in self._stages]
         self.minibatches += min(updates)
         error = flight.segment.broken

@@ -76,10 +76,10 @@ class StageWeights:
         totals.clear()
         self._put(self.updates)
         later = self._used(minibatch + 1)
-        for version in [version for version in self._versions if version < later]:
+        for version in [version for version in self._versions if version < min(later, self.updates)]:
             del self._versions[version]
         del leaves
-        if self._versions:  # the newest among them: its memory stays as it is
+        if later <= self.updates:  # a minibatch needs the newest as it is
             for parameter in self._parameters.values():
                 parameter.data = parameter.data.clone()
         if found and self._optimizer is not None:
@@ -88,6 +88,8 @@ class StageWeights:
             self._optimizer.step(settings)
         for parameter in self._parameters.values():
             parameter.grad = None
+        if later > self.updates:
+            del self._versions[self.updates]
         self.updates += 1
         self._keep_newest()
         self.most = max(self.most, len(self._versions))

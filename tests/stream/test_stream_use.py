@@ -193,7 +193,8 @@ def test_versions_and_their_bytes(own: Pair, items: list[Any]) -> None:
         stream = stream_of(own, items, staleness=staleness)
         list(stream)
         assert stream.versions == held
-        assert sum(stream.version_bytes) < sum(held) * sum(p.numel() * 8 for p in own.model.parameters())
+        assert stream.version_bytes == own.pipe.plan.version_bytes(staleness)
+        assert f"staleness={staleness!r}, {', '.join(map(str, held))} versions" in own.pipe.report()
 
 
 def test_a_second_stream_ends_the_first(own: Pair, items: list[Any]) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from autosplit.checks import choose
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.files import write_text
 from autosplit.planning.plan.diff import PlanDiff, diff, prefixes
 from autosplit.planning.plan.export import export
 from autosplit.planning.plan.record import VERSION, PlanRecord
+from autosplit.schedule.stream import STALENESS, versions_held
 
 _NEAR = 3
 """How many names an error proposes."""
@@ -64,6 +66,16 @@ class Plan(PlanRecord):
             paths = dict.fromkeys(node.partition("#")[0] or self.fingerprint.model for node in own)
             stages.append(stage.model_copy(update={"nodes": own, "modules": tuple(paths)}))
         return self.model_copy(update={"stages": tuple(stages)})
+
+    def version_bytes(self, staleness: str) -> tuple[int, ...]:
+        """Return the bytes of weights that a stream holds beside the newest, by stage, when the pipeline is full.
+
+        They come on top of a peak that was planned for ``schedule="1f1b"`` with a minibatch of the stream, or a
+        microbatch of it under "2bw", as microbatch.
+        """
+        choose("staleness", staleness, STALENESS)
+        held = (versions_held(staleness, len(self.stages), stage.index) - 1 for stage in self.stages)
+        return tuple(more * stage.memory.parameter_bytes for more, stage in zip(held, self.stages, strict=True))
 
     def diff(self, other: Plan) -> PlanDiff:
         """Return what differs from this plan in another: false where nothing does; ``print`` shows it."""

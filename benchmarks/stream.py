@@ -1,0 +1,208 @@
+"""A stream of minibatches against its bound: how fast `train_stream` is, and what its versions of the weights take.
+
+    python -m benchmarks.stream [--json FILE] [--repeats 9] [--minibatches 60] [--only throughput|memory]
+
+**Throughput.** Two stages of the same work on two lanes, each with a thread of its own. The hand loop is a thread per
+stage that runs its layers forward and backward and its optimizer's step on the same minibatch over and over, and waits
+for nobody: the slower one's seconds per minibatch are the bound, one minibatch per bottleneck time. Readings are taken
+in turn; a ratio is of neighbours. Asked: at least 0.97 of the bound, and at least what synchronous 1F1B reaches with
+microbatches of the same size, of which ``chunks`` make a step.
+
+**Memory.** Live tensors are counted when the pipeline is full and all lanes pause, and again when it is drained; the
+difference is the versions beside the newest, and what minibatches in flight keep, which is small here (they are not
+cut, so that no gradients add up). Asked: within 3% of ``pipe.plan.version_bytes(staleness)``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit import autosplit
+from autosplit.schedule.stream import STALENESS
+from benchmarks import pairs
+
+CPU = torch.device("cpu")
+CHUNKS = 8
+ASKED_BOUND, ASKED_MEMORY = 0.97, 0.03
+
+
+def _layers(width: int, count: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)))
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+class Throughput:
+    """The contenders on one model; each call of a contender is seconds per minibatch."""
+
+    def __init__(self, minibatches: int, *, width: int = 256, rows: int = 256, layers: int = 8) -> None:
+        self.minibatches = minibatches
+        self.model = _layers(width, layers)
+        self.batch, self.target = torch.randn(rows, width), torch.randn(rows, width)
+        self.optimizer = _sgd(self.model.parameters())
+        large = torch.randn(rows * CHUNKS, width)
+        self.pipe = autosplit(self.model, devices=[CPU] * 2, chunks=CHUNKS, sample=large, schedule="1f1b")
+        self.loss = nn.MSELoss()
+        self.large = large, torch.randn_like(large)
+        cut = layers // 2
+        self.halves = [list(self.model[:cut]), list(self.model[cut:])]
+
+    def hand(self) -> float:
+        """Run each stage by itself in a thread, both at the same time; the slower one's seconds."""
+        seconds: list[float] = []
+
+        def work(stage: nn.Sequential) -> None:
+            torch.set_num_threads(1)
+            optimizer = _sgd(stage.parameters())
+            gradient = torch.randn_like(self.batch)
+            start = time.perf_counter()
+            for _ in range(self.minibatches):
+                value = self.batch.detach().requires_grad_()
+                stage(value).backward(gradient)
+                optimizer.step()
+                optimizer.zero_grad()
+            seconds.append(time.perf_counter() - start)
+
+        copies = [nn.Sequential(*half) for half in self.halves]
+        threads = [threading.Thread(target=work, args=(copy,)) for copy in copies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return max(seconds) / self.minibatches
+
+    def stream(self, staleness: str) -> float:
+        """Return the seconds per minibatch of a stream in steady state: without filling and draining."""
+        under = self.large if staleness == "2bw" else (self.batch, self.target)
+        each = CHUNKS if staleness == "2bw" else 1
+        count = self.minibatches // each
+        items = itertools.repeat(under, count + 8)
+        stream = self.pipe.train_stream(items, loss_fn=self.loss, optimizer=self.optimizer, staleness=staleness)
+        for _ in range(4):
+            next(stream)
+        start = time.perf_counter()
+        for _ in range(count):
+            next(stream)
+        seconds = time.perf_counter() - start
+        stream.close()
+        return seconds / count / each
+
+    def synchronous(self) -> float:
+        """Return the seconds per microbatch of `train_step` and an optimizer's step."""
+        batch, target = self.large
+        steps = self.minibatches // CHUNKS
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.pipe.train_step(batch, target=target, loss_fn=self.loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return (time.perf_counter() - start) / steps / CHUNKS
+
+
+def throughput(repeats: int, minibatches: int) -> tuple[list[dict[str, Any]], list[pairs.Check]]:
+    """Return a row per contender, as shares of the bound, and what is asked."""
+    bench = Throughput(minibatches)
+    contenders: dict[str, Callable[[], float]] = {
+        **{f"stream {name}": (lambda name=name: bench.stream(name)) for name in STALENESS},
+        "synchronous 1f1b": bench.synchronous,
+    }
+    shares: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[str, list[float]] = {name: [] for name in (*contenders, "hand")}
+    for contender in contenders.values():
+        contender()
+    for turn in range(repeats):
+        for name in pairs.rotated(list(contenders), turn):
+            before = bench.hand()
+            own = contenders[name]()
+            bound = (before + bench.hand()) / 2
+            shares[name].append(bound / own)
+            seconds[name].append(own)
+            seconds["hand"].append(bound)
+    rows = [
+        {
+            "contender": name,
+            "ms per minibatch": pairs.Spread.of(seconds[name]).scaled(1e3).text(2),
+            "of the bound": pairs.Spread.of(shares[name]).text(3),
+        }
+        for name in contenders
+    ]
+    medians = {name: pairs.Spread.of(own).median for name, own in shares.items()}
+    stash = medians["stream stash"]
+    checks = [
+        pairs.at_least("stash: share of the bound", ASKED_BOUND, stash),
+        pairs.at_least("stash over synchronous 1F1B", 1.0, stash / medians["synchronous 1f1b"]),
+    ]
+    return rows, checks
+
+
+def _live_bytes() -> int:
+    """Return the bytes of all memory that tensors of this process have."""
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.Tensor):
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def memory(stages: int = 4, width: int = 700) -> tuple[list[dict[str, Any]], list[pairs.Check]]:
+    """Return a row per staleness: what versions were predicted to take, and what they did."""
+    model = _layers(width, stages * 2)
+    batch = torch.randn(stages, width)
+    pipe = autosplit(model, devices=[CPU] * stages, chunks=1, sample=batch)
+    rows, checks = [], []
+    for staleness in STALENESS:
+        items = itertools.repeat((batch, batch), 4 * stages)
+        stream = pipe.train_stream(items, loss_fn=nn.MSELoss(), optimizer=_sgd, staleness=staleness)
+        for _ in range(2 * stages):
+            next(stream)
+        with stream.paused():
+            full = _live_bytes()
+        stream.drain()
+        measured, predicted = full - _live_bytes(), sum(pipe.plan.version_bytes(staleness))
+        error = measured / predicted - 1
+        rows.append({"staleness": staleness, "predicted": predicted, "measured": measured, "error": f"{error:+.1%}"})
+        checks.append(pairs.at_most(f"{staleness}: error of the versions' bytes", ASKED_MEMORY, abs(error)))
+    return rows, checks
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the tables and what is asked; write them with ``--json``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--minibatches", type=int, default=64)
+    parser.add_argument("--only", choices=("throughput", "memory"))
+    given = parser.parse_args(arguments)
+    figures: list[dict[str, Any]] = []
+    checks: list[pairs.Check] = []
+    benches = {"throughput": lambda: throughput(given.repeats, given.minibatches), "memory": memory}
+    for name, run in benches.items():
+        if given.only in (None, name):
+            rows, own = run()
+            print(pairs.table(rows))
+            figures += rows
+            checks += own
+    print(pairs.checks_text(checks))
+    if given.json:
+        settings = {"repeats": given.repeats, "minibatches": given.minibatches}
+        machine = pairs.facts()
+        pairs.write(given.json, benchmark="stream", settings=settings, machine=machine, figures=figures, checks=checks)
+
+
+if __name__ == "__main__":
+    main()
