@@ -11,6 +11,7 @@ from examples import (
     convnet_four_devices,
     demo,
     gpt_tied,
+    pipedream,
     resnet50_two_stages,
     seed_blocks,
     sequential_pipe,
@@ -105,6 +106,22 @@ def test_blocks_of_the_tensor_and_data_parallel_explanations() -> None:
     outcome = seed_blocks.main(["--steps", "20"])
     check(outcome)
     assert {what.partition(":")[0] for what in outcome.differences} == {"MLP", "SelfAttention", "Model", "Net"}
+
+
+def test_asynchronous_training_is_shown_beside_synchronous_training(capsys: pytest.CaptureFixture[str]) -> None:
+    accuracies = pipedream.main(["--epochs", "2", "--rows", "400", "--seeds", "0"])
+    assert [tuple(runs.shape) for runs in accuracies.values()] == [(1, 2)] * 4
+    for epoch, line in enumerate(line for line in capsys.readouterr().out.splitlines() if line.endswith("|")):
+        shown = [f"{float(runs[0, epoch]):.2f}" for runs in accuracies.values()]
+        assert line.partition("|")[0].split() == [str(epoch + 1), *shown]
+    assert epoch == 1
+
+
+@pytest.mark.slow
+def test_asynchronous_training_ends_at_the_accuracy_of_synchronous_training() -> None:
+    accuracies = pipedream.main([])
+    assert accuracies["synchronous"][:, -1].min() > 95
+    assert max(map(abs, pipedream.differences(accuracies).values())) <= pipedream.TOLERANCE
 
 
 def test_demo_says_that_both_models_train_alike(capsys: pytest.CaptureFixture[str]) -> None:
