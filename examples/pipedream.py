@@ -2,7 +2,7 @@
 
 The ConvNet trains on four stages by ``train_step`` and by ``train_stream`` with each staleness: from the same weights,
 on the same minibatches in the same order, with the same learning rates. Each run is repeated with other seeds, and
-accuracies are means over them. The exit code is 1 when one is more than 0.5 points from the synchronous one at the end.
+accuracies are means over them. The exit code is 1 when one is more than 0.5 points below the synchronous one at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from examples.data import Batch
 from examples.models import ConvNet
 
 TOLERANCE = 0.5
-"""How many points of accuracy asynchronous training may be from synchronous training."""
+"""How many points of accuracy asynchronous training may be below synchronous training."""
 TRAINED = 1200
 """How many of the 1797 digits are trained on; the others are for the accuracy."""
 WAYS = {"synchronous": "=", "stash": "s", "vertical": "v", "2bw": "2"}
@@ -48,7 +48,7 @@ def train_epoch(pipe: PipelinedModule, epoch: list[Batch], *, way: str, optimize
 
 def curve(pipe: PipelinedModule, epochs: Sequence[list[Batch]], test: Batch, *, way: str) -> list[float]:
     """Train in one way and return the accuracy after each epoch, in percent; learning rates fall to a twentieth."""
-    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.002)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.001)
     rates = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=len(epochs))
     accuracies = []
     for epoch in epochs:
@@ -108,9 +108,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Tensor]:
     accuracies = run(**vars(options))
     print_curves(accuracies)
     for way, points in differences(accuracies).items():
-        print(f"  {way}: {points:+.2f} points from synchronous training (limit {TOLERANCE})")
+        print(f"  {way}: {points:+.2f} points from synchronous training (limit -{TOLERANCE})")
     return accuracies
 
 
 if __name__ == "__main__":
-    sys.exit(max(map(abs, differences(main()).values())) > TOLERANCE)
+    sys.exit(min(differences(main()).values()) < -TOLERANCE)
