@@ -2,7 +2,7 @@
 
 The ConvNet trains on four stages by ``train_step`` and by ``train_stream`` with each staleness: from the same weights,
 on the same minibatches in the same order, with the same learning rates. Each run is repeated with other seeds, and
-accuracies are means over them. The exit code is 1 when one is more than 0.5 points below the synchronous one at the end.
+accuracies are means over them. The exit code is 1 when one ends more than 0.5 points below the synchronous one.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_blocks_of_the_tensor_and_data_parallel_explanations() -> None:
 
 
 def test_asynchronous_training_is_shown_beside_synchronous_training(capsys: pytest.CaptureFixture[str]) -> None:
-    accuracies = pipedream.main(["--epochs", "2", "--rows", "400", "--seeds", "0"])
+    accuracies = pipedream.main(["--epochs", "2", "--rows", "600", "--seeds", "0"])
     assert [tuple(runs.shape) for runs in accuracies.values()] == [(1, 2)] * 4
     for epoch, line in enumerate(line for line in capsys.readouterr().out.splitlines() if line.endswith("|")):
         shown = [f"{float(runs[0, epoch]):.2f}" for runs in accuracies.values()]
