@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from autosplit import Sample
 from autosplit.trace.borrowed.blank import without_values
+from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
 from tests.models.decoders import VOCABULARY
 from tests.trace.test_made_up import classes, on_meta, tokens
@@ -93,3 +94,16 @@ def test_an_exception_puts_values_back() -> None:
     with pytest.raises(TypeError, match="must be Tensor, not NoneType"), without_values(model):
         model(None)
     assert all(a is b for a, b in zip(held(model), before, strict=True))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_the_structure_alone_tells_what_attention_mixes(batch_first: bool) -> None:
+    """A part that is picked out of a call's results is not indexed: on meta all runs per microbatch, as with values."""
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=batch_first)
+    sample = torch.randn(8, 6, 16)
+    found = [
+        classes(trace(own, Sample(value), batch_dims=0 if batch_first else 1))
+        for own, value in ((model, sample), (on_meta(model), sample.to("meta")))
+    ]
+    assert found[0] == found[1]
+    assert set(found[1].values()) == {NodeClass.MICRO}

@@ -99,6 +99,12 @@ def rearranges(node: fx.Node, root: nn.Module) -> bool:
     return called(node, root)[0] in REARRANGING
 
 
+def picks_part(node: fx.Node) -> bool:
+    """Tell whether a node picks one tensor out of a structured result; its name is that of the result and a dot."""
+    info, results = node.meta.get(INFO), [n.meta[INFO].name for n in node.all_input_nodes if INFO in n.meta]
+    return info is not None and any(info.name.startswith(f"{name}.") for name in results)
+
+
 def takes_shape_only(node: fx.Node, root: nn.Module) -> bool:
     """Tell whether an operation reads no value of its tensor operand, only shape and dtype."""
     return _name(function_of(node, root)) in SHAPE_ONLY

@@ -29,6 +29,7 @@ from autosplit.trace.rows.kinds import (
     is_opaque,
     is_torchs,
     leaves_unset,
+    picks_part,
     rearranges,
     takes_shape_only,
 )
@@ -109,6 +110,8 @@ class OperatorProbe:
         kept = {tensor.shape for tensor in infos}.issuperset(tensor.shape for tensor in node.meta[INFO].tensors)
         floats = all(tensor.dtype.is_floating_point for tensor in infos)
         if not (infos and kept and floats) or takes_shape_only(node, self.root) or not is_torchs(node, self.root):
+            return False
+        if picks_part(node):  # made up is the part alone, not the structure that it is picked from
             return False
         return self._once("influence", node, lambda: self._is_influenced(node, operands))
 
