@@ -20,8 +20,8 @@ from autosplit.options import (
     resolve_lanes,
     resolve_rng,
 )
-from autosplit.parallel import Parallel, check_mesh, check_zero
-from autosplit.planning.asked import check_room, dealt, given_sample
+from autosplit.parallel import Parallel
+from autosplit.planning.asked import check_room, dealt, degrees_of, given_sample
 from autosplit.planning.explain.explain import answered, assumed
 from autosplit.planning.paper import OnPaper, prepare, search_space, stand_ins
 from autosplit.planning.parallel.search import MeshRequest, plan_mesh
@@ -236,6 +236,7 @@ def plan(
     cut: str = "modules",
     mesh: Mapping[str, int] | str | None = None,
     zero: int | str = "auto",
+    sequence_parallel: bool = False,
     find: str = "best",
     plan: Plan | str | Path | None = None,
     processes: bool = False,
@@ -272,6 +273,8 @@ def plan(
             batch; rows, bytes and times of the plan's stages are one rank's. None: a pipeline over all devices.
         zero: what data-parallel ranks shard of a mesh: 0 nothing, 1 the optimizer's state, 2 gradients too, 3
             parameters too; "auto": what is fastest and fits.
+        sequence_parallel: assume of a mesh's tensor-parallel ranks that they share the positions of what they would
+            have whole, and the words of the loss, as Megatron-LM's do. What `autosplit` runs does not.
         find: "best": the best plan for these devices and this batch; "smallest": for the fewest devices of this kind
             that surely hold the model; "largest_batch": for the largest batch that surely fits, in ``chunks``
             microbatches (auto: as many as are best for the sample).
@@ -291,13 +294,11 @@ def plan(
         PlanError: the plan is of another model or number of devices, or has a node where it cannot run.
     """
     _check_module(model)
-    choose("find", find, FIND)
-    choose("processes", processes, (False, True))
     given = given_sample(model, sample)
     pinned = _followed(plan, find=find, processes=processes)
     devices, precision, processes = _of_plan(pinned, devices, precision, processes)
     own = resolve_machine(devices)
-    degrees = _mesh(mesh, zero, devices=len(own), find=find, pinned=pinned)
+    degrees = degrees_of(mesh, zero, sequence_parallel, devices=len(own), find=find, pinned=pinned)
     own = spread(own) if degrees is not None else own
     others = {"mesh": mesh, "virtual_stages": virtual_stages, "find": find, "plan": plan, "processes": processes}
     each, schedule = dealt(replicas, own, schedule=schedule, recompute=recompute, others=others)
@@ -321,7 +322,8 @@ def plan(
 
     with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
         paper = prepare(model, given, options, loss_fn=loss_fn)
-        request = None if degrees is None else MeshRequest(paper, own, choices, degrees, zero, chunks == "auto")
+        meshes = partial(MeshRequest, paper, own, choices, zero=zero, free_chunks=chunks == "auto")
+        request = None if degrees is None else meshes(degrees, sequence=sequence_parallel)
         if pinned is not None:
             own_options = request.options(degrees) if request and isinstance(degrees, Parallel) else paper.options
             return assumed(recosted(paper.model, paper.found, own_options, pinned), paper)
@@ -338,6 +340,8 @@ def _searched(paper: OnPaper, mesh: MeshRequest | None, *, find: str, free_chunk
 
 def _followed(plan: Plan | str | Path | None, *, find: str, processes: bool) -> Plan | None:
     """Return the plan that is followed; nothing is searched then."""
+    choose("find", find, FIND)
+    choose("processes", processes, (False, True))
     if plan is not None and find != "best":
         raise InputError(f"find={find!r} searches, plan= is followed as it is; give one of them")
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
@@ -352,20 +356,6 @@ def _of_plan(pinned: Plan | None, devices: Any, precision: str | None, processes
         return devices, precision, processes
     devices = (pinned.machine if devices == MACHINE else None) or devices
     return devices, pinned.precision if precision is None else precision, processes or pinned.processes
-
-
-def _mesh(mesh: Any, zero: Any, *, devices: int, find: str, pinned: Plan | None) -> Parallel | str | None:
-    """Return the degrees that are asked for, checked with what else is."""
-    check_zero(zero)
-    degrees = check_mesh(mesh, devices=devices)
-    if degrees is None and zero != "auto":
-        raise InputError(f"zero={zero!r} is for the ranks of a mesh; give mesh= too")
-    if degrees is not None and (find != "best" or pinned is not None):
-        raise InputError("mesh= plans the best for all devices; leave find= and plan= out")
-    if pinned is not None and (own := pinned.mesh) is not None:
-        check_mesh({"dp": own.dp, "tp": own.tp, "pp": own.pp}, devices=devices)
-        return Parallel(own.dp, own.tp, own.pp, own.zero)
-    return degrees
 
 
 def _check_module(model: Any) -> None:

@@ -34,12 +34,13 @@ def largest_bucket(sizes: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class Parallel:
-    """The degrees of a mesh, and what its data-parallel ranks shard."""
+    """The degrees of a mesh, what its data-parallel ranks shard, and whether tensor-parallel ones share positions."""
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     zero: int = 0
+    sequence: bool = False
 
     @property
     def ranks(self) -> int:

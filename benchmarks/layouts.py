@@ -138,7 +138,7 @@ def _row(row: Mapping[str, Any], source: str, name: str) -> Row:
         published_s = shape.step_flops(batch, again=True) / (row["tflops_per_gpu"] * 1e12 * row["gpus"])
     if source == "selective":
         name += f", {recompute}"
-    parallel = Parallel(dp, row["tp"], row["pp"], zero if dp > 1 else 0)
+    parallel = Parallel(dp, row["tp"], row["pp"], zero if dp > 1 else 0, sequence=True)
     made = (row["device"], parallel, micro, batch, schedule, virtual, recompute, precision, published_s)
     return Row(name, source, shape, *made)
 
@@ -185,7 +185,7 @@ def request_of(row: Row, *, own: bool) -> MeshRequest:
     sample = Sample(torch.zeros(row.batch, row.shape.length, dtype=torch.int64, device="meta"))
     paper = prepare(build(row.shape), sample, options, loss_fn=loss)
     if own:
-        return MeshRequest(paper, machines, choices, "auto", "auto", True)
+        return MeshRequest(paper, machines, choices, "auto", "auto", True, True)
     return MeshRequest(paper, machines, choices, row.parallel, row.parallel.zero, False)
 
 
@@ -239,7 +239,7 @@ def _changed_s(plan: Plan, request: MeshRequest, row: Row) -> float:
     products = {name for name in paper.shared.outline.blocks if whole.nodes[name].forward_flops}
     alone = costs
     if row.source in _OVERLAPPED and row.parallel.tp > 1:
-        shares = paper.shared.shares(whole, row.parallel.tp)
+        shares = paper.shared.shares(row.parallel, rng=options.rng)
         model = cost_model_of(options.machine.devices[0])  # type: ignore[union-attr]
         blocks = paper.shared.outline.blocks
         alone = rank_profile(whole, shares, group=Group(1, 1, None, None), blocks=blocks, model=model, fp8=True)

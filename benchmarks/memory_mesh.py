@@ -2,17 +2,18 @@
 
     python -m benchmarks.memory_mesh [--subject mlp transformer] [--json FILE]
 
-`plan` is asked on paper for four CPU lanes as dp=2, pp=2; four processes train that cut over gloo. Each records its own
-allocator in one step in the steady state: gradients are None when it begins, and the optimizer's step, Adam's, is part
-of it. Measured is that, and what was there before: parameters and the optimizer's state. Nothing is fitted.
+`plan` is asked on paper for four CPU lanes in three meshes; four processes train its cut over gloo. Each records its
+own allocator in one step in the steady state: gradients are None when it begins, and the optimizer's step, Adam's, is
+part of it. Measured is that, and what was there before: parameters and the optimizer's state. Nothing is fitted.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,22 +32,22 @@ from benchmarks.layout_models import Layer, gpt
 from benchmarks.memory_subject import bytes_of
 
 ASKED = 0.03
-MESH = {"dp": 2, "pp": 2}
+MESHES = ({"dp": 2, "pp": 2}, {"pp": 2, "tp": 2}, {"tp": 4})
 RANKS = 4
 CHUNKS = 4
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and the values of so many rows."""
+    """A model and the values of so many rows; a replica has ``rows``."""
 
     make: Callable[[], nn.Module]
     values: Callable[[int], Tensor]
     rows: int
 
-    def batch(self) -> Tensor:
+    def batch(self, replicas: int) -> Tensor:
         """Return the rows of all replicas."""
-        return self.values(self.rows)
+        return self.values(self.rows * replicas)
 
 
 def _mlp() -> nn.Module:
@@ -59,8 +60,8 @@ def _transformer() -> nn.Module:
 
 
 SUBJECTS = {
-    "mlp": Subject(_mlp, lambda rows: torch.randn(rows, 1024), 2048),
-    "transformer": Subject(_transformer, lambda rows: torch.randn(rows, 64, 256), 64),
+    "mlp": Subject(_mlp, lambda rows: torch.randn(rows, 1024), 1024),
+    "transformer": Subject(_transformer, lambda rows: torch.randn(rows, 64, 256), 32),
 }
 
 
@@ -69,6 +70,7 @@ class Peak:
     """One rank's peak in a step."""
 
     subject: str
+    mesh: str
     rank: int
     predicted_bytes: int
     measured_bytes: int
@@ -79,24 +81,24 @@ class Peak:
         return self.predicted_bytes / self.measured_bytes - 1
 
 
-def planned(subject: Subject) -> Plan:
+def planned(subject: Subject, mesh: Mapping[str, int]) -> Plan:
     """Return the plan of a mesh on paper."""
     asked: dict[str, Any] = {"schedule": "1f1b", "recompute": "never", "chunks": CHUNKS, "optimizer": "adam"}
-    sample = subject.batch().to("meta")
+    sample = subject.batch(mesh.get("dp", 1)).to("meta")
     with torch.device("meta"):
         model = subject.make()
-    return plan(model, f"{RANKS}xcpu-lane", sample=sample, mesh=MESH, zero=0, loss_fn=F.mse_loss, **asked)
+    return plan(model, f"{RANKS}xcpu-lane", sample=sample, mesh=mesh, zero=0, loss_fn=F.mse_loss, **asked)
 
 
-def rank(number: int, folder: Path, name: str) -> None:
-    """Train as one rank of the mesh; write the bytes of its peak."""
+def rank(number: int, folder: Path, name: str, degrees: Mapping[str, int]) -> None:
+    """Train as one rank of the mesh; write its stage, and the bytes of its peak."""
     torch.set_num_threads(1)
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=number, world_size=RANKS)
-    mesh = init_device_mesh("cpu", tuple(MESH.values()), mesh_dim_names=tuple(MESH))
+    mesh = init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     subject = SUBJECTS[name]
     torch.manual_seed(0)
-    x = subject.batch().chunk(MESH["dp"])[mesh.get_local_rank("dp")].clone()
+    x = subject.batch(1)
     pipe: Any = autosplit(subject.make(), mesh=mesh, sample=x, plan=folder / "plan.json")
     optimizer, target = torch.optim.Adam(pipe.parameters(), lr=0.0), torch.zeros_like(x)
 
@@ -112,19 +114,22 @@ def rank(number: int, folder: Path, name: str) -> None:
         step()
     state = [value for own in optimizer.state.values() for value in own.values() if isinstance(value, Tensor)]
     static = sum(bytes_of([*pipe.parameters(), *pipe.buffers(), *state]))
-    (folder / f"{number}").write_text(str(static + run.peak_bytes))
+    stage = mesh.get_local_rank("pp") if "pp" in degrees else 0
+    (folder / f"{number}").write_text(f"{stage} {static + run.peak_bytes}")
     dist.destroy_process_group()
 
 
-def peaks(name: str) -> list[Peak]:
+def peaks(name: str, mesh: Mapping[str, int]) -> list[Peak]:
     """Return what the plan says and what the allocators did, rank by rank."""
-    made = planned(SUBJECTS[name])
-    predicted = [max(own.memory.peak_bytes for own in made.stages if own.lane == lane) for lane in range(MESH["pp"])]
+    made, found = planned(SUBJECTS[name], mesh), []
     with tempfile.TemporaryDirectory() as folder:
         made.save(Path(folder) / "plan.json")
-        mp.start_processes(rank, (Path(folder), name), nprocs=RANKS, start_method="spawn")
-        measured = [int((Path(folder) / f"{number}").read_text()) for number in range(RANKS)]
-    return [Peak(name, number, predicted[number % MESH["pp"]], own) for number, own in enumerate(measured)]
+        mp.start_processes(rank, (Path(folder), name, mesh), nprocs=RANKS, start_method="spawn")
+        for number in range(RANKS):
+            lane, measured = map(int, (Path(folder) / f"{number}").read_text().split())
+            predicted = max(own.memory.peak_bytes for own in made.stages if own.lane == lane)
+            found.append(Peak(name, str(made.mesh), number, predicted, measured))
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -134,18 +139,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)
     found = []
-    for name in asked.subject:
-        for peak in peaks(name):
+    for name, mesh in itertools.product(asked.subject, MESHES):
+        for peak in peaks(name, mesh):
             found.append(peak)
             both = f"{peak.predicted_bytes / 2**20:9.2f} MiB predicted {peak.measured_bytes / 2**20:9.2f} MiB measured"
-            print(f"{name:12} rank {peak.rank}  {both} {peak.error:+.2%}", flush=True)
-    checks = [pairs.at_most(f"{own.subject} rank {own.rank}", ASKED, abs(own.error)) for own in found]
+            print(f"{name:12} {peak.mesh:16} rank {peak.rank}  {both} {peak.error:+.2%}", flush=True)
+    checks = [pairs.at_most(f"{own.subject} {own.mesh} rank {own.rank}", ASKED, abs(own.error)) for own in found]
     print(pairs.checks_text(checks))
     if asked.json is not None:
         pairs.write(
             asked.json,
             benchmark="memory_mesh",
-            settings={"mesh": MESH, "chunks": CHUNKS, "rows": {name: SUBJECTS[name].rows for name in asked.subject}},
+            settings={
+                "meshes": MESHES,
+                "chunks": CHUNKS,
+                "rows": {name: SUBJECTS[name].rows for name in asked.subject},
+            },
             machine=pairs.facts(),
             figures=[asdict(own) | {"error": own.error} for own in found],
             checks=checks,

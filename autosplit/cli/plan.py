@@ -80,6 +80,9 @@ Zero = Annotated[str, typer.Option(help="What replicas of a mesh shard: 0, 1, 2,
 Replicas = Annotated[
     str | None, typer.Option(metavar="auto|LIST", help="Devices of each stage, such as 2,1,1, or auto.")
 ]
+SequenceParallel = Annotated[
+    bool, typer.Option("--sequence-parallel", help="Assume that ranks of tp share positions, as Megatron-LM's do.")
+]
 PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto.")]
 
 
@@ -102,6 +105,7 @@ def plan_command(
     mesh: Mesh = None,
     zero: Zero = "auto",
     replicas: Replicas = None,
+    sequence_parallel: SequenceParallel = False,
     script: Script = None,
 ) -> int:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
@@ -119,6 +123,7 @@ def plan_command(
     stages = degrees.pp if isinstance(degrees, Parallel) else len(check_replicas(each, devices=len(machine)) or machine)
     choices = options.choices(stages, chunks=common.number_or_word(chunks), precision=precision)
     choices |= {"mesh": mesh, "zero": common.number_or_word(zero), "replicas": each}
+    choices["sequence_parallel"] = sequence_parallel
     with common.beside_stdout():
         found, given = _planned(spec, machine=machine, loss=loss, find=find, processes=processes, **choices)
         if script is not None:

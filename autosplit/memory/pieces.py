@@ -85,11 +85,12 @@ class StageTrace:
 class Parts:
     """Which part of a stage's storages a rank has: by the node that makes them, or by the parameter of a gradient.
 
-    ``border`` is that of what arrives from other stages; what is not named is whole. ``gradients``: the part of every
-    gradient that data-parallel ranks keep beside that.
+    ``forward`` and ``backward`` are of what a node makes in either pass, ``border`` of what arrives from other stages;
+    what is not named is whole. ``gradients``: the part of every gradient that data-parallel ranks keep beside that.
     """
 
-    nodes: Mapping[str, float]
+    forward: Mapping[str, float]
+    backward: Mapping[str, float]
     states: Mapping[str, float]
     border: float = 1.0
     gradients: float = 1.0
@@ -98,15 +99,16 @@ class Parts:
         """Return a rank's part of a trace."""
         part = {storage: self.gradients * self.states.get(name, 1.0) for storage, name in trace.gradients.items()}
 
-        def own(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        def own(steps: tuple[Step, ...], nodes: Mapping[str, float]) -> tuple[Step, ...]:
             found = []
             for step in steps:
-                share = self.nodes.get(step.node, 1.0) if step.node else self.border
+                share = nodes.get(step.node, 1.0) if step.node else self.border
                 made = ((storage, count * part.setdefault(storage, share)) for storage, count in step.changes)
                 found.append(Step(step.node, tuple((storage, round(count)) for storage, count in made)))
             return tuple(found)
 
-        forward, backward, later = own(trace.forward), own(trace.backward), own(trace.backward_later)
+        forward = own(trace.forward, self.forward)
+        backward, later = (own(steps, self.backward) for steps in (trace.backward, trace.backward_later))
         return replace(trace, forward=forward, backward=backward, backward_later=later)
 
 

@@ -1,4 +1,4 @@
-"""What `plan` is asked for, checked together: the sample, the room of devices, stages with replicas."""
+"""What `plan` is asked for, checked together: the sample, the room of devices, stages with replicas, degrees."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from autosplit.checks import check_replicas
+from autosplit.checks import check_replicas, choose
 from autosplit.errors import InputError
 from autosplit.options import Options, Sample
+from autosplit.parallel import Parallel, check_mesh, check_zero
+from autosplit.planning.plan.plan import Plan
 from autosplit.units import format_bytes
 from cost_models.machines import MachineSpec
 
@@ -65,3 +67,22 @@ def dealt(
                 f"replicas={replicas!r}: {where} replicas on {' and '.join(sorted(own))}; give alike devices"
             )
     return (each, schedule) if each is None else (each if max(each) > 1 else (), "1f1b")
+
+
+def degrees_of(
+    mesh: Any, zero: Any, sequence: Any, *, devices: int, find: str, pinned: Plan | None
+) -> Parallel | str | None:
+    """Return the degrees that are asked for, checked with what else is."""
+    check_zero(zero)
+    degrees = check_mesh(mesh, devices=devices)
+    choose("sequence_parallel", sequence, (False, True))
+    if degrees is None and sequence:
+        raise InputError("sequence_parallel=True is for the ranks of a mesh; give mesh= too")
+    if degrees is None and zero != "auto":
+        raise InputError(f"zero={zero!r} is for the ranks of a mesh; give mesh= too")
+    if degrees is not None and (find != "best" or pinned is not None):
+        raise InputError("mesh= plans the best for all devices; leave find= and plan= out")
+    if pinned is not None and (own := pinned.mesh) is not None:
+        check_mesh({"dp": own.dp, "tp": own.tp, "pp": own.pp}, devices=devices)
+        return Parallel(own.dp, own.tp, own.pp, own.zero, own.sequence)
+    return degrees

@@ -185,7 +185,8 @@ def _parts(cut: Cut, nodes: StageNodes) -> Parts | None:
     ends = (node.meta[INFO].name for node in (*nodes.inputs, *nodes.outputs) if INFO in node.meta)
     border = min((shares.of(name).held for name in ends), default=1.0)  # of the loss too: it is the output's
     held = {name: share.held for name, share in shares.nodes.items()}
-    return Parts(held, shares.states, border, 1 / parallel.dp if parallel.zero >= 2 else 1.0)
+    work = {name: share.work for name, share in shares.nodes.items()}
+    return Parts(held, work, shares.states, border, 1 / parallel.dp if parallel.zero >= 2 else 1.0)
 
 
 def _gathered(cut: Cut, stage: int) -> int:

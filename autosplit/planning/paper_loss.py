@@ -124,7 +124,7 @@ def with_loss(
         backward_operations=own.backward_operations + backward,
         backward_transient_bytes=max(own.backward_transient_bytes, peak),
     )
-    return replace(costs, nodes={**costs.nodes, loss.name: changed})
+    return replace(costs, nodes={**costs.nodes, loss.name: changed}, before_loss=own)
 
 
 @contextlib.contextmanager

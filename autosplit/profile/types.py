@@ -94,6 +94,7 @@ class Profile:
         workspaces: bytes of scratch that the device's kernels were seen to hold meanwhile, by `operation_key`; None
             where nobody looked.
         shares: what of the nodes and the state the rank has whose costs these are.
+        before_loss: the node that also computes the loss, as it is without.
     """
 
     rows: int
@@ -107,6 +108,7 @@ class Profile:
     samples: Mapping[str, MeasuredNode] = field(default_factory=dict)
     workspaces: Mapping[str, int] | None = None
     shares: TensorShares = field(default_factory=TensorShares)
+    before_loss: NodeProfile | None = None
 
     @property
     def estimated(self) -> dict[str, str]:

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from autosplit.distributed.world import World
-from autosplit.errors import InputError, TraceError, listed
+from autosplit.errors import InputError, TraceError
 from autosplit.options import Options
 from autosplit.profile.node_costs.shadow import shadow
 from autosplit.tensor.axes import Shard
 from autosplit.tensor.build import rank_recording
 from autosplit.tensor.collectives import Sharing
 from autosplit.tensor.part import PARTS, Part
-from autosplit.tensor.plan import TensorPlan, tensor_plan
+from autosplit.tensor.plan import TensorPlan, check_sharded, tensor_plan
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.recording.draw_rules import with_plain_numbers
 
@@ -61,7 +61,7 @@ class TensorParallel:
             pins = {n: own.dim if isinstance(own, Shard) else None for n, own in self.plan.parameters.items()}
         plan = tensor_plan(traced, ranks=self._sharing.ranks, rows=rows, pins=pins, draws=draws)
         if self.plan is None:
-            _check_sharded(plan)
+            check_sharded(plan)
             self.plan = plan
         read = {key.removeprefix(".") for node in plan.nodes.values() for key in node.wants if key.startswith(".")}
         read &= plan.parameters.keys()
@@ -110,12 +110,6 @@ class TensorParallel:
         assert self.plan is not None
         shard = self.plan.parameters.get(name)
         return Part(shard, size, self._sharing) if isinstance(shard, Shard) else None
-
-
-def _check_sharded(plan: TensorPlan) -> None:
-    if not any(isinstance(own, Shard) for own in plan.parameters.values()):
-        reasons = [f"{name}: {why}" for name, why in plan.replicated.items()]
-        raise InputError(f"tp={plan.ranks} shards no parameter of the model ({listed(reasons)}); use another degree")
 
 
 def _check_hooks(name: str, parameter: torch.Tensor) -> None:

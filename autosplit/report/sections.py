@@ -117,7 +117,9 @@ def _mesh_words(plan: Plan) -> list[tuple[str, str]]:
     if plan.mesh is None:
         return []
     rows = sum(plan.microbatch_rows) * plan.mesh.dp
-    return [("mesh", f"{plan.mesh} of {plan.machine}, {plural(rows, 'row')} in all; what follows is of one pipeline")]
+    words = f"{plan.mesh} of {plan.machine}, {plural(rows, 'row')} in all; what follows is of one pipeline"
+    assumed = [("assumed", "ranks of tp share positions and the loss's words, which autosplit does not run")]
+    return [("mesh", words), *(assumed if plan.mesh.sequence else ())]
 
 
 def model_words(plan: Plan) -> str:

@@ -17,6 +17,7 @@ from autosplit.tensor.follow import Call, Follower, KernelsAsOne
 from autosplit.tensor.local import lookup_of
 from autosplit.tensor.rules import rules
 from autosplit.trace.graph import INFO, ROWS, TracedGraph, TracedNode, lengths_in
+from autosplit.trace.inputs.objects import storage_key
 from autosplit.trace.recording.recording import apply_function
 from autosplit.trace.rows.kinds import is_opaque
 
@@ -165,6 +166,8 @@ class Run(fx.Interpreter):
                 self.facts.values[key] = tensor
         follower = self._follower
         follower.calls, follower.changes_operands, opaque = [], False, self._why_opaque(node)
+        taken = [*state.values(), *(t for n in node.all_input_nodes for t in flat_tensors(self.env[n]))]
+        follower.shared = {storage_key(tensor) for tensor in taken}
         follower.rows_in_parts = lookup_of(node, self.module) is not None
         try:
             with follower, KernelsAsOne(follower):

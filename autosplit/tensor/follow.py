@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.profile.node_costs.flops import flat_tensors, flop_formulas
 from autosplit.tensor.axes import Axis, Incompatible
+from autosplit.trace.inputs.objects import storage_key
 
 Terms = tuple[tuple[int, ...], ...]
 
@@ -51,6 +52,8 @@ class Follower(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
         self.changes_operands = False
+        self.shared: set[int] = set()
+        """The storages of the node's operands, and of tensors that have views: what changes them changes others."""
         self.rows_in_parts = False
         """The node that runs can look up rows of a part of a table."""
         self._rules = rules
@@ -91,7 +94,11 @@ class Follower(TorchDispatchMode):
         """Run an operation and note it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self.changes_operands |= func._schema.is_mutable
+        given, made = ({storage_key(tensor) for tensor in flat_tensors(own)} for own in ((args, kwargs), result))
+        if func._schema.is_mutable:
+            self.changes_operands |= not given.isdisjoint(self.shared)
+        else:
+            self.shared |= given & made
         if next(flat_tensors(result), None) is None:
             return result
         packet = func.overloadpacket

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from autosplit.errors import InputError
+from autosplit.errors import InputError, listed
 from autosplit.profile.blocks import shorten_graph
-from autosplit.tensor.axes import Axis, shard_of
+from autosplit.tensor.axes import Axis, Shard, shard_of
 from autosplit.tensor.collectives import Placement
 from autosplit.tensor.facts import Facts, Operand, Run, operand_of
 from autosplit.tensor.moves import Collective, collectives
@@ -126,6 +126,13 @@ def tensor_plan(
     options["draws"] = draws
     with attributes(traced.root):
         return _Planner(traced, ranks, rows, options).plan()
+
+
+def check_sharded(plan: TensorPlan) -> None:
+    """Raise InputError where ranks would share nothing."""
+    if not any(isinstance(own, Shard) for own in plan.parameters.values()):
+        reasons = [f"{name}: {why}" for name, why in plan.replicated.items()]
+        raise InputError(f"tp={plan.ranks} shards no parameter of the model ({listed(reasons)}); use another degree")
 
 
 class _Planner:

@@ -24,7 +24,7 @@ def rules() -> dict[str, Rule]:
     table |= dict.fromkeys("_to_copy clone detach alias lift_fresh contiguous real imag _conj".split(), _copy)
     table |= {"where": _where, "masked_fill": _masked_fill, "constant_pad_nd": _pad, "expand": _expand}
     table |= dict.fromkeys("zeros_like ones_like empty_like full_like rand_like randn_like".split(), _pointwise)
-    table |= dict.fromkeys(("native_dropout", "bernoulli", "frac"), _pointwise)
+    table |= dict.fromkeys(("native_dropout", "bernoulli", "bernoulli_", "frac"), _pointwise)
     table |= dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _view)
     table |= {"t": _t, "transpose": _transpose, "permute": _permute, "unsqueeze": _unsqueeze, "squeeze": _squeeze}
     table |= {"slice": _slice, "select": _select, "unbind": _unbind, "cat": _cat, "stack": _stack, "repeat": _repeat}

@@ -172,6 +172,7 @@ def trained(name: str, options: dict[str, Any]) -> list[str]:
     [
         ("grouped gpt", {"recompute": "always", "every": 2}),
         ("mlp", {"schedule": "zb_h1"}),
+        ("dropout", {}),
         ("own loss", {}),
         ("recurrent", {}),
         ("tied gpt of changing length", {}),

@@ -1,4 +1,4 @@
-"""What a tensor-parallel rank has of every node: the interface of the planner, and its own simple rule."""
+"""What a tensor-parallel rank has of every node: the interface of the planner, and what the tensor plan says."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.parallel import Parallel, place
-from autosplit.planning.parallel.pairs import Pairs, find_pairs, shares_of
+from autosplit.planning.parallel.placements import shares_of
 from autosplit.planning.parallel.rank import rank_profile, with_gathers
-from autosplit.planning.profiled.apply import DataflowIndex
 from autosplit.profile.node_costs.combine import profile
 from autosplit.profile.shares import Collective, NodeShare, TensorShares
 from autosplit.profile.types import Profile
-from autosplit.trace.graph import INFO
+from autosplit.tensor.plan import check_sharded, tensor_plan
+from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import trace
 from cost_models.registry import device, machine
 from cost_models.roofline import Roofline
@@ -27,56 +26,72 @@ from tests.planning.llama import Llama
 _ROWS = 2
 
 
-def _recorded(model: nn.Module, *sample: torch.Tensor) -> tuple[DataflowIndex, Profile, Pairs]:
+def _recorded(model: nn.Module, *sample: torch.Tensor) -> tuple[TracedGraph, Profile]:
     graph = trace(model, Sample(*sample)).graph
-    costs = profile(graph, rows=_ROWS, batch_rows=_ROWS, measure=False, device="H100-SXM5-80GB", kernels="cuda")
-    index = DataflowIndex(graph)
-    return index, costs, find_pairs(index, costs)
+    return graph, profile(graph, rows=_ROWS, batch_rows=_ROWS, measure=False, device="H100-SXM5-80GB", kernels="cuda")
+
+
+def _shares(graph: TracedGraph, ranks: int, *, sequence: bool = False) -> TensorShares:
+    return shares_of(tensor_plan(graph, ranks=ranks, rows=_ROWS, latency_bytes=1.0), graph, sequence=sequence)
 
 
 @pytest.fixture(scope="module")
-def llama() -> tuple[DataflowIndex, Profile, Pairs]:
+def llama() -> tuple[TracedGraph, Profile]:
     with torch.device("meta"):
         model = Llama(width=64, inner=128, layers=2, heads=8, groups=4).bfloat16()
     return _recorded(model, torch.zeros(4, 16, dtype=torch.int64, device="meta"))
 
 
-def _modules(nodes: frozenset[torch.fx.Node]) -> set[str]:
-    return {node.meta[INFO].module.rpartition(".")[2] for node in nodes}
+def _kinds(shares: TensorShares, module: str) -> tuple[list[str], list[str]]:
+    own = [share for name, share in shares.nodes.items() if name.startswith(module)]
+    forward, backward = (
+        [one for share in own for one in share.forward],
+        [one for share in own for one in share.backward],
+    )
+    return sorted(one.kind for one in forward), sorted(one.kind for one in backward)
 
 
-def test_pairs_of_llama(llama: tuple[DataflowIndex, Profile, Pairs]) -> None:
-    """Queries, keys, values, gate and up are columns, what follows them rows; words are sharded in front and behind."""
-    _, _, pairs = llama
-    assert _modules(pairs.columns) == {"q_proj", "k_proj", "v_proj", "gate", "up", "lm_head"}
-    assert _modules(pairs.rows) == {"o_proj", "down"}
-    assert _modules(pairs.vocabulary) == {"embed", "lm_head"}
-    assert pairs.divisors == (1, 2, 4)
-
-
-def test_shares_of_llama(llama: tuple[DataflowIndex, Profile, Pairs]) -> None:
-    """A rank has its part of products, positions and words; norms are whole; a block waits for eight collectives."""
-    index, costs, pairs = llama
-    shares = shares_of(pairs, index, 4)
-    assert shares.of("layers.0.gate#0").work == shares.of("layers.0.before#0").held == 0.25
+def test_shares_of_llama(llama: tuple[TracedGraph, Profile]) -> None:
+    """A rank has its part of products, heads and parameters; the residual and the logits are whole; a block sums."""
+    graph, costs = llama
+    shares = _shares(graph, 4)
+    part, whole = NodeShare(0.25, 0.25), NodeShare(1, 1)
+    gate = shares.of("layers.1.gate#0")
+    assert (gate.work, gate.held) == (0.25, 0.25)
+    assert shares.of("layers.1#0/mul_0") == part
+    assert shares.of("layers.1.before#0") == shares.of("layers.1#0/add_0") == whole
+    assert shares.of("layers.1.down#0") == NodeShare(0.25, 1, (Collective("all_reduce", "layers.1.down#0"),))
+    assert _kinds(shares, "layers.1") == (["all_reduce"] * 2, ["all_reduce"] * 2)
+    head = shares.of("lm_head#0")
+    assert (head.work, head.held, head.forward) == (0.25, 1, (Collective("all_gather", "lm_head#0"),))
     assert shares.states["layers.1.attention.q_proj.weight"] == shares.states["embed.weight"] == 0.25
     assert "layers.0.before.weight" not in shares.states
-    block = [share for name, share in shares.nodes.items() if name.startswith("layers.1")]
-    kinds = [own.kind for share in block for own in share.forward]
-    assert sorted(kinds) == ["all_gather", "all_gather", "reduce_scatter", "reduce_scatter"]
-    assert sorted(own.kind for share in block for own in share.backward) == [
-        *["all_gather"] * 4,
-        *["reduce_scatter"] * 2,
-    ]
     held = sum(state.bytes * shares.states.get(name, 1.0) for name, state in costs.state.items() if state.is_parameter)
-    whole = sum(state.bytes for state in costs.state.values() if state.is_parameter)
-    assert 0.25 * whole < held < 0.28 * whole
+    every = sum(state.bytes for state in costs.state.values() if state.is_parameter)
+    assert 0.25 * every < held < 0.28 * every
 
 
-def test_a_rank_has_its_part_of_the_work(llama: tuple[DataflowIndex, Profile, Pairs]) -> None:
+def test_sequence_parallel_shares_of_llama(llama: tuple[TracedGraph, Profile]) -> None:
+    """What the plan has whole is shared by positions; a block gathers and scatters; logits stay parts for the loss."""
+    graph, _ = llama
+    shares = _shares(graph, 4, sequence=True)
+    part = NodeShare(0.25, 0.25)
+    assert shares.of("layers.1.before#0") == shares.of("layers.1#0/add_0") == part
+    assert {(share.work, share.held) for name, share in shares.nodes.items() if "layers.1" in name} == {(0.25, 0.25)}
+    assert _kinds(shares, "layers.1") == (
+        ["all_gather", "all_gather", "reduce_scatter", "reduce_scatter"],
+        [*["all_gather"] * 4, *["reduce_scatter"] * 2],
+    )
+    head = shares.of("lm_head#0")
+    assert (head.work, head.held) == (0.25, 0.25)
+    assert [one.kind for one in head.forward] == ["all_gather"]
+    assert head.forward[0].value != "lm_head#0"
+
+
+def test_a_rank_has_its_part_of_the_work(llama: tuple[TracedGraph, Profile]) -> None:
     """FLOPs and saved bytes of a rank are a quarter of the model's, and what it waits for comes on top of its time."""
-    index, costs, pairs = llama
-    own = _rank(costs, shares_of(pairs, index, 4), Parallel(tp=4))
+    graph, costs = llama
+    own = _rank(costs, _shares(graph, 4), Parallel(tp=4))
     flops = [sum(node.forward_flops for node in each.nodes.values()) for each in (costs, own)]
     assert flops[1] == pytest.approx(flops[0] / 4)
     assert sum(own.nodes["layers.0.down#0"].saved.values()) == sum(costs.nodes["layers.0.down#0"].saved.values()) / 4
@@ -85,9 +100,9 @@ def test_a_rank_has_its_part_of_the_work(llama: tuple[DataflowIndex, Profile, Pa
     assert own.nodes["layers.0.up#0"].forward_s == alone.nodes["layers.0.up#0"].forward_s
 
 
-def test_who_finds_placements_need_not_know_who_costs_them(llama: tuple[DataflowIndex, Profile, Pairs]) -> None:
+def test_who_finds_placements_need_not_know_who_costs_them(llama: tuple[TracedGraph, Profile]) -> None:
     """A share by name and a collective by kind and value are all that costs ask for: this test pins the interface."""
-    _, costs, _ = llama
+    _, costs = llama
     gather = Collective("all_gather", "layers.0.before#0")
     shares = TensorShares(2, {"layers.0.gate#0": NodeShare(0.5, 0.5, (gather,), ())}, {"layers.0.gate.weight": 0.5})
     own, placed = _rank(costs, shares, Parallel(tp=2)), place(machine("8xH100-SXM5-80GB"), Parallel(tp=2))
@@ -99,9 +114,9 @@ def test_who_finds_placements_need_not_know_who_costs_them(llama: tuple[Dataflow
     assert own.nodes["layers.0.up#0"].forward_flops == costs.nodes["layers.0.up#0"].forward_flops
 
 
-def test_a_block_with_sharded_parameters_waits_for_them(llama: tuple[DataflowIndex, Profile, Pairs]) -> None:
+def test_a_block_with_sharded_parameters_waits_for_them(llama: tuple[TracedGraph, Profile]) -> None:
     """Under ZeRO-3 two blocks are whole at a time; a block that is too short to hide its gather takes longer."""
-    _, costs, _ = llama
+    _, costs = llama
     blocks = {name: int(found[1]) for name in costs.nodes if (found := re.match(r"layers\.(\d+)", name))}
     norm = {"layers.0.before#0": 0}  # too little work to hide a gather
     for own, prefix, count, waits in ((blocks, "layers.0.", 2, False), (norm, "layers.0.before.", 1, True)):
@@ -113,9 +128,9 @@ def test_a_block_with_sharded_parameters_waits_for_them(llama: tuple[DataflowInd
         assert any(node.forward_s > other.forward_s for node, other in pairs) is waits
 
 
-def test_products_in_fp8(llama: tuple[DataflowIndex, Profile, Pairs]) -> None:
+def test_products_in_fp8(llama: tuple[TracedGraph, Profile]) -> None:
     """A product of a block runs in fp8 behind a cast, and what only such products save is kept in half the bytes."""
-    _, costs, _ = llama
+    _, costs = llama
     blocks = {name: 0 for name in costs.nodes if name.startswith("layers")}
     plain, own = (_rank(costs, TensorShares(), Parallel(), blocks=blocks, fp8=fp8) for fp8 in (False, True))
     dtypes = [operation.dtype for operation in own.nodes["layers.0.up#0"].forward_operations]
@@ -131,46 +146,41 @@ def _held(costs: Profile, name: str) -> int:
     return sum(costs.nodes[name].outputs.values())
 
 
-class _Gated(nn.Module):
-    """A router whose softmax mixes what would be its shards, and a norm over features between two products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.up, self.down = nn.Linear(32, 4), nn.Linear(32, 64), nn.Linear(64, 32)
-        self.first, self.norm, self.second = nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        weights = self.router(value).softmax(-1)
-        value = value + self.down(F.gelu(self.up(value))) * weights[..., :1]
-        result: torch.Tensor = value + self.second(self.norm(self.first(value)))
-        return result
-
-
-def test_what_mixes_features_stays_whole() -> None:
-    """Only the pair without a softmax or a norm over its shards is shared."""
-    _, _, pairs = _recorded(_Gated(), torch.zeros(4, 8, 32))
-    assert _modules(pairs.columns) == {"up"}
-    assert _modules(pairs.rows) == {"down"}
-
-
 def test_without_positions_ranks_sum() -> None:
-    """A table of features has no positions to share: a row product is summed, and what lies between pairs is whole."""
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-    index, _, pairs = _recorded(model, torch.zeros(4, 32))
-    shares = shares_of(pairs, index, 2)
-    assert [own.kind for own in shares.of("2#0").forward] == ["all_reduce"]
-    assert [own.kind for own in shares.of("0#0").backward] == ["all_reduce"]
-    assert shares.of("2#0").held == 1.0
+    """A table of features has no positions to share: under sequence parallelism too a row product is summed."""
+    graph, _ = _recorded(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), torch.zeros(4, 32))
+    shares = _shares(graph, 2, sequence=True)
+    assert shares.of("2#0") == NodeShare(0.5, 1.0, (Collective("all_reduce", "2#0"),))
 
 
-def test_a_degree_that_does_not_divide(llama: tuple[DataflowIndex, Profile, Pairs]) -> None:
+def test_positions_are_not_shared_where_heads_are_whole(llama: tuple[TracedGraph, Profile]) -> None:
+    """More ranks than groups of heads have attention whole, so that its queries are summed, and not scattered."""
+    shares = _shares(llama[0], 8, sequence=True)
+    query = shares.of("layers.1.attention.q_proj#0")
+    assert query == NodeShare(0.125, 1.0, (Collective("all_reduce", "layers.1.attention.q_proj#0"),), query.backward)
+    attention = next(share for name, share in shares.nodes.items() if "layers.1.attention#0/scaled_dot" in name)
+    assert attention.work == 1
+
+
+def test_a_parameter_that_ranks_have_whole_is_waited_for() -> None:
+    """A norm over features in parts has its scale whole, whose gradient ranks sum: its bytes are the parameter's."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.Unflatten(1, (8, 8)), nn.LayerNorm(8), nn.Flatten(), nn.Linear(64, 32))
+    graph, costs = _recorded(model, torch.zeros(4, 32))
+    shares = _shares(graph, 2)
+    assert Collective("all_reduce", "2.weight") in shares.of("2#0").backward
+    placed = place(machine("8xH100-SXM5-80GB"), Parallel(tp=2))
+    alone = _rank(costs, TensorShares(2, {"2#0": NodeShare(0.5, 0.5)}), Parallel(tp=2)).nodes["2#0"].backward_s
+    waits_s = _rank(costs, shares, Parallel(tp=2)).nodes["2#0"].backward_s - alone
+    assert waits_s == pytest.approx(2 * placed.tp.seconds("all_reduce", costs.state["2.weight"].bytes), rel=1e-3)
+
+
+def test_a_degree_that_does_not_divide(llama: tuple[TracedGraph, Profile]) -> None:
     """The error says what is not divided, and which degrees do."""
-    index, _, pairs = llama
-    with pytest.raises(InputError, match=r"tp=8 does not divide 4 heads; degrees .*: 1, 2, 4"):
-        shares_of(pairs, index, 8)
-    index, _, pairs = _recorded(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.zeros(4, 8))
-    with pytest.raises(InputError, match="no pair of products"):
-        shares_of(pairs, index, 2)
+    with pytest.raises(InputError, match=r"tp=3 does not divide 4, by which .*; degrees that do: 1, 2, 4"):
+        _shares(llama[0], 3)
+    graph, _ = _recorded(nn.Sequential(nn.LayerNorm(8)), torch.zeros(4, 8))
+    with pytest.raises(InputError, match="shards no parameter of the model"):
+        check_sharded(tensor_plan(graph, ranks=2, rows=_ROWS))
 
 
 def _rank(

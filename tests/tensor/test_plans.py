@@ -128,3 +128,10 @@ def test_a_vocabulary_that_no_degree_divides_is_sharded_another_way() -> None:
     plan = planned(Language(Pair(40), tied=False), ranks=5, words=True)
     assert dims(plan)["parts.0.b.weight"] == 0
     assert plan.replicated["head.weight"].startswith("tp=5 does not divide 24")
+
+
+def test_dropout_between_products_runs_in_parts() -> None:
+    """Noise that an operation makes and fills in place is its own: nothing else changes."""
+    traced = trace(nn.Sequential(nn.Linear(16, 32), nn.Dropout(), nn.Linear(32, 16)), Sample(torch.zeros(4, 16))).graph
+    plan = tensor_plan(traced, ranks=2, rows=ROWS, draws={"1#0"}, latency_bytes=1.0)
+    assert {node.name: node.share for node in plan.nodes.values()} == {"0#0": 0.5, "1#0": 0.5, "2#0": 0.5}

@@ -83,23 +83,26 @@ class _Rank:
         self._known: dict[tuple[int, float, bool], tuple[tuple[Operation, ...], float]] = {}
 
     def node(self, node: NodeProfile) -> NodeProfile:
-        """Return a rank's part of a node."""
-        share, eighth = self.shares.of(node.name), node.name in self.fp8
-        forward, forward_s = self._ran(node.forward_operations, share.work, fp8=eighth)
-        backward, backward_s = self._ran(node.backward_operations, share.work, fp8=eighth)
-        own = dict.fromkeys(node.saved, share.held)
+        """Return a rank's part of a node; of a loss that it computes too, as much as the rank has of the result."""
+        share, eighth, before = self.shares.of(node.name), node.name in self.fp8, self.costs.before_loss
+        bare = before if before is not None and before.name == node.name else node
+        forward, forward_s = self._ran(bare.forward_operations, share.work, fp8=eighth)
+        backward, backward_s = self._ran(bare.backward_operations, share.work, fp8=eighth)
+        loss, loss_s = self._made(node.forward_operations[len(bare.forward_operations) :], share.held)
+        back, back_s = self._made(node.backward_operations[len(bare.backward_operations) :], share.held)
+        own, later = dict.fromkeys(node.saved, share.held), share.work if bare is node else share.held
         saved = {storage: round(size * {**own, **self.held}[storage]) for storage, size in node.saved.items()}
         return replace(
             node,
-            forward_operations=forward,
-            backward_operations=backward,
-            forward_s=forward_s + self.waits_s(share.forward),
-            backward_s=backward_s + self.waits_s(share.backward),
+            forward_operations=forward + loss,
+            backward_operations=backward + back,
+            forward_s=forward_s + loss_s + self.waits_s(share.forward),
+            backward_s=backward_s + back_s + self.waits_s(share.backward),
             output_bytes=round(node.output_bytes * share.held),
             saved=saved,
             outputs={storage: round(size * self.held[storage]) for storage, size in node.outputs.items()},
             forward_transient_bytes=round(node.forward_transient_bytes * share.work),
-            backward_transient_bytes=round(node.backward_transient_bytes * share.work),
+            backward_transient_bytes=round(node.backward_transient_bytes * later),
         )
 
     def waits_s(self, collectives: Iterable[Collective]) -> float:
@@ -107,17 +110,24 @@ class _Rank:
         return sum(self.group.seconds(own.kind, self._bytes(own.value)) for own in collectives)
 
     def _bytes(self, name: str) -> int:
-        node = self.costs.nodes.get(name)
-        return self.costs.input_bytes[name] if node is None else node.output_bytes
+        if name in self.costs.nodes:
+            return self.costs.nodes[name].output_bytes
+        state = self.costs.state.get(name)
+        return self.costs.input_bytes[name] if state is None else state.bytes
 
     def _ran(self, operations: tuple[Operation, ...], part: float, *, fp8: bool) -> tuple[tuple[Operation, ...], float]:
         """Return a rank's part of some operations, and how long they take; nodes of repeated blocks share lists."""
         key = id(operations), part, fp8
         if key not in self._known:
-            own = [replace(each, flops=round(each.flops * part), bytes=round(each.bytes * part)) for each in operations]
-            own = [each for operation in own for each in (_in_fp8(operation) if fp8 else (operation,))]
-            self._known[key] = tuple(own), sum(self.model.seconds(work_of(each)) for each in own)
+            self._known[key] = self._made(operations, part, fp8=fp8)
         return self._known[key]
+
+    def _made(
+        self, operations: tuple[Operation, ...], part: float, *, fp8: bool = False
+    ) -> tuple[tuple[Operation, ...], float]:
+        own = [replace(each, flops=round(each.flops * part), bytes=round(each.bytes * part)) for each in operations]
+        own = [each for operation in own for each in (_in_fp8(operation) if fp8 else (operation,))]
+        return tuple(own), sum(self.model.seconds(work_of(each)) for each in own)
 
 
 def _in_fp8(operation: Operation) -> Sequence[Operation]:

@@ -11,6 +11,7 @@ is left out by it is at most a hundredth faster than the best that was found.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -51,6 +52,7 @@ class MeshRequest:
         degrees: those that were given; "auto": the best.
         zero: the ZeRO stage; "auto": the best.
         free_chunks: whether the number of microbatches is open.
+        sequence: whether sequence parallelism is assumed of tensor-parallel ranks.
     """
 
     paper: OnPaper
@@ -59,6 +61,7 @@ class MeshRequest:
     degrees: Parallel | str
     zero: int | str
     free_chunks: bool
+    sequence: bool = False
 
     @property
     def given(self) -> Parallel | None:
@@ -81,7 +84,7 @@ class MeshRequest:
 def plan_mesh(request: MeshRequest) -> Plan:
     """Return the best plan for a mesh, of all meshes where none is given, with reasons and the other meshes.
 
-    Raises InputError for degrees that do not divide the batch, the heads or the features, or where no mesh is possible.
+    Raises InputError for degrees that do not divide the batch or what ranks would share, or where no mesh is possible.
     """
     search = MeshSearch(request)
     best = search.run()
@@ -228,7 +231,7 @@ class MeshSearch:
             self.found.append(_Found(mesh, search, finished))
 
     def _degrees(self) -> Iterator[Parallel]:
-        """Yield the meshes that divide the devices, the batch, the heads and the features."""
+        """Yield the meshes that divide the devices, the batch, and what ranks share of tensors."""
         given, machine, rows = self.request.given, self.request.machine, self.request.rows
         if given is not None:
             self._check(given)
@@ -237,25 +240,28 @@ class MeshSearch:
         count = len(machine)
         island = sum(machine.island_of(device) == machine.island_of(0) for device in range(count))
         parts = len(set(self.request.paper.shared.outline.blocks.values())) or count
-        for tp in self._divisors():
+        for tp in self._tensor_degrees(island):
             for dp in range(1, count // tp + 1):
                 pp = count // (tp * dp)
-                if tp <= island and tp * dp * pp == count and rows % dp == 0 and pp <= parts:
+                if tp * dp * pp == count and rows % dp == 0 and pp <= parts:
                     yield from self._sharded(Parallel(dp, tp, pp))
 
     def _sharded(self, parallel: Parallel) -> Iterator[Parallel]:
         """Yield a mesh with each ZeRO stage that is worth a look: 1 is never slower than 0, and 3 holds the least."""
         asked = check_zero(self.request.zero)
         zeros: Sequence[int] = (1, 3) if asked is None else (asked,)
+        sequence = self.request.sequence and parallel.tp > 1
         for zero in zeros if parallel.dp > 1 else (0,):
-            yield replace(parallel, zero=zero)
+            yield replace(parallel, zero=zero, sequence=sequence)
 
-    def _divisors(self) -> tuple[int, ...]:
-        paper = self.request.paper
-        options = self.request.options(Parallel(pp=len(self.request.machine)))
-        sizes = (paper.found.graph.min_rows,)
-        costs = profiled(paper.model, paper.found, options, sizes, memo=paper.shared.costs)
-        return paper.shared.pairs(costs).divisors
+    def _tensor_degrees(self, most: int) -> Iterator[int]:
+        """Yield how many ranks, of those that divide the devices, may share tensors."""
+        count = len(self.request.machine)
+        for tp in (tp for tp in range(1, most + 1) if count % tp == 0):
+            with suppress(InputError):
+                parallel = Parallel(tp=tp, sequence=self.request.sequence)
+                self.request.paper.shared.shares(parallel, rng=self.request.paper.options.rng)
+                yield tp
 
     def _check(self, parallel: Parallel) -> None:
         rows = self.request.rows

@@ -34,6 +34,8 @@ class MeshDegrees(Record):
     pp: Degree
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     """ZeRO stage: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    sequence: bool = False
+    """Sequence parallelism is assumed of the tensor-parallel ranks, which no pipe runs."""
     order: tuple[str, ...] = ("pp", "dp", "tp")
     """The dimensions from the outermost to the innermost, whose ranks are neighbours."""
 
@@ -43,11 +45,12 @@ class MeshDegrees(Record):
         if placed is None:
             return None
         own = placed.parallel
-        return cls(dp=own.dp, tp=own.tp, pp=own.pp, zero=own.zero, order=placed.order)
+        return cls(dp=own.dp, tp=own.tp, pp=own.pp, zero=own.zero, sequence=own.sequence, order=placed.order)
 
     def __str__(self) -> str:
         shards = f", ZeRO-{self.zero}" if self.zero else ""
-        return f"dp={self.dp}, tp={self.tp}, pp={self.pp}{shards}"
+        sequence = ", sequence parallel" if self.sequence else ""
+        return f"dp={self.dp}, tp={self.tp}, pp={self.pp}{shards}{sequence}"
 
 
 class MeshAlternative(Record):

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from autosplit.options import Options
+from autosplit.parallel import Parallel
 from autosplit.partition.graph import base_graph
 from autosplit.partition.problem import Problem
 from autosplit.planning.paper_loss import PaperLoss, with_loss
-from autosplit.planning.parallel.pairs import Pairs, find_pairs, shares_of
+from autosplit.planning.parallel.placements import shares_of
 from autosplit.planning.parallel.rank import rank_profile, with_gathers
 from autosplit.planning.profiled.apply import DataflowIndex
 from autosplit.planning.profiled.formulate import Outline, formulate, scheduled
@@ -25,8 +26,11 @@ from autosplit.profile.node_costs.work import cost_model_of
 from autosplit.profile.shares import TensorShares
 from autosplit.profile.stage_trace.trace_memo import TraceMemo
 from autosplit.profile.types import Profile
+from autosplit.tensor.plan import check_sharded, tensor_plan
 from autosplit.trace.borrowed.state import borrowed
+from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.ladder import Trace
+from autosplit.trace.recording.draw_rules import with_plain_numbers
 from autosplit.trace.rows.probe import probe_rows
 from cost_models.collectives import Group
 from cost_models.specs import DeviceSpec
@@ -70,21 +74,28 @@ class Shared:
         self.memo = TraceMemo(found.graph)
         self.costs = CostMemo(found.graph)
         self.outline = Outline(found.graph)
-        self._pairs: Pairs | None = None
-        self._parts: dict[tuple[int, int, bool], tuple[Profile, Group, Profile]] = {}
+        self._found = found
+        self._shares: dict[tuple[int, bool], TensorShares] = {}
+        self._parts: dict[tuple[int, int, bool, bool], tuple[Profile, Group, Profile]] = {}
 
-    def pairs(self, costs: Profile) -> Pairs:
-        """Return the products that tensor-parallel ranks may share."""
-        if self._pairs is None:
-            self._pairs = find_pairs(self.outline.index, costs)
-        return self._pairs
+    def shares(self, parallel: Parallel, *, rng: str) -> TensorShares:
+        """Return what a tensor-parallel rank has of every node: by the plan for the whole batch.
 
-    def shares(self, costs: Profile, degree: int) -> TensorShares:
-        """Return what a rank of so many has of every node.
-
-        Raises InputError where the degree does not divide the heads and features that are to be shared.
+        Raises InputError where ranks cannot share what pairs of products have, or nothing.
         """
-        return shares_of(self.pairs(costs), self.outline.index, degree)
+        traced = self._found.graph
+        key = parallel.tp, parallel.sequence
+        if parallel.tp == 1:
+            return TensorShares()
+        if key not in self._shares:
+            infos = [info for _, info in traced.compute_nodes()]
+            if not parallel.sequence:
+                infos = [*with_plain_numbers(infos)] if rng == "plain" else []
+            draws = {info.name for info in infos if info.random}
+            plan = tensor_plan(traced, ranks=parallel.tp, rows=batch_rows(self._found.inputs), draws=draws)
+            check_sharded(plan)
+            self._shares[key] = shares_of(plan, traced, sequence=parallel.sequence)
+        return self._shares[key]
 
     def part(self, costs: Profile, options: Options) -> Profile:
         """Return what a tensor-parallel rank has of a profile, with its parameters and their gradients whole.
@@ -93,10 +104,10 @@ class Shared:
         """
         assert options.placed is not None
         fp8, group = options.precision == "fp8", options.placed.tp
-        key = costs.rows, options.parallel.tp, fp8
+        key = costs.rows, options.parallel.tp, options.parallel.sequence, fp8
         made_of = self._parts.get(key, (None, None))[:2]
         if made_of[0] is not costs or made_of[1] != group:
-            shares = self.shares(costs, options.parallel.tp)
+            shares = self.shares(options.parallel, rng=options.rng)
             model = cost_model_of(device_specs(options)[options.leading])
             part = rank_profile(costs, shares, group=group, blocks=self.outline.blocks, model=model, fp8=fp8)
             self._parts[key] = costs, group, part
