@@ -60,6 +60,11 @@ class Measured:
         return text + str(self._core.recordings.notes()) + self._core.stream.text if form == "text" else text
 
     @property
+    def draws_as_model(self) -> bool:
+        """Whether random operations draw the plain model's own numbers, in the kind of call that was prepared last."""
+        return self._core.options.rng == "plain" and not self._core.off_tape
+
+    @property
     def profiled(self) -> StepTimeline | None:
         """The times of the step that was profiled last, and the bytes that were counted last; None before."""
         found: StepTimeline | None = self._core.measured

@@ -37,7 +37,8 @@ from autosplit.runtime.loss.proof import Proofs
 from autosplit.runtime.step import engine, middle
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.tree import TreeRun
-from autosplit.stream.stream import OpenStream, Streaming
+from autosplit.stream.flight import OpenStream
+from autosplit.stream.stream import Streaming
 from autosplit.tensor.part import refuse_parts
 from autosplit.trace.borrowed.state import eval_mode, random_state, random_state_on_refusal
 from autosplit.trace.graph import lengths_in
@@ -108,11 +109,6 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         """The stages of the last call, as GraphModules; empty before the first call and for the module tree."""
         return self._core.stages
 
-    @property
-    def draws_as_model(self) -> bool:
-        """Whether random operations draw the plain model's own numbers, in the kind of call that was prepared last."""
-        return self._core.options.rng == "plain" and not self._core.off_tape
-
     def prepare(self, sample: Sample) -> None:
         """Record, plan and compile for a kind of call without running it.
 
@@ -138,9 +134,11 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
 
     def unsplit(self) -> nn.Module:
         """Return the model itself, and stop the lanes' threads; a later call of the pipe starts new ones."""
-        if self._core.threads is not None:
-            self._core.threads.close()
-        return self._core.model
+        core = self._core
+        core.stream.drain()
+        if core.threads is not None:
+            core.threads.close()
+        return core.model
 
     def train_step(
         self, *args: Any, target: Any = None, loss_fn: Any = None, loss_reduction: str = "auto", **kwargs: Any
@@ -395,5 +393,6 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         return kind(*own)
 
     def __reduce__(self) -> Any:
-        recordings = self._core.recordings
-        return PipelinedModule, (self._core.model, self._core.options, recordings.plan, recordings.fits)
+        core = self._core
+        core.stream.drain()
+        return PipelinedModule, (core.model, core.options, core.recordings.plan, core.recordings.fits)

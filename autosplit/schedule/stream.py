@@ -35,14 +35,18 @@ def versions_held(staleness: str, stages: int, stage: int) -> int:
 
 def stream_actions(
     stage: int, stages: int, staleness: str, microbatches: Callable[[int], int | None]
-) -> Iterator[tuple[Kind, int, int, bool]]:
+) -> Iterator[tuple[Kind, int, int, bool] | None]:
     """Yield what a lane does: the kind, the minibatch, which of its microbatches, and whether that is the last one.
 
-    ``microbatches`` returns how many a minibatch has, None where the stream has ended; it may wait until that is known.
+    ``microbatches`` returns how many a minibatch has, None where the stream has ended. It may wait until that is
+    known, or return 0: None is yielded then, and it is asked again.
     """
     flying: deque[tuple[int, int, bool]] = deque()
     minibatch = updates = 0
     while (count := microbatches(minibatch)) is not None:
+        if not count:
+            yield None
+            continue
         for place in range(count):
             version = weight_version(staleness, stages, stage, minibatch)
             while len(flying) == stages - stage or updates < version:

@@ -40,7 +40,7 @@ class StreamProgram:
         lowered: its stages.
         setup: what comes before a minibatch's first cell: its rows are cut into microbatches.
         alone: whether a minibatch is one microbatch.
-        places: by name, the stage of a parameter that has gradients, and where it is read: modules and attributes.
+        places: by name, the stage of a parameter, and where it is read: modules and attributes.
     """
 
     lowered: Lowered
@@ -63,14 +63,11 @@ def stream_program(
     model: nn.Module,
     recorded: Recorded,
     plan: Plan,
-    made: dict[int, nn.Module],
     *,
     alone: bool,
     compiled: Mapping[str, Any] | None,
 ) -> StreamProgram:
     """Lower a recording for a stream; ``alone``: for minibatches that are one microbatch each.
-
-    ``made`` are the stand-ins of other recordings, by the identity of their modules; new ones are added.
 
     Raises InputError where a minibatch of several microbatches needs what only a whole batch gives.
     """
@@ -80,7 +77,7 @@ def stream_program(
     if not alone:
         _check_parts(traced)
     traced, stage_of = _in_stages(traced, stage_of, alone=alone)
-    traced = replace(traced, root=_stand_in(traced.root, made))
+    traced = replace(traced, root=_stand_in(traced.root, {}))
     lanes = recorded.lanes
     lowered = lower(
         traced,
@@ -157,22 +154,18 @@ def _stand_in(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
 
 
 def _places(model: nn.Module, lowered: Lowered) -> dict[str, tuple[int, list[tuple[nn.Module, str]]]]:
-    """Return the stage of each parameter that stages have gradients of, by its first name, and where they read it."""
+    """Return the stage of each parameter that stages use, by its first name, and where they read it."""
     root, stage_of = lowered.traced.root, owners(lowered.traced.root, lowered)
-    named, first = list(model.named_parameters(remove_duplicate=False)), dict[int, str]()
-    for name, parameter in named:
-        first.setdefault(id(parameter), name)
-    trained = {name: first[id(parameter)] for name, parameter in named if parameter.requires_grad}
+    first = {id(own): name for name, own in reversed(list(model.named_parameters(remove_duplicate=False)))}
     found: dict[str, tuple[int, list[tuple[nn.Module, str]]]] = {}
-    held: dict[int, str] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
-        if name in stage_of and name in trained:
+        if name in stage_of and id(parameter) in first:
             parent, _, attribute = name.rpartition(".")
-            _, own = found.setdefault(held.setdefault(id(parameter), trained[name]), (stage_of[name], []))
+            _, own = found.setdefault(first[id(parameter)], (stage_of[name], []))
             own.append((root.get_submodule(parent), attribute))
     for stage, region in enumerate(lowered.stages):
         for leaf in region.leaves():
-            name = held.get(id(leaf), "a buffer or an attribute of a module")
+            name = first.get(id(leaf), "a buffer or an attribute of a module")
             if name not in found or found[name][0] != stage:
                 raise InputError(
                     f"stage {stage} computes gradients of {name}, which is no parameter of that stage alone, so that "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.errors import InputError, TraceError
 from autosplit.lower.text import Locate
@@ -21,6 +23,7 @@ from autosplit.runtime.step.step import Step
 from autosplit.runtime.tree import TreeRun
 from autosplit.stream.lowering import StreamProgram
 from autosplit.trace.graph import lengths_in
+from autosplit.trace.recording.random_watch import draws_numbers
 from autosplit.trace.reductions.own_loss import own_loss as loss_of
 
 
@@ -50,13 +53,27 @@ class _WholeLoss:
 
     takes_values, wants = False, None
 
-    def __init__(self, loss_fn: Any, target: Any) -> None:
-        self.loss_fn, self.target = loss_fn, target
+    def __init__(self, loss_fn: Any, target: Any, *, first: bool) -> None:
+        self.loss_fn, self.target, self.first = loss_fn, target, first
 
     def __call__(self, output: Any, microbatch: int) -> torch.Tensor:
         if self.loss_fn is None:
             return loss_of(output)
-        return parts.call_loss(self.loss_fn, output, self.target)
+        with _NoDraws() if self.first else nullcontext():
+            return parts.call_loss(self.loss_fn, output, self.target)
+
+
+class _NoDraws(TorchDispatchMode):
+    """Raises InputError where a loss draws random numbers: lanes share torch's generator with the loader."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and draws_numbers(func, args, kwargs):
+            raise InputError(
+                f"the loss draws random numbers ({func.name()}), and lanes draw in no order: other ones each time; "
+                "draw in the model, or in the loader"
+            )
+        return func(*args, **kwargs)
 
 
 def step_of(found: FoundCall, program: StreamProgram, options: Options, recordings: Recordings) -> StreamStep:
@@ -85,14 +102,14 @@ def step_of(found: FoundCall, program: StreamProgram, options: Options, recordin
 
 
 def loss_in(
-    step: StreamStep, loss_fn: Any, target: Any, proofs: Proofs, whole: Callable[[], Any]
+    step: StreamStep, loss_fn: Any, target: Any, proofs: Proofs, whole: Callable[[], Any], *, first: bool
 ) -> tuple[Any, WholeCheck | None]:
     """Return what each microbatch adds to the loss of a minibatch, and what holds the sum against the whole.
 
-    ``whole`` returns the model's output for all of it.
+    ``whole`` returns the model's output for all of it; ``first``: it is the first minibatch of a stream.
     """
     if step.alone:
-        return _WholeLoss(loss_fn, target), None
+        return _WholeLoss(loss_fn, target, first=first), None
     found = engine.find_loss(step, target=target, loss_fn=loss_fn, reduction="auto", proofs=proofs, whole=whole)
     if found is None:
         raise InputError(

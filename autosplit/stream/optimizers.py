@@ -6,6 +6,7 @@ Private torch interface: ``Optimizer._opt_called``, by which schedulers of learn
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,34 +24,62 @@ Given = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
 class StageOptimizer:
     """Steps one stage's parameters of an optimizer.
 
-    It shares the optimizer's state, which has an entry per parameter, and has groups of its own.
+    It steps stand-ins of the parameters, of the same memory and with the same entries of the optimizer's state: a
+    caller who calls ``step()`` or ``zero_grad()`` between two losses finds no gradients, and takes none away. What a
+    step counts in a group or in an attribute is the stage's own until the pipeline is drained.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        own = {id(parameter) for parameter in parameters}
-        groups = [(place, [p for p in g["params"] if id(p) in own]) for place, g in enumerate(optimizer.param_groups)]
         self.optimizer = optimizer
-        self._places = [place for place, mine in groups if mine]
+        self.groups = groups_of(optimizer, parameters)
+        self._twins = [(p, nn.Parameter(p.data)) for own in self.groups.values() for p in own]
+        twin = {id(parameter): other for parameter, other in self._twins}
         self._stage = type(optimizer).__new__(type(optimizer))
         self._stage.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
-        self._stage.param_groups = [{**optimizer.param_groups[p], "params": groups[p][1]} for p in self._places]
-
-    def has(self, parameter: nn.Parameter) -> bool:
-        """Tell whether it steps a parameter."""
-        return any(parameter is own for group in self._stage.param_groups for own in group["params"])
+        self._stage.param_groups = [
+            {**optimizer.param_groups[place], "params": [twin[id(p)] for p in own]}
+            for place, own in self.groups.items()
+        ]
+        self._counted: set[str] = set()
+        """The options that steps change."""
+        optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def settings(self) -> Settings:
         """Return the options as they are now."""
         return [{k: _kept(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
 
-    def step(self, settings: Settings) -> None:
-        """Step this stage's parameters, with the options that were taken when the minibatch came in."""
-        for place, group in zip(self._places, self._stage.param_groups, strict=True):
-            group.update(settings[place])
-        if self._places:
-            self._stage.state = self.optimizer.state
+    def step(self, gradients: Mapping[int, torch.Tensor], settings: Settings) -> None:
+        """Step by gradients, by the identity of parameters, with the options of when the minibatch came in."""
+        for place, group in zip(self.groups, self._stage.param_groups, strict=True):
+            group.update({k: v for k, v in settings[place].items() if k not in self._counted})
+        state, self._stage.state = self.optimizer.state, defaultdict(dict)
+        for parameter, twin in self._twins:
+            twin.data, twin.grad = parameter.data, gradients.get(id(parameter))
+            if parameter in state:
+                self._stage.state[twin] = state[parameter]
+        before = [dict(group) for group in self._stage.param_groups]
+        if self.groups:
             self._stage.step()
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        for group, old in zip(self._stage.param_groups, before, strict=True):
+            self._counted |= {name for name, value in group.items() if name not in old or value is not old[name]}
+        for parameter, twin in self._twins:
+            twin.grad = None
+            if twin in self._stage.state:
+                state[parameter] = self._stage.state[twin]
+
+    def hand_back(self) -> None:
+        """Give the caller's optimizer what steps have counted."""
+        for place, group in zip(self.groups, self._stage.param_groups, strict=True):
+            self.optimizer.param_groups[place].update({k: group[k] for k in self._counted})
+        kept = {"state", "param_groups"}
+        self.optimizer.__dict__.update({k: v for k, v in self._stage.__dict__.items() if k not in kept})
+
+
+def groups_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> dict[int, list[nn.Parameter]]:
+    """Return those of an optimizer's parameters that are among others, by the number of their group."""
+    own = {id(parameter) for parameter in parameters}
+    groups = [[p for p in group["params"] if id(p) in own] for group in optimizer.param_groups]
+    return {place: mine for place, mine in enumerate(groups) if mine}
 
 
 def _kept(value: Any) -> Any:
@@ -73,6 +102,18 @@ def check_optimizer(given: Any, model: nn.Module) -> None:
                 f"the optimizer steps a parameter of shape {list(parameter.shape)} that is not the model's; a stream "
                 "steps what its stages hold: give that an optimizer of its own"
             )
+    own_step = given.__dict__.get("step")
+    if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
+        raise InputError(
+            f"the step of this {type(given).__name__} was replaced on the object, and stages step copies of it; define "
+            "it in a class, or use register_step_pre_hook"
+        )
+    if isinstance(getattr(type(given), "param_groups", None), property) or any(
+        isinstance(own, Optimizer) for own in given.__dict__.values()
+    ):
+        raise InputError(
+            f"{type(given).__name__} steps another optimizer, which has all stages' parameters; give that one itself"
+        )
     _, *needed = inspect.signature(type(given).step).parameters.values()
     if any(own.default is own.empty and own.kind is own.POSITIONAL_OR_KEYWORD for own in needed):
         raise InputError(
@@ -90,19 +131,30 @@ def stage_optimizers(
 
     Raises InputError where a stage has parameters now that its optimizer was not made for.
     """
-    if isinstance(given, Optimizer):
-        return [StageOptimizer(given, stage.values()) if stage else None for stage in stages]
     found: list[StageOptimizer | None] = []
     for place, stage in enumerate(stages):
-        known = made[place] if place < len(made) else None
-        if stage and known is None:
-            own = given(list(stage.values()))
-            check_optimizer(own, nn.ParameterList(stage.values()))
-            known = StageOptimizer(own, stage.values())
-        for name, parameter in stage.items():
-            if known is not None and not known.has(parameter):
+        known = made[place] if place < len(made) and stage else None
+        if isinstance(given, Optimizer):
+            optimizer = given
+        elif known is not None:
+            optimizer = known.optimizer
+        elif stage:
+            optimizer = given(list(stage.values()))
+            check_optimizer(optimizer, nn.ParameterList(stage.values()))
+        if stage and (known is None or not _is(known.groups, optimizer, stage)):
+            if known is not None and optimizer is not given:
                 raise InputError(
-                    f"stage {place} trains {name!r} now, for which its optimizer was not made; begin a new stream"
+                    f"stage {place} does not train what its optimizer was made for any more; begin a new stream"
                 )
+            known = StageOptimizer(optimizer, stage.values())
         found.append(known)
     return found
+
+
+def _is(groups: Mapping[int, Sequence[nn.Parameter]], optimizer: Optimizer, stage: Mapping[str, nn.Parameter]) -> bool:
+    """Tell whether a stage's groups are those that an optimizer has of it."""
+
+    def named(own: Mapping[int, Sequence[nn.Parameter]]) -> dict[int, list[int]]:
+        return {place: list(map(id, mine)) for place, mine in own.items()}
+
+    return named(groups) == named(groups_of(optimizer, stage.values()))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -82,8 +82,10 @@ class Segment:
     """Runs minibatches; see the module's docstring."""
 
     def __init__(self, stages: Sequence[StageWeights], staleness: str) -> None:
-        self._stages, self._staleness = stages, staleness
-        self._pull: Callable[[], None] | None = None
+        self._stages, self.staleness = stages, staleness
+        self._waits = True
+        """Whether a lane waits until a minibatch comes in."""
+        self._inside = threading.local()
         self._minibatches: dict[int, Minibatch] = {}
         self._change = threading.Condition()
         self._running = [threading.Lock() for _ in stages]
@@ -103,14 +105,17 @@ class Segment:
         """The losses, in order; None when the lanes are done."""
 
     # -- the caller's side ---------------------------------------------------------------------------------------
-    def put(self, minibatch: Minibatch) -> None:
-        """Give the lanes one more minibatch."""
-        minibatch.first = self._next
-        self._next += minibatch.microbatches
+    def put(self, minibatch: Minibatch) -> bool:
+        """Give the lanes one more minibatch; return False where an error has ended the segment."""
         with self._change:
+            if self._ended:
+                return False
+            minibatch.first = self._next
+            self._next += minibatch.microbatches
             self._minibatches[self.put_in] = minibatch
             self.put_in += 1
             self._change.notify_all()
+            return True
 
     def end(self) -> None:
         """Say that no minibatch follows."""
@@ -139,19 +144,21 @@ class Segment:
 
         threading.Thread(target=run, name="autosplit stream", daemon=True).start()
 
-    def run_here(self, pull: Callable[[], None]) -> Iterator[None]:
-        """Run the lanes in this thread, a round at a time: of each lane what it can start.
-
-        ``pull`` puts one more minibatch in, or ends the segment.
-        """
-        self._pull = pull
+    def run_here(self) -> Iterator[None]:
+        """Run the lanes in this thread, a round at a time: of each lane what it can start."""
+        self._waits = False
         lanes = [self._turns(stage) for stage in range(len(self._stages))]
-        waiting: list[Turn | None] = [next(lane, None) for lane in lanes]
+        ready: list[Turn | None] = [None] * len(lanes)
         done: dict[int, int] = {}
+        left = set(range(len(lanes)))
         try:
-            while any(waiting):
-                for stage in reversed(range(len(lanes))):
-                    turn = waiting[stage]
+            while left:
+                for stage in sorted(left, reverse=True):
+                    try:
+                        turn = ready[stage] = ready[stage] or next(lanes[stage])
+                    except StopIteration:
+                        left.discard(stage)
+                        continue
                     if turn is not None and all(done.get(need) for need in turn.needs):
                         self._act(turn.action)
                         for need in turn.needs:
@@ -160,11 +167,15 @@ class Segment:
                                 del done[need]
                         if turn.tells:
                             done[turn.number] = len(turn.tells)
-                        waiting[stage] = next(lanes[stage], None)
+                        ready[stage] = None
                 yield
         except BaseException as error:
             self.broken = error
         self._finish()
+
+    def runs_here(self) -> bool:
+        """Tell whether this thread runs a cell."""
+        return getattr(self._inside, "cell", False)
 
     def wait(self) -> torch.Tensor | None:
         """Return the next loss; None when the lanes are done."""
@@ -176,21 +187,25 @@ class Segment:
 
     # -- the lanes' side -----------------------------------------------------------------------------------------
     def _microbatches(self, minibatch: int) -> int | None:
-        """Return how many microbatches a minibatch has, as soon as that is known; None where there is no such."""
-        while self._pull is not None and not self._ended and minibatch >= self.put_in:
-            self._pull()
+        """Return how many microbatches a minibatch has; None where there is no such, 0 where that is not known yet."""
         with self._change:
-            self._change.wait_for(lambda: self._ended or minibatch < self.put_in)
-            return self._minibatches[minibatch].microbatches if minibatch < self.put_in else None
+            self._change.wait_for(lambda: self._ended or minibatch < self.put_in or not self._waits)
+            if minibatch < self.put_in:
+                return self._minibatches[minibatch].microbatches
+            return None if self._ended else 0
 
-    def _turns(self, stage: int) -> Iterator[Turn]:
-        """Yield what a stage's lane does, and what it waits for."""
+    def _turns(self, stage: int) -> Iterator[Any]:
+        """Yield what a stage's lane does, and what it waits for; None where the next minibatch is not known yet."""
         stages = len(self._stages)
 
         def name(other: int, kind: str, microbatch: int) -> int:
             return (microbatch * stages + other) * 2 + (kind == "B")
 
-        for kind, number, place, last in stream_actions(stage, stages, self._staleness, self._microbatches):
+        for cell in stream_actions(stage, stages, self.staleness, self._microbatches):
+            if cell is None:
+                yield None
+                continue
+            kind, number, place, last = cell
             self._cells[stage] = number, place, last
             minibatch = self._minibatches[number]
             microbatch = minibatch.first + place
@@ -206,7 +221,7 @@ class Segment:
         if self.failed is not None and number >= self.failed[0]:
             return
         minibatch = self._minibatches[number]
-        with self._running[stage], minibatch.cells.step.lanes[stage].active():
+        with self._running[stage], self._in_cell(), minibatch.cells.step.lanes[stage].active():
             if action.kind == "F":
                 try:
                     self._forward(stage, number, minibatch, place, last=last)
@@ -214,6 +229,14 @@ class Segment:
                     self._fail(number, error)
             else:
                 self._backward(stage, number, minibatch, place, last=last)
+
+    @contextlib.contextmanager
+    def _in_cell(self) -> Iterator[None]:
+        self._inside.cell = True
+        try:
+            yield
+        finally:
+            self._inside.cell = False
 
     def _forward(self, stage: int, number: int, minibatch: Minibatch, place: int, *, last: bool) -> None:
         cells, leaves = minibatch.cells, self._stages[stage].take(number)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,46 +23,16 @@ from autosplit.checks import choose
 from autosplit.errors import InputError
 from autosplit.recorded import FoundCall, Recorded
 from autosplit.runtime.lanes.ambient import ThreadState, needs_one_thread
-from autosplit.runtime.lanes.lanes import Lane
-from autosplit.runtime.ops import enter, leave
+from autosplit.runtime.ops import enter
 from autosplit.runtime.step import engine
 from autosplit.schedule.stream import STALENESS, weight_version
+from autosplit.stream.flight import Flight
 from autosplit.stream.lowering import StreamProgram, stream_program
 from autosplit.stream.minibatches import StreamStep, checked, inputs_and_target, loss_in, step_of
 from autosplit.stream.optimizers import Given, StageOptimizer, check_optimizer, stage_optimizers
 from autosplit.stream.segment import Minibatch, Segment, StreamCells
 from autosplit.stream.versions import StageWeights
-from autosplit.units import format_bytes
-
-
-class OpenStream:
-    """The stream of a pipe that has minibatches in flight, if any."""
-
-    def __init__(self) -> None:
-        self._stream: weakref.ref[Stream] | None = None
-        self.text = ""
-        """What the report says of the last stream."""
-
-    def set(self, stream: Stream | None) -> None:
-        """Set which stream has minibatches in flight; None: none has."""
-        self._stream = None if stream is None else weakref.ref(stream)
-
-    @property
-    def stream(self) -> Stream | None:
-        """The stream with minibatches in flight."""
-        return None if self._stream is None else self._stream()
-
-    def drain(self) -> None:
-        """Finish minibatches in flight."""
-        if (stream := self.stream) is not None:
-            stream.drain()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Hold minibatches in flight where they are."""
-        stream = self.stream
-        with contextlib.nullcontext() if stream is None else stream.paused():
-            yield
+from autosplit.trace.inputs.objects import mapped
 
 
 class Streaming:
@@ -96,8 +65,7 @@ class Streaming:
             InputError: the model or the optimizer cannot be trained stage by stage; nothing has changed.
         """
         core = self._core
-        if (before := core.stream.stream) is not None:
-            before.close()
+        core.stream.drain()
         core.recordings.check_stream()
         core.recordings.still = core.stream.paused
         return Stream(self, loader, loss_fn, optimizer, staleness)
@@ -123,33 +91,54 @@ class Stream(Iterator[torch.Tensor]):
         self._pipe, self._core = pipe, pipe._core
         self._loss_fn, self._given, self._staleness = loss_fn, optimizer, staleness
         self._items = iter(loader)
+        self._one_at_a_time = threading.RLock()
         self._programs: dict[int, tuple[Recorded, StreamProgram]] = {}
-        self._stand_ins: dict[int, nn.Module] = {}
         self._stage_of: dict[str, int] = {}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
         self._stages: list[StageWeights] = []
         self._optimizers: Sequence[StageOptimizer | None] = ()
         self._losses: deque[torch.Tensor] = deque()
         self._error: BaseException | None = None
-        self._ended = False
-        self._flight: _Flight | None = None
+        self._exhausted = False
+        self._flight: Flight | None = None
         self._loaded: Mapping[str, Any] | None = None
-        self.minibatches = 0
-        """How many minibatches all stages have stepped by."""
+        self._before = 0
+        """How many minibatches came before the pipeline was last filled."""
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> torch.Tensor:
         """Return the loss of the next minibatch."""
+        with self._one_at_a_time:
+            return self._next_loss()
+
+    def _next_loss(self) -> torch.Tensor:
         while not self._losses:
-            if self._flight is None and self._error is not None:
+            flight = self._current()
+            if flight is None and self._error is not None:
                 error, self._error = self._error, None
                 raise error
-            if self._flight is None and self._ended:
+            if flight is None and self._exhausted:
                 raise StopIteration
-            self._advance()
+            while not self._exhausted and (self._flight is None or self._flight.in_flight() < self._depth):
+                self._take()
+            if self._flight is not None and not self._flight.ended:
+                self._flight.receive()
         return self._losses.popleft()
+
+    def _current(self) -> Flight | None:
+        """Return what is in flight; None where nothing is. What ended it is noted."""
+        if (flight := self._flight) is not None and flight.ended:
+            self._flight = None
+            if flight.error is not None:
+                self._error, self._exhausted = flight.error, True
+        return self._flight
+
+    @property
+    def minibatches(self) -> int:
+        """How many minibatches all stages have stepped by."""
+        return self._before + min((stage.updates for stage in self._stages), default=0)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -159,33 +148,35 @@ class Stream(Iterator[torch.Tensor]):
     @property
     def version_bytes(self) -> tuple[int, ...]:
         """The bytes of each stage's weights beside the newest, when it held most."""
-        return tuple((stage.most - 1) * stage.bytes for stage in self._stages)
+        return tuple(stage.version_bytes for stage in self._stages)
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers that step the stages: one for all, or one per stage that has parameters to train."""
+        if isinstance(self._given, Optimizer):
+            return (self._given,)
         return tuple({id(own.optimizer): own.optimizer for own in self._optimizers if own is not None}.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Drain, and return how many minibatches were trained on and the optimizers' states; the model has its own."""
         self.drain()
-        return {"minibatches": self.minibatches, "optimizers": [own.state_dict() for own in self.optimizers]}
+        states = [own.state_dict() for own in self.optimizers] if self._loaded is None else self._loaded["optimizers"]
+        return {"minibatches": self.minibatches, "optimizers": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another stream, of the same cut, was saved; before the first minibatch."""
-        if self.minibatches or self._flight is not None:
+        if self._stages:
             raise InputError("a stream takes a state before its first minibatch; make a new one for the saved state")
-        self.minibatches, self._loaded = int(state["minibatches"]), state
+        self._before, self._loaded = int(state["minibatches"]), state
 
     def drain(self) -> None:
         """Finish the minibatches in flight, so that the weights are those after the last one; no more are taken.
 
         Their losses are returned by later calls of ``next``, which fill the pipeline again.
         """
-        if self._flight is not None:
-            self._flight.segment.end()
-        while self._flight is not None:
-            self._receive(self._flight)
+        if (flight := self._current()) is not None:
+            flight.finish()
+        self._current()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -195,33 +186,30 @@ class Stream(Iterator[torch.Tensor]):
 
     def close(self) -> None:
         """Drain, and take no more minibatches; raise what one in flight has raised."""
-        self._ended = True
+        self._exhausted = True
         self.drain()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def __del__(self) -> None:
-        if getattr(self, "_flight", None) is not None:
-            self.close()
+        flight = getattr(self, "_flight", None)
+        if flight is not None and not flight.ended:
+            if flight.segment.runs_here():  # garbage of a lane: the pipe's next call waits for the end
+                flight.segment.end()
+            else:
+                self.close()
 
     # -- minibatches in ------------------------------------------------------------------------------------------
-    def _advance(self) -> None:
-        """Take minibatches as far as the lanes have use for them, then the next loss."""
-        while not self._ended and (self._flight is None or self._flight.has_room()):
-            self._take()
-        if self._flight is not None:
-            self._receive(self._flight)
-
     def _take(self) -> None:
         """Take a minibatch from the loader and put it in; end where there is none, or where one cannot be run."""
         try:
             self._put(next(self._items))
         except StopIteration:
-            self._ended = True
+            self._exhausted = True
         except Exception as error:
-            self._ended, self._error = True, self._error or error
-        if self._ended and self._flight is not None:
+            self._exhausted, self._error = True, self._error or error
+        if self._exhausted and self._flight is not None:
             self._flight.segment.end()
 
     def _put(self, item: Any) -> None:
@@ -234,20 +222,30 @@ class Stream(Iterator[torch.Tensor]):
                 core.recordings.leave(found, ())
                 found = self._pipe._find(sample.args, sample.kwargs)
             program = self._program(checked(found, core.recordings))
+            if not program.lowered.changes_inputs:  # the loader may use its memory again
+                found = found._replace(tensors=[tensor.clone() for tensor in found.tensors])
+            target = mapped(_copied, target)
             step = step_of(found, program, core.options, core.recordings)
+
+            if step.state.seed and core.threads is not None:
+                raise InputError(
+                    "the model draws random numbers that are not known before a minibatch runs (rng='counter', or "
+                    f"{program.lowered.off_tape}), and lanes draw while the loader does; split with lanes='inline'"
+                )
 
             def whole() -> Any:
                 return self._pipe._call(self._pipe._prepare(sample.args, sample.kwargs))
 
-            loss = loss_in(step, self._loss_fn, target, core.proofs, whole)
-            if self._flight is not None and self._flight.trained != self._trained():
+            loss = loss_in(step, self._loss_fn, target, core.proofs, whole, first=not self._stages)
+            if (flight := self._current()) is not None and flight.trained != self._trained_by(self._trained()):
                 self.drain()
-            if self._error is not None:
+            if self._current() is None and self._error is not None:
                 return
-            flight = self._flight or self._fill(step)
+            flight = self._current() or self._fill(step)
             enter(step.lanes[-1], list(dict.fromkeys(step.lanes[:-1])))
             settings = [[] if own is None else own.settings() for own in self._optimizers]
-            flight.segment.put(Minibatch(StreamCells(step, *loss), settings, program.sources))
+            if not flight.segment.put(Minibatch(StreamCells(step, *loss), settings, program.sources)):
+                self._exhausted = True
 
     def _program(self, recorded: Recorded) -> StreamProgram:
         """Return what runs a recording; its parameters are those of the stream from then on."""
@@ -255,7 +253,7 @@ class Stream(Iterator[torch.Tensor]):
             core, plan = self._core, self._core.recordings.plan
             alone, compiled = self._staleness != "2bw" or core.options.chunks == 1, core.options.compile
             with self.paused():
-                made = stream_program(core.model, recorded, plan, self._stand_ins, alone=alone, compiled=compiled)
+                made = stream_program(core.model, recorded, plan, alone=alone, compiled=compiled)
                 for name, (stage, places) in made.places.items():
                     if self._stage_of.setdefault(name, stage) != stage:
                         raise InputError(
@@ -276,10 +274,24 @@ class Stream(Iterator[torch.Tensor]):
                 trained[stage][name] = named[name]
         return trained
 
-    def _fill(self, step: StreamStep) -> _Flight:
+    def _trained_by(self, trained: Sequence[Mapping[str, nn.Parameter]]) -> Any:
+        """Return which parameters are trained, and the groups of an optimizer for all stages, by identities."""
+        groups = self._given.param_groups if isinstance(self._given, Optimizer) else ()
+        return [
+            [{name: id(own) for name, own in stage.items()} for stage in trained],
+            [list(map(id, group["params"])) for group in groups],
+        ]
+
+    def _fill(self, step: StreamStep) -> Flight:
         """Begin to fill the pipeline; raise InputError where its stages cannot be trained one by one."""
         core, trained = self._core, self._trained()
+        memory: dict[int, str] = {}
         for name, parameter in (pair for own in trained for pair in own.items()):
+            if (other := memory.setdefault(parameter.data_ptr(), name)) != name and parameter.numel():
+                raise InputError(
+                    f"{name!r} and {other!r} are two parameters of one memory, and versions have memory of their own; "
+                    "make them one Parameter"
+                )
             if parameter.grad is not None:
                 raise InputError(
                     f"{name!r} has a gradient, which is no minibatch's; call zero_grad() before the stream"
@@ -289,87 +301,33 @@ class Stream(Iterator[torch.Tensor]):
             for own, state in zip(self.optimizers, self._loaded["optimizers"], strict=True):
                 own.load_state_dict(state)
             self._loaded = None
-        stages = len(trained)
+        for name, parameter in core.model.named_parameters():
+            for module, attribute in self._places.get(name, ()):
+                setattr(module, attribute, parameter)
+        stages, self._before = len(trained), self.minibatches
         self._stages = [
             StageWeights(own, self._places, optimizer, partial(weight_version, self._staleness, stages, stage))
             for stage, (own, optimizer) in enumerate(zip(trained, self._optimizers, strict=True))
         ]
-        stream, segment = weakref.ref(self), Segment(self._stages, self._staleness)
-        flight = self._flight = _Flight(trained, segment, step.lanes, math.ceil(stages / len(step.sizes)) + 1)
-        core.stream.set(self)
-        flight.hooks += [core.model.register_state_dict_pre_hook(lambda *_: _drained(stream))]
-        flight.hooks += [own.register_state_dict_pre_hook(lambda _: _drained(stream)) for own in self.optimizers]
+        self._depth = math.ceil(stages / len(step.sizes)) + 1
+        segment, by = Segment(self._stages, self._staleness), self._trained_by(trained)
+        flight = self._flight = Flight(
+            core.stream,
+            segment,
+            self._stages,
+            self._optimizers,
+            step.lanes,
+            self._losses,
+            before=self._before,
+            trained=by,
+        )
+        flight.watch([core.model, *self.optimizers])
         if core.threads is not None and not needs_one_thread():
             segment.start(core.threads, ThreadState.current())
         else:
-            flight.rounds = segment.run_here(lambda: _taken(stream))
+            flight.rounds = segment.run_here()
         return flight
 
-    # -- losses out ----------------------------------------------------------------------------------------------
-    def _receive(self, flight: _Flight) -> None:
-        """Take the next loss, or what ended the flight."""
-        loss = flight.next_loss()
-        leave(flight.lanes[-1], list(dict.fromkeys(flight.lanes[:-1])), [loss])
-        if loss is not None:
-            flight.received += 1
-            self._losses.append(loss)
-            return
-        self._flight = None
-        self._core.stream.set(None)
-        for hook in flight.hooks:
-            hook.remove()
-        held, more = ", ".join(map(str, self.versions)), format_bytes(sum(self.version_bytes))
-        self._core.stream.text = (
-            f"\nstream: staleness={self._staleness!r}, {held} versions of the stages' weights, {more} beside the newest"
-        )
-        before, updates = self.minibatches, [stage.updates for stage in self._stages]
-        self.minibatches += min(updates)
-        error = flight.segment.broken
-        if error is not None:
-            error.add_note(
-                f"stages have stepped {[before + own for own in updates]} minibatches of the stream: those before the "
-                "error are ahead of the others where the numbers differ; resume from a checkpoint"
-            )
-        elif flight.segment.failed is not None:
-            number, error = flight.segment.failed
-            error.add_note(f"all stages are as after {before + number} minibatches of the stream; the rest was dropped")
-        if error is not None:
-            self._ended, self._error = True, error
 
-
-@dataclass
-class _Flight:
-    """A segment, what runs it, and how many minibatches it takes."""
-
-    trained: list[dict[str, nn.Parameter]]
-    segment: Segment
-    lanes: Sequence[Lane]
-    depth: int
-    """How many minibatches may be in it."""
-    received: int = 0
-    """How many losses have come out."""
-    rounds: Iterator[None] | None = None
-    """Runs the lanes in the caller's thread; None: they have threads."""
-    hooks: list[Any] = field(default_factory=list)
-
-    def has_room(self) -> bool:
-        """Tell whether the lanes have use for one more minibatch."""
-        return self.segment.put_in - self.received < self.depth
-
-    def next_loss(self) -> torch.Tensor | None:
-        """Return the next loss; None when the lanes are done."""
-        while self.rounds is not None and self.segment.losses.empty():
-            next(self.rounds, None)
-        return self.segment.wait()
-
-
-def _drained(stream: weakref.ref[Stream]) -> None:
-    """Drain a stream that is still there."""
-    if (own := stream()) is not None:
-        own.drain()
-
-
-def _taken(stream: weakref.ref[Stream]) -> None:
-    """Have a stream that is still there take a minibatch, or end."""
-    if (own := stream()) is not None:
-        own._take()
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

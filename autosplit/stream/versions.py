@@ -51,9 +51,9 @@ class StageWeights:
         self._versions[self.updates] = {name: nn.Parameter(own.data) for name, own in self._parameters.items()}
 
     @property
-    def bytes(self) -> int:
-        """The bytes of one version."""
-        return sum(own.numel() * own.element_size() for own in self._parameters.values())
+    def version_bytes(self) -> int:
+        """The bytes of the weights beside the newest, when there were most versions."""
+        return (self.most - 1) * sum(own.numel() * own.element_size() for own in self._parameters.values())
 
     def take(self, minibatch: int) -> list[torch.Tensor]:
         """Put a minibatch's version where its stage reads it, and return it."""
@@ -83,11 +83,7 @@ class StageWeights:
             for parameter in self._parameters.values():
                 parameter.data = parameter.data.clone()
         if found and self._optimizer is not None:
-            gradients = [gradient for _, gradient in found]
-            torch.autograd.backward(donate_gradients([parameter for parameter, _ in found], gradients))
-            self._optimizer.step(settings)
-        for parameter in self._parameters.values():
-            parameter.grad = None
+            self._optimizer.step(_through_hooks(found), settings)
         if later > self.updates:
             del self._versions[self.updates]
         self.updates += 1
@@ -98,3 +94,20 @@ class StageWeights:
         """Keep the newest version only."""
         self._put(self.updates)
         self._versions.clear()
+
+
+def _through_hooks(found: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Return gradients by the identity of parameters, as the parameters' hooks leave them."""
+    gradients = {id(parameter): gradient for parameter, gradient in found}
+    hooked = [own for own, _ in found if own._backward_hooks or own._post_accumulate_grad_hooks]
+    if hooked:
+        torch.autograd.backward(donate_gradients(hooked, [gradients[id(own)] for own in hooked]))
+    for parameter in hooked:
+        left, parameter.grad = parameter.grad, None
+        if left is None:
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {list(parameter.shape)} was taken away while its stage stepped: "
+                "a hook, or zero_grad() between two losses, which a stream has no need of"
+            )
+        gradients[id(parameter)] = left
+    return gradients

@@ -81,6 +81,18 @@ class Pair:
     plain: nn.Module
     pipe: Any
     stage_of: dict[str, int]
+    how: dict[str, Any]
+
+    def twin(self) -> Pair:
+        """Return the same again, as it was before any training, cut alike: a cut depends on measured times."""
+        model, plain = copy.deepcopy(self.plain), copy.deepcopy(self.plain)
+        return Pair(model, plain, autosplit(model, plan=self.pipe.plan, **self.how), {}, self.how)
+
+    def find_stages(self, item: Any) -> None:
+        """Note which stage has which parameters, by a twin's training on a minibatch."""
+        twin = self.twin()
+        run(twin, [item], "stash", sgd)
+        self.stage_of.update(twin.stage_of)
 
     def assert_equal(self, tolerance: float = 1e-12) -> None:
         """Compare parameters and buffers."""
@@ -94,8 +106,8 @@ def pair(
     torch.manual_seed(0)
     model = make().double()
     plain = copy.deepcopy(model)
-    pipe = autosplit(model, devices=[CPU] * stages, chunks=chunks, sample=Sample.of(sample), lanes=lanes, **how)
-    return Pair(model, plain, pipe, {})
+    how |= {"devices": [CPU] * stages, "chunks": chunks, "lanes": lanes}
+    return Pair(model, plain, autosplit(model, sample=Sample.of(sample), **how), {}, how)
 
 
 def run(own: Pair, items: Sequence[Any], staleness: str, make: Any, loss_fn: Any = cross_entropy) -> list[float]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autosplit import InputError, autosplit
-from tests.stream.streams import CPU, Pair, Skipping, cross_entropy, expected, pair, run, sgd, words
+from autosplit.stream.segment import Segment
+from tests.stream.streams import CPU, Pair, Skipping, cross_entropy, expected, pair, sgd, words
 
 
 class Failing(Skipping):
@@ -51,15 +53,6 @@ def losses_until(stream: Any) -> tuple[list[float], BaseException]:
     raise AssertionError("nothing was raised")
 
 
-def started(make: Any, items: list[Any]) -> Pair:
-    """Return a pair of which the stages are known."""
-    own = pair(make, items[0][0])
-    known = pair(make, items[0][0])
-    run(known, items[:1], "stash", sgd)
-    own.stage_of = known.stage_of
-    return own
-
-
 @pytest.mark.parametrize("lanes", ["threads", "inline"])
 @pytest.mark.parametrize("where", ["loss", "loader", "inputs", "rows"])
 @pytest.mark.parametrize("at", [0, 1, 7])
@@ -67,9 +60,7 @@ def test_what_raises_before_a_backward_leaves_what_came_earlier(
     items: list[Any], where: str, at: int, lanes: str
 ) -> None:
     own = pair(Skipping, items[0][0], lanes=lanes)
-    known = pair(Skipping, items[0][0])
-    run(known, items[:1], "stash", sgd)
-    own.stage_of = known.stage_of
+    own.find_stages(items[0])
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         if where == "loss" and (target == -1).all():
@@ -101,7 +92,7 @@ def test_what_raises_before_a_backward_leaves_what_came_earlier(
 @pytest.mark.parametrize("at", [1, 4])
 @pytest.mark.parametrize("where", ["backward", "optimizer"])
 def test_an_error_in_a_backward_says_which_stages_have_stepped(items: list[Any], where: str, at: int) -> None:
-    own = started(Skipping, items)
+    own = pair(Skipping, items[0][0])
     optimizer = sgd(list(own.model.parameters()))
     calls: list[int] = []
 
@@ -122,10 +113,13 @@ def test_an_error_in_a_backward_says_which_stages_have_stepped(items: list[Any],
 def test_bad_arguments(items: list[Any]) -> None:
     own = pair(Skipping, items[0][0])
     parameters = list(own.model.parameters())
+    patched = sgd(parameters)
+    patched.step = lambda: None  # type: ignore[method-assign]
     for how, words_of in (
         ({"staleness": "stale"}, "staleness"),
         ({"optimizer": torch.optim.LBFGS(parameters)}, "LBFGS calls the model itself"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1)}, r"shape \[2\] that is not the model's"),
+        ({"optimizer": patched}, "was replaced on the object"),
         ({"optimizer": 3}, "optimizer= is a torch.optim.Optimizer"),
     ):
         with pytest.raises(InputError, match=words_of):
@@ -169,6 +163,59 @@ def test_a_loss_of_the_whole_minibatch_is_refused_where_it_is_cut() -> None:
     own = pair(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), items[0][0])
     assert len(list(own.pipe.train_stream(items, loss_fn=contrast, optimizer=sgd))) == 5
     refused(own, items, "neither a mean nor a sum over rows", contrast, staleness="2bw")
+
+
+@pytest.mark.parametrize("where", ["loss", "hook"])
+def test_the_models_state_is_not_asked_for_in_a_lane(items: list[Any], where: str) -> None:
+    own = pair(Skipping, items[0][0])
+    optimizer = sgd(list(own.model.parameters()))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if where == "loss":
+            own.model.state_dict()
+        return cross_entropy(output, target)
+
+    if where == "hook":
+        optimizer.register_step_post_hook(lambda *_: own.model.state_dict())
+    _, error = losses_until(own.pipe.train_stream(items, loss_fn=loss, optimizer=optimizer))
+    assert "ask between two losses" in str(error)
+
+
+class Wrapping(torch.optim.SGD):
+    """Steps another optimizer."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, lr=0.1)
+        self.base = base
+
+
+def test_an_optimizer_that_steps_another_is_refused(items: list[Any]) -> None:
+    own = pair(Skipping, items[0][0])
+    with pytest.raises(InputError, match="steps another optimizer"):
+        own.pipe.train_stream(items, loss_fn=cross_entropy, optimizer=Wrapping(sgd(list(own.model.parameters()))))
+
+
+def test_nothing_comes_in_behind_an_error() -> None:
+    segment = Segment([], "stash")
+    segment.end()  # lanes that have seen this do not run what others would wait for
+    assert not segment.put(cast(Any, SimpleNamespace(microbatches=1)))
+    assert segment.put_in == 0
+
+
+def test_random_numbers_that_lanes_would_draw(items: list[Any]) -> None:
+    own = pair(lambda: Skipping(dropout=0.3), items[0][0], rng="counter")
+    refused(own, items, "lanes draw while the loader does")
+
+    def noisy(output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output + torch.randn_like(output), target)
+
+    refused(pair(Skipping, items[0][0]), items, "the loss draws random numbers", noisy)
+
+
+def test_two_parameters_of_one_memory(items: list[Any]) -> None:
+    own = pair(Skipping, items[0][0])
+    own.model.blocks[1][0].weight.data = own.model.blocks[0][0].weight.data
+    refused(own, items, "are two parameters of one memory")
 
 
 def test_virtual_stages_are_refused(items: list[Any]) -> None:

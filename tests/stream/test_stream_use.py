@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,7 +27,7 @@ def items() -> list[tuple[Any, Any]]:
 @pytest.fixture
 def own(items: list[tuple[Any, Any]]) -> Pair:
     made = pair(Skipping, items[0][0])
-    made.stage_of = {}
+    made.find_stages(items[0])
     return made
 
 
@@ -41,14 +43,7 @@ def test_what_was_taken_is_trained_on_when_the_loop_is_left(own: Pair, items: li
             taken.append(number)
             yield item
 
-    names = {id(parameter): name for name, parameter in own.model.named_parameters()}
-
-    def made(parameters: list[nn.Parameter]) -> Any:
-        stage = 1 + max(own.stage_of.values(), default=-1)
-        own.stage_of.update({names[id(parameter)]: stage for parameter in parameters})
-        return sgd(parameters)
-
-    for _ in stream_of(own, loader(), made):
+    for _ in stream_of(own, loader()):
         if len(taken) == 6:
             break
     gc.collect()
@@ -66,16 +61,13 @@ def test_a_drained_stream_goes_on_as_one_that_begins(own: Pair, items: list[Any]
     state = copy.deepcopy(own.model.state_dict())
     losses += [loss.item() for loss in stream]
     assert len(losses) == len(items) == stream.minibatches
-    again = pair(Skipping, items[0][0])
-    run(again, items[:1], "stash", sgd)
-    again = Pair(nn.Module(), own.plain, own.pipe, again.stage_of)
-    wanted = expected(again, items, "stash", sgd, drains=[done])
+    wanted = expected(own, items, "stash", sgd, drains=[done])
     assert losses == pytest.approx(wanted, rel=1e-12)
     own.assert_equal()
     assert any(not torch.equal(a, b) for a, b in zip(state.values(), own.model.state_dict().values(), strict=True))
 
 
-@pytest.mark.parametrize("read", ["model", "pipe", "optimizer", "step", "evaluation"])
+@pytest.mark.parametrize("read", ["model", "pipe", "optimizer", "step", "evaluation", "loaded", "copied", "model back"])
 def test_what_reads_the_model_drains_first(own: Pair, items: list[Any], read: str) -> None:
     optimizer = sgd(list(own.model.parameters()))
     stream = stream_of(own, items, optimizer)
@@ -87,6 +79,12 @@ def test_what_reads_the_model_drains_first(own: Pair, items: list[Any], read: st
     elif read == "step":
         own.pipe.train_step(items[0][0], target=items[0][1], loss_fn=cross_entropy)
         optimizer.zero_grad()
+    elif read == "loaded":
+        own.model.load_state_dict(own.plain.state_dict())
+    elif read == "copied":
+        copy.deepcopy(own.pipe)
+    elif read == "model back":
+        own.pipe.unsplit()
     else:
         own.pipe.eval_step(items[0][0])
     assert stream.minibatches > 1
@@ -120,16 +118,13 @@ def test_a_saved_stream_is_resumed(own: Pair, items: list[Any], how: str) -> Non
     saved = copy.deepcopy((own.model.state_dict(), first.state_dict()))
     model = Skipping().double()
     model.load_state_dict(saved[0])
-    pipe = autosplit(model, devices=[CPU] * 3, chunks=2, sample=items[0][0])
+    pipe = autosplit(model, plan=own.pipe.plan, **own.how)
     resumed = pipe.train_stream(items[6:], loss_fn=cross_entropy, optimizer=fresh(model))
     resumed.load_state_dict(saved[1])
     losses = [loss.item() for loss in resumed]
     assert resumed.minibatches == len(items)
-    whole = pair(Skipping, items[0][0])
-    run(whole, items[:1], "stash", sgd)
-    both = Pair(model, whole.plain, whole.pipe, whole.stage_of)
-    assert losses == pytest.approx(expected(both, items, "stash", adamw, drains=[6])[6:], rel=1e-12)
-    both.assert_equal()
+    assert losses == pytest.approx(expected(own, items, "stash", adamw, drains=[6])[6:], rel=1e-12)
+    torch.testing.assert_close(model.state_dict(), own.plain.state_dict(), rtol=1e-12, atol=1e-12)
 
 
 def test_options_of_the_optimizer_are_those_when_a_minibatch_was_taken(own: Pair, items: list[Any]) -> None:
@@ -143,8 +138,6 @@ def test_options_of_the_optimizer_are_those_when_a_minibatch_was_taken(own: Pair
             yield item
 
     found = [loss.item() for loss in stream_of(own, loader(), optimizer)]
-    stages = pair(Skipping, items[0][0])
-    run(stages, items[:1], "stash", sgd)
     steps = iter(rates)
     made: list[torch.optim.SGD] = []
 
@@ -159,9 +152,102 @@ def test_options_of_the_optimizer_are_those_when_a_minibatch_was_taken(own: Pair
                 one.param_groups[0]["lr"] = rate
             yield item
 
-    reference = Pair(own.model, own.plain, own.pipe, stages.stage_of)
-    assert found == pytest.approx(expected(reference, with_rates(), "stash", scheduled), rel=1e-12)
+    assert found == pytest.approx(expected(own, with_rates(), "stash", scheduled), rel=1e-12)
     own.assert_equal()
+
+
+@pytest.mark.parametrize("lanes", ["threads", "inline"])
+def test_modes_that_change_between_losses(lanes: str) -> None:
+    items = [(torch.randn(4, 6, dtype=torch.float64), torch.randint(3, (4,))) for _ in range(12)]
+    own = pair(Normed, items[0][0], lanes=lanes)
+    counter = own.model.layers[0][1].num_batches_tracked
+    stream = stream_of(own, items)
+    for _ in range(3):
+        next(stream)
+    stream.drain()
+    own.model.eval()
+    counted = int(counter)
+    list(stream)
+    assert int(counter) == counted == 12 - (12 - counted)
+    assert stream.minibatches == 12
+
+
+def test_frozen_layers_are_trained_when_they_are_unfrozen(own: Pair, items: list[Any]) -> None:
+    own.model.blocks[0].requires_grad_(False)
+    before = copy.deepcopy(own.model.blocks[0].state_dict())
+    stream = stream_of(own, items, sgd(list(own.model.parameters())))
+    for number, _ in enumerate(stream):
+        if number == 2:
+            torch.testing.assert_close(own.model.blocks[0].state_dict(), before, rtol=0, atol=0)
+            own.model.blocks[0].requires_grad_(True)
+    assert not torch.equal(own.model.blocks[0][0].weight, before["0.weight"])
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_a_loader_that_fills_one_memory_again_and_again(own: Pair, items: list[Any], kind: str) -> None:
+    memory = np.zeros((4, 5), dtype=np.int64)
+    tokens = torch.from_numpy(memory) if kind == "numpy" else torch.zeros(4, 5, dtype=torch.int64)
+    target = tokens.clone()
+
+    def loader() -> Iterator[Any]:
+        for item in items:
+            if kind == "numpy":
+                memory[:] = item[0].numpy()
+            else:
+                tokens.copy_(item[0])
+            target.copy_(item[1])
+            yield tokens, target
+
+    twin = own.twin()
+    found = [loss.item() for loss in stream_of(own, loader())]
+    assert found == run(twin, items, "stash", sgd)
+
+
+@pytest.mark.parametrize("lanes", ["threads", "inline"])
+def test_a_loader_that_calls_the_pipe(items: list[Any], lanes: str) -> None:
+    own = pair(Skipping, items[0][0], lanes=lanes)
+
+    def loader() -> Iterator[Any]:
+        for number, item in enumerate(items):
+            if number == 5:
+                own.pipe.eval_step(items[0][0])
+            yield item
+
+    assert len(list(stream_of(own, loader()))) == len(items)
+
+
+def test_copies_of_the_model_have_no_hooks_of_the_stream(own: Pair, items: list[Any]) -> None:
+    stream = stream_of(own, items, sgd(list(own.model.parameters())))
+    next(stream)
+    twin = copy.deepcopy(own.model)
+    assert stream.minibatches > 1
+    next(stream)
+    torch.save(own.model, io.BytesIO())
+    torch.save(twin, io.BytesIO())
+    assert len(list(stream)) == len(items) - 2
+
+
+def test_a_stream_that_is_garbage_of_a_lane_is_finished(own: Pair, items: list[Any]) -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        return cross_entropy(output, target)
+
+    stream = own.pipe.train_stream(items, loss_fn=loss, optimizer=sgd)
+    next(stream)
+    holder: list[Any] = [stream]
+    holder.append(holder)
+    del stream, holder
+    own.pipe.eval_step(items[0][0])
+
+
+def test_a_stream_that_has_not_begun_is_saved_as_it_was_loaded(own: Pair, items: list[Any]) -> None:
+    first = stream_of(own, items[:4], adamw)
+    list(first)
+    saved = first.state_dict()
+    second = stream_of(own, items[4:], adamw)
+    second.load_state_dict(saved)
+    assert second.state_dict()["minibatches"] == 4
+    assert len(second.state_dict()["optimizers"]) == len(saved["optimizers"])
 
 
 def test_a_scheduler_of_learning_rates_does_not_warn(own: Pair, items: list[Any]) -> None:
@@ -171,12 +257,65 @@ def test_a_scheduler_of_learning_rates_does_not_warn(own: Pair, items: list[Any]
         scheduler.step()
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups and in an attribute, and steps by less each time."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data -= 0.1 / (group["k"] + self.steps) * parameter.grad
+
+
+@pytest.mark.parametrize("how", ["one optimizer", "one per stage"])
+def test_an_optimizer_that_counts_goes_on_counting(own: Pair, items: list[Any], how: str) -> None:
+    optimizer = Counting(own.model.parameters(), lr=0.1)
+    made: Any = optimizer if how == "one optimizer" else lambda parameters: Counting(parameters, lr=0.1)
+    stream = stream_of(own, items, made)
+    found = [next(stream).item() for _ in range(3)]
+    stream.drain()
+    done = stream.minibatches
+    found += [loss.item() for loss in stream]
+    counting = lambda parameters: Counting(parameters, lr=0.1)  # noqa: E731
+    assert found == pytest.approx(expected(own, items, "stash", counting, drains=[done]), rel=1e-12)
+    assert all(own.steps == own.param_groups[0]["k"] == len(items) for own in stream.optimizers)
+
+
+def test_parameters_that_are_added_to_the_optimizer_are_trained(own: Pair, items: list[Any]) -> None:
+    head, *rest = own.model.parameters()
+    optimizer = sgd(rest)
+    before = head.detach().clone()
+    for number, _ in enumerate(stream_of(own, items, optimizer)):
+        if number == 2:
+            assert torch.equal(head, before)
+            optimizer.add_param_group({"params": [head]})
+    assert not torch.equal(head, before)
+
+
 def test_hooks_of_parameters_fire_once_per_minibatch(own: Pair, items: list[Any]) -> None:
     fired: list[int] = []
     handle = own.model.head.weight.register_post_accumulate_grad_hook(lambda own: fired.append(1))
     list(stream_of(own, items[:5]))
     handle.remove()
     assert len(fired) == 5
+
+
+def test_steps_and_zero_grad_of_the_caller_between_losses_do_nothing(own: Pair, items: list[Any]) -> None:
+    optimizer = adamw(list(own.model.parameters()))
+    twin = own.twin()
+    found = []
+    for loss in stream_of(own, items, optimizer):
+        for _ in range(20):
+            optimizer.step()
+            optimizer.zero_grad()
+            own.model.zero_grad()
+        found.append(loss.item())
+    assert found == run(twin, items, "stash", adamw)
+    torch.testing.assert_close(own.model.state_dict(), twin.model.state_dict(), rtol=0, atol=0)
 
 
 def test_parameters_are_the_models_own_and_have_no_gradients_between_steps(own: Pair, items: list[Any]) -> None:
@@ -231,7 +370,7 @@ def test_random_numbers_are_drawn_in_the_loaders_order(items: list[Any]) -> None
     twice = []
     for _ in range(2):
         model = copy.deepcopy(own.plain)
-        pipe = autosplit(model, devices=[CPU] * 3, chunks=2, sample=items[0][0])
+        pipe = autosplit(model, plan=own.pipe.plan, **own.how)
         torch.manual_seed(5)
         twice.append([loss.item() for loss in pipe.train_stream(loader(), loss_fn=cross_entropy, optimizer=sgd)])
     assert twice[0] == twice[1]

@@ -1,0 +1,160 @@
+"""Minibatches in flight: a segment, what runs it, and what is to be done when it ends.
+
+A flight belongs to its pipe (:class:`OpenStream`) until it has ended, also where its stream is dropped. Whoever reads
+or changes the model meanwhile finishes it first: calls of the pipe, ``state_dict`` and ``load_state_dict``, copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from autosplit.errors import InputError
+from autosplit.runtime.lanes.lanes import Lane
+from autosplit.runtime.ops import leave
+from autosplit.stream.optimizers import StageOptimizer
+from autosplit.stream.segment import Segment
+from autosplit.stream.versions import StageWeights
+from autosplit.units import format_bytes
+
+
+class OpenStream:
+    """What a pipe knows of its last stream: the minibatches in flight, if any, and what the report says of it."""
+
+    def __init__(self) -> None:
+        self.flight: Flight | None = None
+        self.text = ""
+
+    def drain(self) -> None:
+        """Finish minibatches in flight."""
+        if self.flight is not None:
+            self.flight.finish()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hold minibatches in flight where they are."""
+        with contextlib.nullcontext() if self.flight is None else self.flight.segment.paused():
+            yield
+
+
+class Flight:
+    """A segment and its surroundings.
+
+    Attributes:
+        trained: which parameters it trains, and in which groups of the optimizer.
+        losses: where they go.
+        rounds: runs the lanes in the caller's thread; None: they have threads.
+        error: what ended it.
+        ended: whether the lanes are done.
+    """
+
+    def __init__(
+        self,
+        open_stream: OpenStream,
+        segment: Segment,
+        stages: Sequence[StageWeights],
+        optimizers: Sequence[StageOptimizer | None],
+        lanes: Sequence[Lane],
+        losses: deque[torch.Tensor],
+        *,
+        before: int,
+        trained: Any,
+    ) -> None:
+        """``before`` is how many minibatches of the stream came before; ``lanes`` are the stages' and the caller's."""
+        self.segment, self.losses, self.trained = segment, losses, trained
+        self._open, self._stages, self._optimizers, self._before = open_stream, stages, optimizers, before
+        self._caller, self._lanes = lanes[-1], list(dict.fromkeys(lanes[:-1]))
+        self._received = 0
+        self._hooks: list[Any] = []
+        self.rounds: Iterator[None] | None = None
+        self.error: BaseException | None = None
+        self.ended = False
+        open_stream.flight = self
+
+    def watch(self, read: Sequence[Any]) -> None:
+        """Finish before the state of modules and optimizers is read or loaded."""
+        for own in read:
+            for register in (own.register_state_dict_pre_hook, own.register_load_state_dict_pre_hook):
+                self._hooks.append(register(_Drains(self._open)))
+
+    def in_flight(self) -> int:
+        """Return how many minibatches came in and gave no loss yet."""
+        return self.segment.put_in - self._received
+
+    def finish(self) -> None:
+        """Finish what is in flight; no more comes in.
+
+        Raises InputError where one of its own lanes asks for that.
+        """
+        if self.segment.runs_here():
+            raise InputError(
+                "the model's state was asked for inside a stage of its stream (a hook, a loss, an optimizer's hook), "
+                "while other stages are at other minibatches; ask between two losses"
+            )
+        self.segment.end()
+        while not self.ended:
+            self.receive()
+
+    def receive(self) -> None:
+        """Take the next loss, or end."""
+        with torch.inference_mode(False), torch.enable_grad():
+            while self.rounds is not None and self.segment.losses.empty():
+                next(self.rounds, None)
+        loss = self.segment.wait()
+        leave(self._caller, self._lanes, [loss])
+        if loss is not None:
+            self._received += 1
+            self.losses.append(loss)
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        self.ended, self._open.flight = True, None
+        for hook in self._hooks:
+            hook.remove()
+        for optimizer in filter(None, self._optimizers):
+            optimizer.hand_back()
+        held = ", ".join(str(stage.most) for stage in self._stages)
+        more = format_bytes(sum(stage.version_bytes for stage in self._stages))
+        self._open.text = (
+            f"\nstream: staleness={self.segment.staleness!r}, {held} versions of the stages' weights, {more} beside "
+            "the newest"
+        )
+        updates = [self._before + stage.updates for stage in self._stages]
+        if (error := self.segment.broken) is not None:
+            error.add_note(
+                f"stages have stepped {updates} minibatches of the stream: those before the error are ahead of the "
+                "others where the numbers differ; resume from a checkpoint"
+            )
+        elif self.segment.failed is not None:
+            number, error = self.segment.failed
+            error.add_note(
+                f"all stages are as after {self._before + number} minibatches of the stream; the rest was dropped"
+            )
+        self.error = error
+
+
+class _Drains:
+    """A hook that finishes what is in flight; copies of its module have none, and are made when that is finished."""
+
+    def __init__(self, open_stream: OpenStream) -> None:
+        self._open = open_stream
+
+    def __call__(self, *_: Any) -> None:
+        self._open.drain()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self._open.drain()
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        self._open.drain()
+        return "_nothing"
+
+
+def _nothing(*_: Any) -> None:
+    """Stand for a hook of a stream in copies of its module."""
