@@ -133,7 +133,7 @@ def marked(pipe: PipelinedModule) -> Iterator[None]:
     At the step's end gradients are handed over as they are; only those of a tied parameter's uses on several lanes are
     added up there, into memory of the lane where the parameter lies.
     """
-    lanes, act, hand_over = pipe._core.recordings.lanes, Cells.act, train_cells._TrainCells.hand_over
+    lanes, act, hand_over = pipe._core.recordings.lanes, Cells.act, train_cells.TrainCells.hand_over
 
     def acting(cells: Cells, action: Any) -> None:
         OwnMemory.at_work = True
@@ -145,11 +145,11 @@ def marked(pipe: PipelinedModule) -> Iterator[None]:
         with record_function(f"{_MARK}{_TIED_LANE}"):
             hand_over(cells)
 
-    Cells.act, train_cells._TrainCells.hand_over = acting, handing  # type: ignore[method-assign]
+    Cells.act, train_cells.TrainCells.hand_over = acting, handing  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Cells.act, train_cells._TrainCells.hand_over = act, hand_over  # type: ignore[method-assign]
+        Cells.act, train_cells.TrainCells.hand_over = act, hand_over  # type: ignore[method-assign]
 
 
 def measured(pipe: PipelinedModule, batch: tuple[Tensor, ...]) -> list[int]:

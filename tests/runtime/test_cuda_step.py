@@ -263,7 +263,7 @@ def test_a_call_that_does_not_leave_its_lanes_is_found() -> None:
 
 def test_gradients_for_two_cards_reach_leaves_on_their_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     one_root = mock.Mock(side_effect=lambda tensors, gradients: [donate_gradients(tensors, gradients)])
-    monkeypatch.setattr(train_cells._TrainCells, "_roots_by_device", one_root)
+    monkeypatch.setattr(train_cells.TrainCells, "_roots_by_device", one_root)
     run = RecordedPipe(Chain(), *PLACES["two cards"])
     run.train(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), nn.MSELoss())
     assert one_root.called

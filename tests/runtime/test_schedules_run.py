@@ -62,7 +62,7 @@ def test_stages_of_one_lane_send_each_other_no_messages() -> None:
         ),
         (
             turn("1F0", 6, (0,), ()),
-            turn("2F0", 7, (0,), (0,)),
+            turn("2F0", 7, (), (0,)),
             turn("2I0", 8, (2,), (0,)),
             turn("2W0", 9, (), ()),
             turn("1I0", 10, (), (0,)),
