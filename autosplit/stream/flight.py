@@ -7,6 +7,7 @@ or changes the model meanwhile finishes it first: calls of the pipe, ``state_dic
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ class OpenStream:
     def __init__(self) -> None:
         self.flight: Flight | None = None
         self.text = ""
+        self.lock = threading.RLock()
+        """Held by who puts minibatches in, takes losses out, or finishes: one thread at a time."""
 
     def drain(self) -> None:
         """Finish minibatches in flight."""
@@ -95,9 +98,10 @@ class Flight:
                 "the model's state was asked for inside a stage of its stream (a hook, a loss, an optimizer's hook), "
                 "while other stages are at other minibatches; ask between two losses"
             )
-        self.segment.end()
-        while not self.ended:
-            self.receive()
+        with self._open.lock:
+            self.segment.end()
+            while not self.ended:
+                self.receive()
 
     def receive(self) -> None:
         """Take the next loss, or end."""

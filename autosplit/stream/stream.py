@@ -7,11 +7,10 @@ in flight, and everything that reads or changes the model meanwhile, drains the 
 
 from __future__ import annotations
 
-import contextlib
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -91,7 +90,6 @@ class Stream(Iterator[torch.Tensor]):
         self._pipe, self._core = pipe, pipe._core
         self._loss_fn, self._given, self._staleness = loss_fn, optimizer, staleness
         self._items = iter(loader)
-        self._one_at_a_time = threading.RLock()
         self._programs: dict[int, tuple[Recorded, StreamProgram]] = {}
         self._stage_of: dict[str, int] = {}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
@@ -110,7 +108,7 @@ class Stream(Iterator[torch.Tensor]):
 
     def __next__(self) -> torch.Tensor:
         """Return the loss of the next minibatch."""
-        with self._one_at_a_time:
+        with self._core.stream.lock:
             return self._next_loss()
 
     def _next_loss(self) -> torch.Tensor:
@@ -178,11 +176,10 @@ class Stream(Iterator[torch.Tensor]):
             flight.finish()
         self._current()
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let no minibatch in flight go on for as long as this lasts."""
-        with contextlib.nullcontext() if self._flight is None else self._flight.segment.paused():
-            yield
+    def paused(self) -> AbstractContextManager[None]:
+        """Return what lets no minibatch in flight go on for as long as it is entered."""
+        paused: AbstractContextManager[None] = self._core.stream.paused()
+        return paused
 
     def close(self) -> None:
         """Drain, and take no more minibatches; raise what one in flight has raised."""
@@ -226,7 +223,6 @@ class Stream(Iterator[torch.Tensor]):
                 found = found._replace(tensors=[tensor.clone() for tensor in found.tensors])
             target = mapped(_copied, target)
             step = step_of(found, program, core.options, core.recordings)
-
             if step.state.seed and core.threads is not None:
                 raise InputError(
                     "the model draws random numbers that are not known before a minibatch runs (rng='counter', or "

@@ -92,6 +92,25 @@ def test_what_reads_the_model_drains_first(own: Pair, items: list[Any], read: st
     assert stream.minibatches == len(items)
 
 
+def test_another_thread_reads_the_model_meanwhile(own: Pair, items: list[Any]) -> None:
+    stream, found = stream_of(own, items * 5), []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            own.model.state_dict()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    trainer = threading.Thread(target=lambda: found.extend(stream), daemon=True)
+    trainer.start()
+    trainer.join(60)
+    done.set()
+    assert len(found) == len(items) * 5
+    reader.join(60)
+    assert not reader.is_alive()
+
+
 def test_a_synchronous_step_follows_a_stream(own: Pair, items: list[Any]) -> None:
     optimizer = adamw(list(own.model.parameters()))
     list(stream_of(own, items[:5], optimizer))
@@ -168,7 +187,8 @@ def test_modes_that_change_between_losses(lanes: str) -> None:
     own.model.eval()
     counted = int(counter)
     list(stream)
-    assert int(counter) == counted == 12 - (12 - counted)
+    assert 3 <= counted < 12
+    assert int(counter) == counted
     assert stream.minibatches == 12
 
 
