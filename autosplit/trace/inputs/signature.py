@@ -7,7 +7,7 @@ import functools
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -124,11 +124,14 @@ def key_of(
     """
     modes: list[Any] = [GradAutocastState.current()]
     structure: list[Any] = []
-    walk = _Walk.of(model)
+    paths = list(model.named_modules())
+    walk = _Walk.of(module for _, module in paths)
     ties = walk.ties
-    for path, module in model.named_modules():
+    for path, module in paths:
         modes.append(module.training)
-        structure += [_hook(hook) for table in HOOK_TABLES for hook in module.__dict__.get(table, {}).values()]
+        for table in HOOK_TABLES:
+            if hooks := module.__dict__.get(table):
+                structure += map(_hook, hooks.values())
         structure.append(type(module))
         structure += [(name, None if m is None else ties[id(m)]) for name, m in module._modules.items()]
         for parameter in module._parameters.values():
@@ -170,9 +173,9 @@ class _Walk:
     """The objects that were looked at already, by id: modules share configs."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Walk:
-        modules = {id(module): module for module in model.modules()}
-        return cls(modules, {key: number for number, key in enumerate(modules)})
+    def of(cls, modules: Iterable[nn.Module]) -> _Walk:
+        found = {id(module): module for module in modules}
+        return cls(found, {key: number for number, key in enumerate(found)})
 
 
 def _content(value: Any, walk: _Walk, depth: int = _DEPTH) -> Any:
@@ -234,7 +237,7 @@ def referent(value: Any) -> Any:
 
 def objects_of(value: Any, model: nn.Module) -> set[int]:
     """Return the ids of what can change in an attribute's content, but for the modules of the model."""
-    walk = _Walk.of(model)
+    walk = _Walk.of(model.modules())
     _content(value, walk)
     fixed = (tuple, frozenset, types.FunctionType)
     return {key for key, part in walk.seen.items() if type(part) not in fixed}
