@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -47,8 +47,8 @@ class Minibatch:
         self.microbatches = len(cells.step.sizes)
         self.first = 0
         """The number of its first microbatch in the segment."""
-        self.left = len(cells.lowered.stages)
-        """How many stages have not stepped by it."""
+        self.left = len(cells.step.stages)
+        """How many stages of this process have not stepped by it."""
 
 
 class StreamCells(TrainCells):
@@ -81,19 +81,20 @@ class StreamCells(TrainCells):
 class Segment:
     """Runs minibatches; see the module's docstring."""
 
-    def __init__(self, stages: Sequence[StageWeights], staleness: str) -> None:
-        self._stages, self.staleness = stages, staleness
+    def __init__(self, stages: Mapping[int, StageWeights], count: int, staleness: str) -> None:
+        """``stages`` are those of ``count`` that run in this process."""
+        self._stages, self._count, self.staleness = stages, count, staleness
         self._waits = True
         """Whether a lane waits until a minibatch comes in."""
         self._inside = threading.local()
         self._minibatches: dict[int, Minibatch] = {}
         self._change = threading.Condition()
-        self._running = [threading.Lock() for _ in stages]
+        self._running = {stage: threading.Lock() for stage in stages}
         """Held by a lane while it runs a cell."""
         self._ended = False
         self._next = 0
         """How many microbatches have come in."""
-        self._cells: list[tuple[int, int, bool]] = [(0, 0, False)] * len(stages)
+        self._cells: list[tuple[int, int, bool]] = [(0, 0, False)] * count
         """What each lane has come to: a minibatch, which of its microbatches, and whether that is the last one."""
         self.put_in = 0
         """How many minibatches have come in."""
@@ -127,13 +128,13 @@ class Segment:
     def paused(self) -> Iterator[None]:
         """Wait for the cells that run, and start none for as long as this lasts."""
         with contextlib.ExitStack() as stack:
-            for lock in self._running:
+            for lock in self._running.values():
                 stack.enter_context(lock)
             yield
 
     def start(self, threads: LaneThreads, state: ThreadState) -> None:
         """Let the lanes' threads run what comes, in a thread state of the caller's."""
-        lanes = [self._turns(stage) for stage in range(len(self._stages))]
+        lanes = [self._turns(stage) for stage in self._stages]
 
         def run() -> None:
             try:
@@ -147,10 +148,10 @@ class Segment:
     def run_here(self) -> Iterator[None]:
         """Run the lanes in this thread, a round at a time: of each lane what it can start."""
         self._waits = False
-        lanes = [self._turns(stage) for stage in range(len(self._stages))]
-        ready: list[Turn | None] = [None] * len(lanes)
+        lanes = {stage: self._turns(stage) for stage in self._stages}
+        ready: dict[int, Turn | None] = dict.fromkeys(lanes)
         done: dict[int, int] = {}
-        left = set(range(len(lanes)))
+        left = set(lanes)
         try:
             while left:
                 for stage in sorted(left, reverse=True):
@@ -196,12 +197,11 @@ class Segment:
 
     def _turns(self, stage: int) -> Iterator[Any]:
         """Yield what a stage's lane does, and what it waits for; None where the next minibatch is not known yet."""
-        stages = len(self._stages)
 
         def name(other: int, kind: str, microbatch: int) -> int:
-            return (microbatch * stages + other) * 2 + (kind == "B")
+            return (microbatch * self._count + other) * 2 + (kind == "B")
 
-        for cell in stream_actions(stage, stages, self.staleness, self._microbatches):
+        for cell in stream_actions(stage, self._count, self.staleness, self._microbatches):
             if cell is None:
                 yield None
                 continue
@@ -211,8 +211,9 @@ class Segment:
             microbatch = minibatch.first + place
             given = minibatch.sources, minibatch.users
             before, after = given if kind == "F" else reversed(given)
-            needs = tuple(name(other, kind, microbatch) for other in sorted(before[stage]))
-            yield Turn(Action(stage, kind, microbatch), name(stage, kind, microbatch), needs, tuple(after[stage]))
+            needs = tuple(name(other, kind, microbatch) for other in sorted(before[stage].intersection(self._stages)))
+            tells = tuple(after[stage].intersection(self._stages))
+            yield Turn(Action(stage, kind, microbatch), name(stage, kind, microbatch), needs, tells)
 
     def _act(self, action: Action) -> None:
         """Run the cell that a lane has come to; nothing where its minibatch is dropped."""
@@ -245,8 +246,12 @@ class Segment:
         cells.act(Action(stage, "F", place))
         if last:
             cells.end_forwards(stage)
-            if stage == len(self._stages) - 1:
-                self.losses.put(cells.total())
+            if stage == self._count - 1:
+                self._tell(number, cells.total())
+
+    def _tell(self, number: int, loss: torch.Tensor) -> None:
+        """Give the caller the loss of a minibatch."""
+        self.losses.put(loss)
 
     def _backward(self, stage: int, number: int, minibatch: Minibatch, place: int, *, last: bool) -> None:
         cells, weights = minibatch.cells, self._stages[stage]
@@ -270,7 +275,7 @@ class Segment:
     def _finish(self) -> None:
         """Say that the lanes are done; the stand-ins have the newest weights, so that no older ones live on."""
         try:
-            for stage in self._stages:
+            for stage in self._stages.values():
                 stage.end()
             self._minibatches.clear()
         finally:

@@ -67,7 +67,10 @@ class Streaming:
         core.stream.drain()
         core.recordings.check_stream()
         core.recordings.still = core.stream.paused
-        return Stream(self, loader, loss_fn, optimizer, staleness)
+        return self._stream(loader, loss_fn, optimizer, staleness)
+
+    def _stream(self, *given: Any) -> Stream:
+        return Stream(self, *given)
 
 
 class Stream(Iterator[torch.Tensor]):
@@ -93,7 +96,8 @@ class Stream(Iterator[torch.Tensor]):
         self._programs: dict[int, tuple[Recorded, StreamProgram]] = {}
         self._stage_of: dict[str, int] = {}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
-        self._stages: list[StageWeights] = []
+        self._stages: dict[int, StageWeights] = {}
+        """Those that run in this process."""
         self._optimizers: Sequence[StageOptimizer | None] = ()
         self._losses: deque[torch.Tensor] = deque()
         self._error: BaseException | None = None
@@ -136,17 +140,17 @@ class Stream(Iterator[torch.Tensor]):
     @property
     def minibatches(self) -> int:
         """How many minibatches all stages have stepped by."""
-        return self._before + min((stage.updates for stage in self._stages), default=0)
+        return self._before + min((stage.updates for stage in self._stages.values()), default=0)
 
     @property
     def versions(self) -> tuple[int, ...]:
         """How many versions of its weights each stage has held at once, at most, since the pipeline was last filled."""
-        return tuple(stage.most for stage in self._stages)
+        return tuple(stage.most for stage in self._stages.values())
 
     @property
     def version_bytes(self) -> tuple[int, ...]:
         """The bytes of each stage's weights beside the newest, when it held most."""
-        return tuple(stage.version_bytes for stage in self._stages)
+        return tuple(stage.version_bytes for stage in self._stages.values())
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -222,7 +226,7 @@ class Stream(Iterator[torch.Tensor]):
             if not program.lowered.changes_inputs:  # the loader may use its memory again
                 found = found._replace(tensors=[tensor.clone() for tensor in found.tensors])
             target = mapped(_copied, target)
-            step = step_of(found, program, core.options, core.recordings)
+            step = self._step(found, program)
             if step.state.seed and core.threads is not None:
                 raise InputError(
                     "the model draws random numbers that are not known before a minibatch runs (rng='counter', or "
@@ -242,6 +246,12 @@ class Stream(Iterator[torch.Tensor]):
             settings = [[] if own is None else own.settings() for own in self._optimizers]
             if not flight.segment.put(Minibatch(StreamCells(step, *loss), settings, program.sources)):
                 self._exhausted = True
+
+    def _step(self, found: FoundCall, program: StreamProgram) -> StreamStep:
+        return step_of(found, program, self._core.options, self._core.recordings)
+
+    def _segment(self, step: StreamStep) -> Segment:
+        return Segment(self._stages, len(step.lowered.stages), self._staleness)
 
     def _program(self, recorded: Recorded) -> StreamProgram:
         """Return what runs a recording; its parameters are those of the stream from then on."""
@@ -301,16 +311,21 @@ class Stream(Iterator[torch.Tensor]):
             for module, attribute in self._places.get(name, ()):
                 setattr(module, attribute, parameter)
         stages, self._before = len(trained), self.minibatches
-        self._stages = [
-            StageWeights(own, self._places, optimizer, partial(weight_version, self._staleness, stages, stage))
-            for stage, (own, optimizer) in enumerate(zip(trained, self._optimizers, strict=True))
-        ]
+        self._stages = {
+            stage: StageWeights(
+                trained[stage],
+                self._places,
+                self._optimizers[stage],
+                partial(weight_version, self._staleness, stages, stage),
+            )
+            for stage in step.stages
+        }
         self._depth = math.ceil(stages / len(step.sizes)) + 1
-        segment, by = Segment(self._stages, self._staleness), self._trained_by(trained)
+        segment, by = self._segment(step), self._trained_by(trained)
         flight = self._flight = Flight(
             core.stream,
             segment,
-            self._stages,
+            list(self._stages.values()),
             self._optimizers,
             step.lanes,
             self._losses,
