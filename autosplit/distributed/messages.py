@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from autosplit.distributed.world import World
-from autosplit.errors import ScheduleError
+from autosplit.errors import InputError, ScheduleError
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.transport import Message, SharedMemory, Way
@@ -74,10 +74,11 @@ class Messages:
         known: Descriptions,
         sent: Sent,
         detached: bool,
+        said: Any = None,
     ) -> None:
-        """``ranks`` are those of the stages."""
+        """``ranks`` are those of the stages; ``said`` goes with descriptions, and both sides have to say the same."""
         self._world, self._ranks, self._lanes, self._detached = world, ranks, lanes, detached
-        self._known, self._sent = known, sent
+        self._known, self._sent, self._said = known, sent, said
         self.arrivals: Mapping[Way, Iterable[Way]] = {}
         """For each message, those of this rank that have arrived when it is there."""
         self._inside = SharedMemory(lanes, log, detached=detached)
@@ -90,7 +91,7 @@ class Messages:
             self._inside.send(way, message)
             return
         description = tuple([None if tensor is None else described(tensor) for tensor in message])
-        tag, works = _tag(way, len(self._ranks)), []
+        tag, works = tag_of(way, len(self._ranks)), []
         if not self._known.complete:
             self._known.of[way] = description
             works += self._describe(description, to, tag)
@@ -105,7 +106,7 @@ class Messages:
         self._sent[way] = works, flat
 
     def _describe(self, description: Description, to: int, tag: int) -> list[Any]:
-        data = torch.frombuffer(bytearray(pickle.dumps(description)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(pickle.dumps((self._said, description))), dtype=torch.uint8)
         parts = (torch.tensor([data.numel()]), data)
         return [dist.isend(part, group=self._world.control, group_dst=to, tag=tag) for part in parts]
 
@@ -117,7 +118,12 @@ class Messages:
                 dist.recv(length, group=self._world.control, group_src=source, tag=tag)
                 data = torch.zeros(int(length), dtype=torch.uint8)
                 dist.recv(data, group=self._world.control, group_src=source, tag=tag)
-            self._known.of[way] = pickle.loads(data.numpy().tobytes())
+            said, self._known.of[way] = pickle.loads(data.numpy().tobytes())
+            if said != self._said:
+                raise InputError(
+                    f"{_place(way)} came from a rank that has {said}, and this one has {self._said}; every rank takes "
+                    "the same minibatches, with the same seed"
+                )
         return self._known.of[way]
 
     def expect(self, way: Way) -> None:
@@ -126,7 +132,7 @@ class Messages:
             self._posted[way] = self._post(way)
 
     def _post(self, way: Way) -> tuple[list[torch.Tensor], list[Any]]:
-        source, tag = self._ranks[way.source], _tag(way, len(self._ranks))
+        source, tag = self._ranks[way.source], tag_of(way, len(self._ranks))
         description, device = self._described(way, source, tag), self._lanes[way.target].device
         with self._lanes[way.target].active():
             made = [
@@ -189,7 +195,8 @@ def _place(way: Way) -> str:
     return what if way.microbatch < 0 else f"{what}, microbatch {way.microbatch}"
 
 
-def _tag(way: Way, stages: int) -> int:
+def tag_of(way: Way, stages: int) -> int:
+    """Return the number of a way in messages between stages."""
     number = ((way.microbatch - ENDING) * stages + way.source) * stages + way.target
     return (number * 2 + way.loss) * 2 + way.backward
 

@@ -109,7 +109,7 @@ class RankStep(Step):
     def running(self) -> Iterator[None]:
         """Run a step or call: an error that this rank alone has ends all ranks, and so does an action that hangs."""
         ran = self.once(("ran", *self._kind, torch.is_grad_enabled()), Event)
-        limit_s = max(_HANG_S, _STEPS * self.step_s) if ran.is_set() else _FIRST_S
+        limit_s = hang_limit(self.step_s) if ran.is_set() else _FIRST_S
         with self.world.watch.step(limit_s):
             try:
                 yield
@@ -219,6 +219,11 @@ class RankStep(Step):
         with self.world.waiting("its messages to arrive", *self.world.others()):
             arrived(self.sent, list(self.sent))
         self.known.complete = True
+
+
+def hang_limit(step_s: float) -> float:
+    """Return how many seconds an action may take, by those of a step."""
+    return max(_HANG_S, _STEPS * step_s)
 
 
 def _is_once(info: TracedNode) -> bool:

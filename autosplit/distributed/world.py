@@ -197,17 +197,17 @@ class World:
 
     def _rows(self, doing: str, value: Any) -> list[tuple[str, Any]]:
         own = _packed((doing, value))
-        found = self._gathered(own[:_BLOCK], _BLOCK)
+        found = self._gathered(doing, own[:_BLOCK], _BLOCK)
         ends = [_end(text) for text in found]
         if max(ends) > _BLOCK:
-            rest = self._gathered(own[_BLOCK:], max(ends) - _BLOCK)
+            rest = self._gathered(doing, own[_BLOCK:], max(ends) - _BLOCK)
             found = [text + more for text, more in zip(found, rest, strict=True)]
         return [pickle.loads(text[_HEAD:end]) for text, end in zip(found, ends, strict=True)]
 
-    def _gathered(self, text: bytes, size: int) -> list[bytes]:
+    def _gathered(self, doing: str, text: bytes, size: int) -> list[bytes]:
         numbers = range(self.size * self.pipelines)
         blocks = [torch.empty(size, dtype=torch.uint8) for _ in numbers]
-        with self._waiting("what ranks agree in", tuple(n for n in numbers if n != self.number)):
+        with self._waiting(f"what ranks agree in (it {doing})", tuple(n for n in numbers if n != self.number)):
             dist.all_gather(blocks, _block(text, size), group=self.everyone)
         return [block.numpy().tobytes() for block in blocks]
 

@@ -33,6 +33,7 @@ from autosplit.ranks.parallelize import Parallelize, check_plain
 from autosplit.ranks.prepared import PreparedRankStep
 from autosplit.ranks.recordings import RankRecordings
 from autosplit.ranks.shards import like, total_norm
+from autosplit.ranks.stream import RankStreaming
 from autosplit.ranks.tensors import check_columns
 from autosplit.recorded import PreparedStep, PreparedTree, Recent
 from autosplit.runtime.loss.outputs import Outputs
@@ -46,7 +47,7 @@ from autosplit.trace.inputs.objects import mapped, tensors_in
 from autosplit.trace.inputs.signature import Key, without_rows
 
 
-class RankPipe(PipelinedModule):
+class RankPipe(RankStreaming, PipelinedModule):
     """A pipe of which this process runs some stages; see :class:`autosplit.pipelined.PipelinedModule`.
 
     Every rank makes the same calls. :meth:`train_step` returns the same loss on every rank. ``state_dict()``,

@@ -214,8 +214,12 @@ class RankRecordings(Recordings):
             )
 
     def check_stream(self) -> None:
-        """Raise InputError: ranks train by steps."""
-        raise InputError("train_stream runs in one process, on lanes; ranks of torchrun train by train_step")
+        """Raise InputError where ranks have more in common than the stages of one pipeline."""
+        super().check_stream()
+        if self.world.pipelines > 1 or self.parallelize is not None:
+            raise InputError(
+                "a stream steps each stage on one rank; with dp, tp or parallelize= ranks train by train_step"
+            )
 
     def notes(self) -> str:
         """Return what the report says of stages that were to be compiled, and of tensors that stay whole."""

@@ -99,6 +99,7 @@ class Flight:
                 "while other stages are at other minibatches; ask between two losses"
             )
         with self._open.lock:
+            self.segment.meet("finishes the minibatches in flight")
             self.segment.end()
             while not self.ended:
                 self.receive()

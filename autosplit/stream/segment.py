@@ -79,7 +79,13 @@ class StreamCells(TrainCells):
 
 
 class Segment:
-    """Runs minibatches; see the module's docstring."""
+    """Runs minibatches; see the module's docstring.
+
+    Attributes:
+        is_shared: whether other processes have stages too.
+    """
+
+    is_shared = False
 
     def __init__(self, stages: Mapping[int, StageWeights], count: int, staleness: str) -> None:
         """``stages`` are those of ``count`` that run in this process."""
@@ -117,6 +123,9 @@ class Segment:
             self.put_in += 1
             self._change.notify_all()
             return True
+
+    def meet(self, doing: str) -> None:
+        """Meet the processes that have the other stages, in what all are about to do."""
 
     def end(self) -> None:
         """Say that no minibatch follows."""

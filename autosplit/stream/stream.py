@@ -196,7 +196,7 @@ class Stream(Iterator[torch.Tensor]):
     def __del__(self) -> None:
         flight = getattr(self, "_flight", None)
         if flight is not None and not flight.ended:
-            if flight.segment.runs_here():  # garbage of a lane: the pipe's next call waits for the end
+            if flight.segment.is_shared or flight.segment.runs_here():  # the pipe's next call waits for the end
                 flight.segment.end()
             else:
                 self.close()
@@ -226,7 +226,7 @@ class Stream(Iterator[torch.Tensor]):
             if not program.lowered.changes_inputs:  # the loader may use its memory again
                 found = found._replace(tensors=[tensor.clone() for tensor in found.tensors])
             target = mapped(_copied, target)
-            step = self._step(found, program)
+            step = self._step(found, program, target)
             if step.state.seed and core.threads is not None:
                 raise InputError(
                     "the model draws random numbers that are not known before a minibatch runs (rng='counter', or "
@@ -247,7 +247,7 @@ class Stream(Iterator[torch.Tensor]):
             if not flight.segment.put(Minibatch(StreamCells(step, *loss), settings, program.sources)):
                 self._exhausted = True
 
-    def _step(self, found: FoundCall, program: StreamProgram) -> StreamStep:
+    def _step(self, found: FoundCall, program: StreamProgram, target: Any) -> StreamStep:
         return step_of(found, program, self._core.options, self._core.recordings)
 
     def _segment(self, step: StreamStep) -> Segment:
@@ -290,7 +290,8 @@ class Stream(Iterator[torch.Tensor]):
 
     def _fill(self, step: StreamStep) -> Flight:
         """Begin to fill the pipeline; raise InputError where its stages cannot be trained one by one."""
-        core, trained = self._core, self._trained()
+        core, by = self._core, self._trained_by(self._trained())
+        trained = [own if stage in step.stages else {} for stage, own in enumerate(self._trained())]
         memory: dict[int, str] = {}
         for name, parameter in (pair for own in trained for pair in own.items()):
             if (other := memory.setdefault(parameter.data_ptr(), name)) != name and parameter.numel():
@@ -321,7 +322,7 @@ class Stream(Iterator[torch.Tensor]):
             for stage in step.stages
         }
         self._depth = math.ceil(stages / len(step.sizes)) + 1
-        segment, by = self._segment(step), self._trained_by(trained)
+        segment = self._segment(step)
         flight = self._flight = Flight(
             core.stream,
             segment,

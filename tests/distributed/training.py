@@ -61,7 +61,11 @@ def run(pipe: Any, training: Training) -> tuple[list[Tensor], list[Any]]:
     return losses, [pipe.eval_step(*batch.args, **batch.kwargs)]
 
 
-def compare(training: Training, options: Mapping[str, Any]) -> list[str]:
+Trained = tuple[list[Tensor], list[Any]]
+"""Losses, and outputs in eval mode."""
+
+
+def compare(training: Training, options: Mapping[str, Any], by: Callable[[Any, Training], Trained] = run) -> list[str]:
     """Train over all ranks and, on rank 0, in one process by the same plan; return what differs there."""
     world, rank = dist.get_world_size(), dist.get_rank()
     batch = without_gradients(training.batch(max(training.rows)))
@@ -69,13 +73,13 @@ def compare(training: Training, options: Mapping[str, Any]) -> list[str]:
     pipe = autosplit(
         training.make(), devices="torchrun", chunks=training.chunks, sample=sample, outputs="all", **options
     )
-    losses, outputs = run(pipe, training)
+    losses, outputs = by(pipe, training)
     states: list[Any] = [None] * world
     dist.all_gather_object(states, (pipe.state_dict(), torch.get_rng_state(), losses))
     if rank:
         return []
     one = autosplit(training.make(), devices=["cpu"] * world, plan=pipe.plan, **options)
-    expected, expected_outputs = run(one, training)
+    expected, expected_outputs = by(one, training)
     found = [
         f"step {n}: {a.item()!r} for {b.item()!r}"
         for n, (a, b) in enumerate(zip(losses, expected, strict=True))
