@@ -24,6 +24,7 @@ from autosplit.distributed.step import RankStep, hang_limit
 from autosplit.distributed.world import known_to_all
 from autosplit.errors import InputError
 from autosplit.lower.split import named_state
+from autosplit.options import Sample
 from autosplit.ranks.loss import ReadsHere
 from autosplit.ranks.recordings import RankRecordings
 from autosplit.recorded import FoundCall, Recorded
@@ -187,6 +188,12 @@ class RankStream(Stream):
             step_s=self._step_s,
             said=said,
             elsewhere={id(tensor): name for name, tensor in named if not own(name)},
+        )
+
+    def _whole(self, sample: Sample) -> NoReturn:
+        raise InputError(
+            "how a loss of your own adds up over microbatches is proved on outputs that no rank has: with "
+            "staleness='2bw' give one of torch's losses, or the model's own"
         )
 
     def _segment(self, step: StreamStep) -> RankSegment:

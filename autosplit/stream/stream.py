@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from autosplit.checks import choose
 from autosplit.errors import InputError
+from autosplit.options import Sample
 from autosplit.recorded import FoundCall, Recorded
 from autosplit.runtime.lanes.ambient import ThreadState, needs_one_thread
 from autosplit.runtime.ops import enter
@@ -232,10 +233,7 @@ class Stream(Iterator[torch.Tensor]):
                     "the model draws random numbers that are not known before a minibatch runs (rng='counter', or "
                     f"{program.lowered.off_tape}), and lanes draw while the loader does; split with lanes='inline'"
                 )
-
-            def whole() -> Any:
-                return self._pipe._call(self._pipe._prepare(sample.args, sample.kwargs))
-
+            whole = partial(self._whole, sample)
             loss = loss_in(step, self._loss_fn, target, core.proofs, whole, first=not self._stages)
             if (flight := self._current()) is not None and flight.trained != self._trained_by(self._trained()):
                 self.drain()
@@ -249,6 +247,10 @@ class Stream(Iterator[torch.Tensor]):
 
     def _step(self, found: FoundCall, program: StreamProgram, target: Any) -> StreamStep:
         return step_of(found, program, self._core.options, self._core.recordings)
+
+    def _whole(self, sample: Sample) -> Any:
+        """Return the model's output for a whole minibatch."""
+        return self._pipe._call(self._pipe._prepare(sample.args, sample.kwargs))
 
     def _segment(self, step: StreamStep) -> Segment:
         return Segment(self._stages, len(step.lowered.stages), self._staleness)

@@ -124,7 +124,7 @@ def test_what_is_refused_on_all_ranks(ranks: Pool) -> None:
     for raised, done, feed, loss in ranks(2).run(failed_loaders):
         assert (raised, done) == ("no such file", "3")
         assert "make the pipe with feed='all'" in feed
-        assert "needs the whole minibatch at once" in loss
+        assert "give one of torch's losses, or the model's own" in loss
 
 
 def apart(fault: str) -> None:
