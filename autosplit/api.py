@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.checks import BATCH_NORM, FEED, FIND, MACHINE, OUTPUTS, RESERVE, TORCHRUN, choose, resolve_machine
-from autosplit.errors import InputError, PlanError
+from autosplit.errors import InputError
 from autosplit.options import (
     Options,
     Sample,
@@ -21,7 +21,7 @@ from autosplit.options import (
     resolve_rng,
 )
 from autosplit.parallel import Parallel
-from autosplit.planning.asked import check_room, dealt, degrees_of, given_sample
+from autosplit.planning.asked import check_loss_device, check_room, dealt, degrees_of, given_sample
 from autosplit.planning.explain.explain import answered, assumed
 from autosplit.planning.paper import OnPaper, prepare, search_space, stand_ins
 from autosplit.planning.parallel.search import MeshRequest, plan_mesh
@@ -51,6 +51,7 @@ def autosplit(
     batch_dims: Any = None,
     schedule: str | Path = "auto",
     virtual_stages: int = 1,
+    replicas: Sequence[int] | str | None = None,
     recompute: Any = "auto",
     memory_limit: int | float | str | None = None,
     reserve: int | float | str | None = RESERVE,
@@ -85,6 +86,9 @@ def autosplit(
             file: a CSV as `torch.distributed.pipelining` has it, a row per device, with cells such as 0F0.
         virtual_stages: stages per device: 2 or more under interleaved and looped_bfs, 2 under zb_v, else 1; left out,
             what the schedule takes.
+        replicas: how many devices each stage has, such as ``[2, 1, 1]``, one stage after the other: they take
+            microbatches in turn under 1f1b, and their gradients are summed. "auto": what makes the step shortest.
+            None: one each, or what the ``plan`` has.
         memory_limit: bytes per device that the plan must respect, or text such as "70GiB"; taken literally.
         reserve: what each device keeps free where no limit is given: bytes, text such as "2GiB", or "3%" of the device.
             Plans keep out of it where they can; a peak that reaches into it is borderline.
@@ -136,14 +140,15 @@ def autosplit(
         ScheduleError: an action file is no legal schedule, or is made for other devices or chunks.
     """
     choose("precision", precision, (None,))
-    pinned = _pinned(plan)
+    pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     world = _world(devices, mesh)
-    ways = {"feed": choose("feed", feed, FEED), "outputs": choose("outputs", outputs, OUTPUTS), "weights": weights}
-    ways["parallelize"] = parallelize
-    _check_model(model, world, ways)
+    ways = {"feed": choose("feed", feed, FEED), "outputs": choose("outputs", outputs, OUTPUTS)}
+    _check_model(model, world, ways := ways | {"weights": weights, "parallelize": parallelize})
     resolved = resolve_devices(devices) if world is None else (world.device,) * world.size
+    others = {"plan": pinned, "virtual_stages": virtual_stages, "a device per process, mesh": world}
+    each, schedule = _replicas(replicas, resolved, others, schedule=schedule, recompute=recompute)
     asked = chosen(
-        devices=len(resolved),
+        devices=len(each or resolved),
         chunks=chunks,
         schedule=schedule,
         virtual_stages=virtual_stages,
@@ -156,7 +161,7 @@ def autosplit(
     )
     options = Options(
         devices=resolved,
-        **asked,
+        **(asked | {"replicas": each}),
         batch_dims=batch_dims,
         compile=resolve_compile(compile),
         lanes=resolve_lanes(lanes, resolved) if world is None else "inline",
@@ -168,14 +173,19 @@ def autosplit(
     return _piped(model, options, pinned, sample, world, mesh, ways)
 
 
-def _pinned(plan: Plan | str | Path | None) -> Plan | None:
-    """Return the plan that is to run; raise PlanError for one whose stages have replicas."""
-    pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    if pinned is not None and pinned.replicas:
-        raise PlanError(
-            f"the plan has stages with {list(pinned.replicas)} replicas, which autosplit() does not run yet"
-        )
-    return pinned
+def _replicas(
+    replicas: Any, devices: Sequence[torch.device], others: Mapping[str, Any], *, schedule: Any, recompute: Any
+) -> tuple[tuple[int, ...] | None, Any]:
+    """Return the replicas of each stage, a plan's where one is followed, and the schedule.
+
+    Raises InputError where these devices cannot run them, or where ``others`` do not go with replicas.
+    """
+    each, schedule = dealt(replicas, devices, schedule=schedule, recompute=recompute, others=others)
+    plan, *_, world = others.values()
+    if plan is not None and (each := plan.replicas) and world is not None:
+        raise InputError(f"the plan has stages with {list(each)} replicas, which run in one process")
+    check_loss_device(each, devices)
+    return each, schedule
 
 
 def _world(devices: Any, mesh: Any) -> World | None:
@@ -301,7 +311,7 @@ def plan(
     degrees = degrees_of(mesh, zero, sequence_parallel, devices=len(own), find=find, pinned=pinned)
     own = spread(own) if degrees is not None else own
     others = {"mesh": mesh, "virtual_stages": virtual_stages, "find": find, "plan": plan, "processes": processes}
-    each, schedule = dealt(replicas, own, schedule=schedule, recompute=recompute, others=others)
+    each, schedule = dealt(replicas, own.devices, schedule=schedule, recompute=recompute, others=others)
     choices = partial(
         chosen,
         chunks=chunks,

@@ -91,7 +91,7 @@ class Measured:
         """
         with random_state_on_refusal(), contextlib.closing(StepLog(allocations=memory)) as log:
             self._train_step(args, kwargs, target, loss_fn, loss_reduction, log)
-        found = timeline(log, [stage.lane for stage in self._planned().stages])
+        found = timeline(log, self._planned().schedule_for(len(log.rows) or 1))
         self._core.measured = _together(self._core.measured, found)
         return found
 
@@ -128,9 +128,8 @@ class Measured:
                 logs.append(log)
         if log.whole is not None:
             raise InputError(f"the step does not run action by action, so no stage runs alone: {log.whole}")
-        plan = self._planned()
-        grown = lane_memory(logs.pop(), [stage.lane for stage in plan.stages]) if memory else ()
-        schedule = plan.schedule_for(len(log.rows))
+        schedule = self._planned().schedule_for(len(log.rows))
+        grown = lane_memory(logs.pop(), schedule) if memory else ()
         return stages_alone(logs, schedule, [None if own is None else own.grown_bytes for own in grown])
 
     def save_trace(self, path: str | Path, measured: StepTimeline | None = None) -> None:
@@ -169,26 +168,27 @@ _Way = tuple[int, int, int, bool]
 """Values of one microbatch from one stage to another: source, target, microbatch, and whether backward."""
 
 
-def timeline(log: StepLog, stage_lane: Sequence[int]) -> StepTimeline:
-    """Return a step; ``stage_lane`` has the number of each stage's lane. Seconds count from its first action."""
+def timeline(log: StepLog, schedule: Schedule) -> StepTimeline:
+    """Return a step; ``schedule`` has the numbers of its lanes. Seconds count from its first action."""
     first, last, ends = _actions(log)
-    times = {a: (_host_s(log, a.stage, last[a].stamp), _host_s(log, a.stage, end.stamp)) for a, end in ends.items()}
+    lanes = {a: log.lane(a.stage, a.microbatch) for a in ends}
+    times = {a: (_host_s(log, lanes[a], last[a].stamp), _host_s(log, lanes[a], ends[a].stamp)) for a in ends}
     first_s = min((begun for begun, _ in times.values()), default=log.started_s)
     last_s = max((end for _, end in times.values()), default=log.started_s + log.whole_s)
     bars = [
         Bar(
-            stage_lane[a.stage],
+            schedule.lane_of(a.stage, a.microbatch),
             a.stage,
             a.kind,
             a.microbatch,
             begun - first_s,
             end - first_s,
             held_bytes=ends[a].held_bytes,
-            issue_s=ends[a].host_s - first[a].host_s if log.lanes[a.stage].asynchronous else None,
+            issue_s=ends[a].host_s - first[a].host_s if lanes[a].asynchronous else None,
         )
         for a, (begun, end) in times.items()
     ]
-    sent = _sent(log, {action: end - first_s for action, (_, end) in times.items()}, first_s, stage_lane)
+    sent = _sent(log, {action: end - first_s for action, (_, end) in times.items()}, first_s, schedule)
     return StepTimeline(
         tuple(sorted(bars, key=lambda bar: (bar.start_s, bar.lane, bar.end_s))),
         tuple(sorted(sent, key=lambda way: (way.start_s, way.source, way.target))),
@@ -197,20 +197,20 @@ def timeline(log: StepLog, stage_lane: Sequence[int]) -> StepTimeline:
         once_s=max(0.0, log.whole_s - (last_s - first_s)),
         loss=None if log.loss is None else float(log.loss),
         whole=log.whole,
-        memory=lane_memory(log, stage_lane),
+        memory=lane_memory(log, schedule),
         rows=log.rows,
         timed=not log.in_turn,
     )
 
 
-def lane_memory(log: StepLog, stage_lane: Sequence[int]) -> tuple[HeldBytes | None, ...]:
+def lane_memory(log: StepLog, schedule: Schedule) -> tuple[HeldBytes | None, ...]:
     """Return what each lane's device held: as the log counted on the CPU, as the device's allocator did elsewhere.
 
     Nothing where nobody counted.
     """
-    found: list[HeldBytes | None] = [None] * (max(stage_lane) + 1)
-    grown = {} if log.allocations is None else _allocated_bytes(log.allocations, stage_lane)
-    for number, lane in zip(stage_lane, log.lanes, strict=False):
+    found: list[HeldBytes | None] = [None] * len(schedule.lanes)
+    grown = {} if log.allocations is None else _allocated_bytes(log.allocations, schedule)
+    for number, lane in _lanes(log, schedule).items():
         before, peak = log.before_bytes.get(lane), log.peak_bytes.get(lane)
         if before is not None and peak is not None:
             found[number] = HeldBytes(before, peak - before)
@@ -219,13 +219,19 @@ def lane_memory(log: StepLog, stage_lane: Sequence[int]) -> tuple[HeldBytes | No
     return tuple(found) if any(found) else ()
 
 
+def _lanes(log: StepLog, schedule: Schedule) -> dict[int, Lane]:
+    """Return the lanes by their numbers."""
+    cells = ((s, microbatch) for s in range(schedule.stages) for microbatch in range(schedule.microbatches))
+    return dict(sorted({schedule.lane_of(*cell): log.lane(*cell) for cell in cells}.items()))
+
+
 def least_issue_s(logs: Iterable[StepLog]) -> dict[Action, float]:
     """Return how long actions take to issue: the least of several steps, since a full queue makes a host wait."""
     found: dict[Action, float] = {}
     for log in logs:
         _, last, ends = _actions(log)
         for action, end in ends.items():
-            issue_s = end.host_s - last[action].host_s if log.lanes[action.stage].asynchronous else 0.0
+            issue_s = end.host_s - last[action].host_s if _is_issued(log, action) else 0.0
             found[action] = min(found.get(action, issue_s), issue_s)
     return found
 
@@ -242,7 +248,7 @@ def stages_alone(logs: Sequence[StepLog], schedule: Schedule, grown_bytes: Seque
     for log in logs[1:]:
         first, last, ends = _actions(log)
         for action, end in ends.items():
-            lane, begun = stages[action.stage], last[action]
+            lane, begun = log.lane(action.stage, action.microbatch), last[action]
             own_s = end.thread_s - begun.thread_s
             seconds[action].append(lane.clock.seconds(begun.stamp, end.stamp) if lane.asynchronous else own_s)
         once_s.append(max(0.0, log.whole_s - sum(end.done_s - first[action].host_s for action, end in ends.items())))
@@ -253,7 +259,7 @@ def stages_alone(logs: Sequence[StepLog], schedule: Schedule, grown_bytes: Seque
         by_stage(least_issue_s(logs), stages=schedule.stages) if waits else {},
         tuple(_sent_alone(logs[1:])),
         median(once_s),
-        tuple(grown_bytes or [held.get(lane) for lane in dict.fromkeys(stages)]),
+        tuple(grown_bytes or [held.get(lane) for lane in _lanes(logs[0], schedule).values()]),
         frozenset(stage for stage, lane in enumerate(stages) if not lane.asynchronous) if waits else frozenset(),
     )
 
@@ -266,28 +272,38 @@ def _actions(log: StepLog) -> tuple[dict[Action, Began], dict[Action, Began], di
     return first, last, {event.action: event for event in log.events if isinstance(event, Ended)}
 
 
+def _ends(log: StepLog, copy: Copied) -> tuple[Lane, Lane]:
+    return log.lane(copy.source, copy.microbatch), log.lane(copy.target, copy.microbatch)
+
+
 def _copies(log: StepLog) -> list[Copied]:
     return [event for event in log.events if isinstance(event, Copied)]
 
 
-def _host_s(log: StepLog, stage: int, stamp: Any) -> float:
-    lane = log.lanes[stage]
+def _is_issued(log: StepLog, action: Action) -> bool:
+    """Tell whether an action may still run when it is issued."""
+    return log.lane(action.stage, action.microbatch).asynchronous
+
+
+def _host_s(log: StepLog, lane: Lane, stamp: Any) -> float:
     zero = log.zeros[lane]
     return zero.host_s + lane.clock.seconds(zero.stamp, stamp)
 
 
-def _sent(log: StepLog, ends: Mapping[Action, float], first_s: float, stage_lane: Sequence[int]) -> list[Sent]:
+def _sent(log: StepLog, ends: Mapping[Action, float], first_s: float, schedule: Schedule) -> list[Sent]:
     """Return what went from lane to lane; tensors that went the same way are one, as they travel together."""
     spans: dict[_Way, tuple[float, float]] = {}
     for copy in _copies(log):
-        if stage_lane[copy.source] == stage_lane[copy.target]:
+        source, target = (schedule.lane_of(stage, copy.microbatch) for stage in (copy.source, copy.target))
+        if source == target:
             continue
         if copy.begun is None:
             kinds: tuple[Kind, ...] = ("I", "B") if copy.backward else ("F",)
             made = [Action(copy.source, kind, copy.microbatch) for kind in kinds]
             start_s = end_s = next((ends[action] for action in made if action in ends), 0.0)
         else:
-            start_s, end_s = (_host_s(log, copy.target, stamp) - first_s for stamp in (copy.begun, copy.ended))
+            _, lane = _ends(log, copy)
+            start_s, end_s = (_host_s(log, lane, stamp) - first_s for stamp in (copy.begun, copy.ended))
         way = copy.source, copy.target, copy.microbatch, copy.backward
         low, high = spans.get(way, (start_s, end_s))
         spans[way] = min(low, start_s), max(high, end_s)
@@ -300,7 +316,7 @@ def _sent_alone(logs: Sequence[StepLog]) -> list[SentAlone]:
     times: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
     for log in logs:
         for copy in _copies(log):
-            giver, taker = log.lanes[copy.source], log.lanes[copy.target]
+            giver, taker = _ends(log, copy)
             if giver is not taker:
                 sizes[copy.source, copy.target, copy.microbatch, copy.backward] += copy.size_bytes
             if copy.begun is not None:
@@ -341,7 +357,7 @@ def _held_peaks(logs: Iterable[StepLog]) -> dict[Lane, int]:
         began: tuple[int | None, int] = (None, 0)
         for event in log.events:
             if isinstance(event, Copied):
-                giver, taker = log.lanes[event.source], log.lanes[event.target]
+                giver, taker = _ends(log, event)
                 if giver is taker:
                     continue
                 level[taker] += event.size_bytes
@@ -350,7 +366,7 @@ def _held_peaks(logs: Iterable[StepLog]) -> dict[Lane, int]:
                 elif giver.device == taker.device:
                     arrived[event.target, event.microbatch] += event.size_bytes
                 continue
-            lane, before = log.lanes[event.action.stage], began[0]
+            lane, before = log.lane(event.action.stage, event.action.microbatch), began[0]
             if isinstance(event, Began):
                 began = event.held_bytes, level[lane]
             elif before is not None and event.held_bytes is not None and event.peak_bytes is not None:
@@ -361,7 +377,7 @@ def _held_peaks(logs: Iterable[StepLog]) -> dict[Lane, int]:
     return peaks
 
 
-def _allocated_bytes(run: Allocations, stage_lane: Sequence[int]) -> dict[int, int]:
+def _allocated_bytes(run: Allocations, schedule: Schedule) -> dict[int, int]:
     """Return by lane the most bytes that it had at once: of blocks that its actions, and copies to it, allocated.
 
     lane 0   ──[0F0]──────[0F1]────────────[0B0]──      its own blocks, from the first action on
@@ -370,7 +386,7 @@ def _allocated_bytes(run: Allocations, stage_lane: Sequence[int]) -> dict[int, i
     owner: list[int | None] = [None] * len(run.changes)
     marks = [operation for operation in run.operations if operation.name.startswith(MARK)]
     for mark in sorted(marks, key=lambda operation: operation.depth):
-        lane = stage_lane[int(mark.name.removeprefix(MARK))]
+        lane = schedule.lane_of(*map(int, mark.name.removeprefix(MARK).split()))
         owner[mark.first : mark.last] = [lane] * (mark.last - mark.first)
     lane_of: dict[int, int | None] = {}
     live: dict[int, int] = {}

@@ -356,6 +356,7 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
             key,
             sample,
             python,
+            replicas=recorded.replicas,
         )
 
     def _find(self, args: Any, kwargs: Any) -> FoundCall:

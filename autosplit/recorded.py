@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from autosplit.errors import InputError, TraceError
 from autosplit.lower.program import emit_ending, emit_setup
+from autosplit.lower.replicas import Replicas
 from autosplit.lower.split import Lowered
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
@@ -71,6 +72,7 @@ class Recorded:
     trace: Trace
     kind: Kind
     lanes: tuple[Lane, ...]
+    replicas: tuple[Replicas, ...] = ()
     failed_generalizations: int = 0
     """How many attempts to make one recording of several lengths have failed so far."""
     programs: dict[int, fx.Graph] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from torch import nn
 
 from autosplit.collapse import OWN_PYTHON, Collapses
 from autosplit.errors import InputError, ScheduleError, TraceError
+from autosplit.lower.replicas import replicated
 from autosplit.lower.split import Lowered, lower, place
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
@@ -61,7 +62,8 @@ class Recordings:
 
     Attributes:
         plan: what all recordings are cut by; None before the first one when none was given.
-        lanes: the lane of each stage, the same object for stages of one lane; empty before the first recording.
+        lanes: the lane of each stage's first replica, the same object for stages of one lane; empty before the first
+            recording.
         kept: the recordings by call signature, the last run at the end; several where they hold for some values only.
     """
 
@@ -75,6 +77,8 @@ class Recordings:
         self.fits = own or plan is None
         """Whether the plan was made for this model, or checked: the model may change after that."""
         self.lanes: tuple[Lane, ...] = ()
+        self._replica_lanes: list[tuple[Lane, ...]] = []
+        """Those of each stage's replicas."""
         self.kept: Recent[Key, tuple[Recorded, ...]] = Recent()
         self.still: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Keeps the model's state as it is while the model is recorded."""
@@ -181,8 +185,7 @@ class Recordings:
         if self.plan is None:
             self.plan = plan_tree(self.model, sample, self.options, reason=reason)
         self._check_plan(self.plan)
-        devices = self.options.devices[: len(self.plan.stages)]
-        self.lanes = self.lanes or tuple(lane(device) for device in devices)
+        self._make_lanes(self.plan)
         self.tree = tree_of(self.model, self.plan, self.lanes)
         return self.tree
 
@@ -365,14 +368,20 @@ class Recordings:
         stage_of = assign(DataflowIndex(found.graph), plan.stage_of(), stages=len(devices))
         again = [stage.recompute for stage in plan.stages]
         lowered = lower(found.graph, stage_of, devices, recompute=again, compiled=self.options.compile)
-        if not self.lanes:
-            own = tuple(lane(device) for device in self.options.devices[: len(plan.devices)])
-            self.lanes = tuple(own[stage.lane] for stage in plan.stages)
+        self._make_lanes(plan)
         self._place(lowered, devices)
+        replicas = replicated(lowered, stage_of, self._replica_lanes, compiled=self.options.compile)
         dims = found.inputs.batch_dims
         found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
         kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
-        return Recorded(found.graph, lowered, found, kind, self.lanes)
+        return Recorded(found.graph, lowered, found, kind, self.lanes, replicas)
+
+    def _make_lanes(self, plan: Plan) -> None:
+        """Make the lanes, with the first recording."""
+        if not self.lanes:
+            own = tuple(lane(device) for device in self.options.devices[: len(plan.devices)])
+            self._replica_lanes = [own[stage.lane : stage.lane + stage.replicas] for stage in plan.stages]
+            self.lanes = tuple(first for first, *_ in self._replica_lanes)
 
     def _place(self, lowered: Lowered, devices: Sequence[torch.device]) -> None:
         """Move the model's state to the devices of the stages."""

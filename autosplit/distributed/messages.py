@@ -81,7 +81,7 @@ class Messages:
         self._known, self._sent, self._said = known, sent, said
         self.arrivals: Mapping[Way, Iterable[Way]] = {}
         """For each message, those of this rank that have arrived when it is there."""
-        self._inside = SharedMemory(lanes, log, detached=detached)
+        self._inside = SharedMemory(lambda stage, _: lanes[stage], log, detached=detached)
         self._posted: dict[Way, tuple[list[torch.Tensor], list[Any]]] = {}
 
     def send(self, way: Way, message: Message) -> None:

@@ -327,7 +327,7 @@ class WholeCall:
         if step.world.rank != step.last:
             for way in filter(self._is_own, self._ways()):
                 cells.cells[way.source, way.microbatch].out_gradients = cells.transport.recv(way.back)
-        with step.entered(), held_back(p for parameters in cells.parameters for p in parameters):
+        with step.entered(), held_back(p for parameters in cells.parameters.values() for p in parameters):
             step.perform(step.once(("backwards", len(step.sizes)), lambda: backwards(step.schedule)), cells)
         with step.located():
             cells.hand_over()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -19,6 +19,15 @@ from autosplit.trace.recording.recording import under
 from autosplit.trace.rows.kinds import counts_by_microbatch
 
 ROOT = "model"
+
+
+class Place(NamedTuple):
+    """Where a parameter or buffer is: a module's path, which of its tables, the name in that, and the module."""
+
+    path: str
+    table: str
+    name: str
+    holder: nn.Module
 
 
 class Region:
@@ -252,6 +261,13 @@ class RegionModule(fx.GraphModule):
     def leaves(self) -> list[torch.Tensor]:
         """Return the parameters and buffers that the graph uses and that require a gradient, each once."""
         return [tensor for _, tensor in self._each_once("parameters", "buffers") if tensor.requires_grad]
+
+    def places(self) -> Iterator[Place]:
+        """Yield where the parameters and buffers are that the graph uses."""
+        for full, _ in self._state("parameters", "buffers"):
+            path, _, name = full.rpartition(".")
+            holder = self.root.get_submodule(path)
+            yield from (Place(path, t, name, holder) for t in ("_parameters", "_buffers") if name in getattr(holder, t))
 
     def _each_once(self, *kinds: str) -> Iterator[tuple[str, torch.Tensor]]:
         seen: set[int] = set()

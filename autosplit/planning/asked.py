@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from autosplit.checks import check_replicas, choose
@@ -13,7 +14,6 @@ from autosplit.options import Options, Sample
 from autosplit.parallel import Parallel, check_mesh, check_zero
 from autosplit.planning.plan.plan import Plan
 from autosplit.units import format_bytes
-from cost_models.machines import MachineSpec
 
 
 def given_sample(model: nn.Module, sample: Any) -> Sample:
@@ -38,17 +38,18 @@ def check_room(options: Options) -> None:
 
 
 def dealt(
-    replicas: Any, machine: MachineSpec, *, schedule: Any, recompute: Any, others: Mapping[str, Any]
+    replicas: Any, devices: Sequence[Any], *, schedule: Any, recompute: Any, others: Mapping[str, Any]
 ) -> tuple[tuple[int, ...] | None, Any]:
     """Return the replicas of each stage as `Options` have them, and the schedule: 1f1b where they are given.
 
+    ``devices`` are on paper or there; ``others`` are arguments at whose defaults alone replicas are planned.
     Raises InputError for what they do not go with, and where replicas of a stage would be unlike devices.
     """
-    each = check_replicas(replicas, devices=len(machine))
+    each = check_replicas(replicas, devices=len(devices))
     if replicas is None:
         return each, schedule
     defaults = {"mesh": None, "virtual_stages": 1, "find": "best", "plan": None, "processes": False}
-    foreign = [f"{name}=" for name, value in others.items() if value != defaults[name]]
+    foreign = [f"{name}=" for name, value in others.items() if value != defaults.get(name)]
     foreign += [f"schedule={schedule!r}"] if schedule not in ("auto", "1f1b") else []
     if foreign:
         raise InputError(
@@ -59,14 +60,24 @@ def dealt(
         raise InputError(
             f"recompute={recompute!r} is for a number of stages, which replicas='auto' chooses; give one word"
         )
-    names = iter([spec.name for spec in machine.devices])
-    for stage, count in enumerate([len(machine)] if each is None else each):
+    names = (own.type if isinstance(own, torch.device) else own.name for own in devices)
+    for stage, count in enumerate([len(devices)] if each is None else each):
         if len(own := {next(names) for _ in range(count)}) > 1:
             where = f"stage {stage} has" if each else "replicas='auto' would have"
             raise InputError(
                 f"replicas={replicas!r}: {where} replicas on {' and '.join(sorted(own))}; give alike devices"
             )
     return (each, schedule) if each is None else (each if max(each) > 1 else (), "1f1b")
+
+
+def check_loss_device(replicas: Sequence[int] | None, devices: Sequence[torch.device]) -> None:
+    """Raise InputError where replicas of the last stage, which runs the loss, are not on one device."""
+    last = devices[-replicas[-1] :] if replicas else devices[:1]
+    if len(set(last)) > 1:
+        raise InputError(
+            f"the last stage has replicas on {' and '.join(map(str, last))}, and one process runs the loss on one "
+            "device; give that stage one replica"
+        )
 
 
 def degrees_of(

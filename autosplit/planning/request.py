@@ -110,8 +110,7 @@ def schedule_of(
 ) -> Schedule:
     """Return a legal schedule for so many microbatches: the catalog's of that name, or that of ``actions``.
 
-    Raises ScheduleError where there are more microbatches than ``actions`` have, or other stages, or where stages have
-    more replicas than there are microbatches.
+    Raises ScheduleError where there are more microbatches than ``actions`` have, or other stages.
     """
     if not actions:
         return build(name, stages=stages, microbatches=microbatches, virtual_stages=virtual_stages, replicas=replicas)
@@ -164,6 +163,11 @@ def settle(options: Options, *, parts: int, microbatches: int) -> ResolvedSchedu
             raise ScheduleError(
                 f"replicas={list(replicas)} are {_count(len(replicas), 'stage')}, and the model has only "
                 f"{_count(parts, 'separable part')}; give fewer stages"
+            )
+        if microbatches < max(replicas):
+            raise ScheduleError(
+                f"replicas={list(replicas)} with {microbatches} microbatches: each replica needs one; give at least "
+                f"{max(replicas)} chunks and rows"
             )
         own = schedule_of(name, stages=len(replicas), microbatches=microbatches, replicas=replicas)
         return ResolvedSchedule(name, 1, len(replicas), own)

@@ -31,7 +31,7 @@ from autosplit.runtime.lanes.lanes import Lane
 from autosplit.schedule.action import Action
 
 MARK = "autosplit stage "
-"""What the profiler's marks begin with; the number of the stage follows that allocates."""
+"""What the profiler's marks begin with; the stage and the microbatch follow for which something is allocated."""
 _LONGER = 1.5
 """By how much a device is kept busy for longer than the action took to issue before."""
 _MOST_BUSY_S = 0.5
@@ -111,6 +111,8 @@ class StepLog:
         self.allocations = Allocations() if allocations else None
         self.whole: str | None = None
         self.lanes: tuple[Lane, ...] = ()
+        self.lane: Callable[[int, int], Lane] = lambda stage, _: self.lanes[stage]
+        """Returns the lane that runs a microbatch of a stage."""
         self.rows: tuple[int, ...] = ()
         self.zeros: dict[Lane, Zero] = {}
         self.events: list[Began | Ended | Copied] = []
@@ -124,20 +126,30 @@ class StepLog:
         self._mark: ExitStack | None = None
         self._profiling = ExitStack()
 
-    def start(self, lanes: Sequence[Lane], *, rows: Sequence[int] = (), whole: str | None = None) -> None:
+    def start(
+        self,
+        lanes: Sequence[Lane],
+        *,
+        lane: Callable[[int, int], Lane] | None = None,
+        rows: Sequence[int] = (),
+        whole: str | None = None,
+    ) -> None:
         """Begin, when the lanes are through with what they were given.
 
-        ``lanes`` has one per stage and the caller's, ``rows`` those of each microbatch; ``whole``: why the step is
-        going to run as one piece.
+        ``lanes`` has one per stage and the caller's, ``rows`` those of each microbatch; ``lane`` returns that of a
+        stage and a microbatch. ``whole``: why the step is going to run as one piece.
         """
         self.lanes, self.rows, self.whole = tuple(lanes), tuple(rows), whole
+        self.lane = lane or self.lane
         self._thread_s = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        self.zeros = {lane: Zero.of(lane) for lane in self.lanes}
-        for lane in self.zeros:
-            lane.clock.watch_peak()
-        self.before_bytes = {lane: lane.clock.held_bytes() for lane in self.zeros}
+        cells = [(stage, microbatch) for stage in range(len(lanes) - 1) for microbatch in range(len(rows))]
+        every = dict.fromkeys((*lanes, *(self.lane(*cell) for cell in cells)))
+        self.zeros = {own: Zero.of(own) for own in every}
+        for own in every:
+            own.clock.watch_peak()
+        self.before_bytes = {own: own.clock.held_bytes() for own in every}
         self.started_s, self._runs = time.perf_counter(), True
-        if self.allocations is not None and whole is None and any(lane.device.type == "cpu" for lane in lanes[:-1]):
+        if self.allocations is not None and whole is None and any(own.device.type == "cpu" for own in lanes[:-1]):
             self._profiling.enter_context(self.allocations)
         else:
             self.allocations = None
@@ -159,7 +171,7 @@ class StepLog:
         """Note that an action begins; of several times for the same action the last one is when it had its inputs."""
         if not self._runs:
             return
-        lane = self.lanes[action.stage]
+        lane = self.lane(action.stage, action.microbatch)
         if self.alone:
             lane.clock.watch_peak()
             if known := self._issue_s.get(action):
@@ -169,14 +181,14 @@ class StepLog:
         self.events.append(Began(action, stamp, time.perf_counter(), self._thread_s(), held))
         if self.allocations is not None and self._mark is None:
             self._mark = ExitStack()
-            self._mark.enter_context(record_function(f"{MARK}{action.stage}"))
+            self._mark.enter_context(record_function(f"{MARK}{action.stage} {action.microbatch}"))
 
     def ends(self, action: Action) -> None:
         """Note that an action is issued, and wait for it where it is to run alone."""
         self._unmark()
         if not self._runs:
             return
-        thread_s, lane = self._thread_s(), self.lanes[action.stage]
+        thread_s, lane = self._thread_s(), self.lane(action.stage, action.microbatch)
         stamp, host_s = lane.stamp(), time.perf_counter()
         if self.alone:
             lane.clock.seconds(stamp, stamp)
@@ -190,7 +202,7 @@ class StepLog:
         """Return what ``move`` brings from one stage to another; ``ready`` is the event behind what is brought."""
         if not self._runs:
             return move()
-        giver, taker = self.lanes[source], self.lanes[target]
+        giver, taker = self.lane(source, microbatch), self.lane(target, microbatch)
         begun = ended = None
         if giver.device == taker.device:
             moved = move()
@@ -205,7 +217,7 @@ class StepLog:
         self.events.append(Copied(source, target, microbatch, backward, size, begun, ended))
         if self.allocations is None or giver is taker or {giver.device.type, taker.device.type} != {"cpu"}:
             return moved
-        with record_function(f"{MARK}{target}"):
+        with record_function(f"{MARK}{target} {microbatch}"):
             return tuple(tensor.clone() for tensor in moved)
 
     def _unmark(self) -> None:

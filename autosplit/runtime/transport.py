@@ -10,7 +10,7 @@ own lane and at the action that needs it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -64,13 +64,14 @@ class SharedMemory:
     what arrives is no part of the sender's graph, and wants a gradient where what was sent does.
     """
 
-    def __init__(self, lanes: Sequence[Lane], log: StepLog | None, *, detached: bool) -> None:
-        self._lanes, self._log, self._detached = lanes, log, detached
+    def __init__(self, lane: Callable[[int, int], Lane], log: StepLog | None, *, detached: bool) -> None:
+        """``lane`` returns the lane that runs a microbatch of a stage."""
+        self._lane, self._log, self._detached = lane, log, detached
         self._sent: dict[Way, tuple[Message, Any]] = {}
 
     def send(self, way: Way, message: Message) -> None:
         """Keep a message, and the event behind which it is ready."""
-        self._sent[way] = message, self._lanes[way.source].record()
+        self._sent[way] = message, self._lane(way.source, way.microbatch).record()
 
     def recv(self, way: Way) -> Message:
         """Take a message and bring it to the receiver's device."""
@@ -78,7 +79,7 @@ class SharedMemory:
         there = tuple([tensor for tensor in message if tensor is not None])
         detached = self._detached and not way.backward  # batched gradients cannot be detached, and have no graph
         given = tuple([tensor.detach() for tensor in there]) if detached else there
-        lanes = self._lanes[way.source], self._lanes[way.target]
+        lanes = self._lane(way.source, way.microbatch), self._lane(way.target, way.microbatch)
         if self._log is None:
             moved = transfer(given, *lanes, ready)
         else:

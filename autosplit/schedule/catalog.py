@@ -59,7 +59,7 @@ def build(
     ``stages`` counts them all, so there are ``stages / virtual_stages`` devices. ``virtual_stages=1`` stands for what
     the schedule takes when nothing is asked for: 2 under interleaved, looped_bfs and zb_v, whose devices hold several.
     ``replicas`` are those of each stage, under 1f1b; empty: one each. Raises ScheduleError when the stages do not fill
-    the devices, the schedule has no such number per device, or a replica would have no microbatch.
+    the devices, or the schedule has no such number per device.
     """
     virtual_stages = stages_per_device(name, virtual_stages)
     if stages % virtual_stages:
@@ -69,10 +69,9 @@ def build(
             f"{name} puts {virtual_stages} stages on every device, and {stages} is no multiple of {virtual_stages}; "
             f"cut the model into {ways} stages"
         )
-    if replicas and (name != "1f1b" or microbatches < max(replicas)):
+    if replicas and name != "1f1b":
         raise ScheduleError(
-            f"replicas={list(replicas)} under {name} with {microbatches} microbatches: replicas take microbatches in "
-            f"turn under 1f1b, and each needs one; give schedule='1f1b' and at least {max(replicas)} chunks and rows"
+            f"replicas={list(replicas)} under {name}: replicas take microbatches in turn under 1f1b; give that"
         )
     return _built(name, stages, microbatches, virtual_stages, replicas)
 

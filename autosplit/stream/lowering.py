@@ -8,9 +8,6 @@ stage that comes first to it, or last, so that it uses that stage's version of t
 
 Stages read the weights of stand-ins of the model's modules, which share all else with them. A stand-in holds the
 version that is computed with; the model's own parameters are the newest, which the optimizer steps.
-
-Private torch interface: ``nn.Module._replicate_for_data_parallel``, by which modules with tables of their own (such as
-recurrent layers) are copied before their parameters are set; tried on torch 2.13.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from torch import fx, nn
 from autosplit.errors import InputError
 from autosplit.lower.layout import tensor_operands
 from autosplit.lower.program import emit_setup
+from autosplit.lower.replicas import stand_in
 from autosplit.lower.split import Lowered, lower, owners
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.apply import DataflowIndex, assign
@@ -77,7 +75,7 @@ def stream_program(
     if not alone:
         _check_parts(traced)
     traced, stage_of = _in_stages(traced, stage_of, alone=alone)
-    traced = replace(traced, root=_stand_in(traced.root, {}))
+    traced = replace(traced, root=stand_in(traced.root, {}))
     lanes = recorded.lanes
     lowered = lower(
         traced,
@@ -139,18 +137,6 @@ def _as_value(graph: fx.Graph, traced: TracedGraph, name: str) -> fx.Node:
     info = TensorInfo(sizes, parameter.dtype)
     node.meta[INFO] = TracedNode(f"{name}#tied", "", NodeClass.MICRO, (info,), reads=(name,))
     return node
-
-
-def _stand_in(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
-    """Return a module with parameters of its own that shares all else with another, also its buffers and hooks."""
-    if id(module) in made:
-        return made[id(module)]
-    twin: nn.Module = module._replicate_for_data_parallel()
-    made[id(module)] = twin
-    twin.__dict__["_buffers"] = module._buffers
-    twin.__dict__["_parameters"] = dict(module._parameters)
-    twin.__dict__["_modules"] = {n: None if m is None else _stand_in(m, made) for n, m in module._modules.items()}
-    return twin
 
 
 def _places(model: nn.Module, lowered: Lowered) -> dict[str, tuple[int, list[tuple[nn.Module, str]]]]:

@@ -145,6 +145,8 @@ def checked(found: FoundCall, recordings: Recordings) -> Recorded:
         )
     if len(set(map(id, recorded.lanes))) < len(recorded.lanes):
         raise InputError("a stream runs one stage per lane; split with virtual_stages=1")
+    if recorded.replicas:
+        raise InputError("a stream runs each stage on one device; split without replicas")
     if any(tensor.requires_grad for tensor in found.tensors):
         raise InputError("an input requires a gradient; a stream gives gradients to parameters only")
     return recorded

@@ -24,6 +24,7 @@ from autosplit.runtime.loss.proof import WholeCheck
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import CellContext
 from autosplit.runtime.step.step import Step
+from autosplit.runtime.step.sums import Held
 from autosplit.runtime.step.train_cells import TrainCells
 from autosplit.schedule.action import Action
 from autosplit.schedule.stream import stream_actions
@@ -55,9 +56,7 @@ class StreamCells(TrainCells):
     """The cells of one minibatch: every stage computes with that version of its weights which is the minibatch's."""
 
     def __init__(self, step: Step, loss: Any, check: WholeCheck | None) -> None:
-        self._leaves: list[Sequence[torch.Tensor]] = [() for _ in step.lowered.stages]
-        super().__init__(step, loss, check, self._leaves)
-        self._given = [list(leaves) for leaves in self.summed]
+        super().__init__(step, loss, check, {})
         self._states = [replace(step.state, statistics={}) for _ in step.lowered.stages]
 
     def context(self, stage: int, microbatch: int) -> CellContext:
@@ -66,8 +65,7 @@ class StreamCells(TrainCells):
 
     def begin(self, stage: int, leaves: Sequence[torch.Tensor]) -> None:
         """Have the microbatches of a stage's minibatch add up the gradients of its weights."""
-        self._leaves[stage] = leaves
-        self.summed[stage] = [*self._given[stage], *leaves]
+        self.sums[Held(stage, 0)].use(leaves)
 
     def end_forwards(self, stage: int) -> None:
         """Update a stage's running statistics, when its last forward is over."""
@@ -268,7 +266,7 @@ class Segment:
         cells.act(Action(stage, "B", place))
         if last:
             cells.forget(stage)
-            weights.step(number, cells.totals[stage], minibatch.settings[stage])
+            weights.step(number, cells.sums[Held(stage, 0)].totals, minibatch.settings[stage])
             with self._change:
                 minibatch.left -= 1
                 if not minibatch.left:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit import Plan, autosplit, plan
+from autosplit import Plan, plan
 from autosplit.checks import resolve_machine
 from autosplit.errors import InputError, PlanError, ScheduleError
 from autosplit.parallel import largest_bucket
@@ -113,8 +113,6 @@ def test_a_saved_plan_says_all_of_it(model: nn.Module, tmp_path: Path) -> None:
     assert "replicas" in str(straight.diff(found))
     with pytest.raises(InputError, match=r"\[1, 2, 1\] replicas, which no export can say"):
         found.export("torch-csv")
-    with pytest.raises(PlanError, match=r"\[1, 2, 1\] replicas, which autosplit\(\) does not run yet"):
-        autosplit(model, 4, plan=found)
     with pytest.raises(InputError, match="leave processes= out"):
         planned(model, plan=again, processes=True)
     wrong = (tmp_path / "plan.json").read_text(encoding="utf-8").replace('"replicas": 2', '"replicas": 3')

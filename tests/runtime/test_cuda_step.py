@@ -202,7 +202,7 @@ _SEND = SharedMemory.send
 def _without_event(memory: SharedMemory, way: Way, message: Message) -> None:
     _SEND(memory, way, message)
     if way.backward:
-        memory._sent[way] = message, memory._lanes[way.target].record()
+        memory._sent[way] = message, memory._lane(way.target, way.microbatch).record()
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {

@@ -18,15 +18,19 @@ if TYPE_CHECKING:
     from autosplit.planning.search.sweep import Sized
 
 
+def once_on_last(sized: Sized, options: Options) -> bool:
+    """Tell whether one device has to run what is last: operations that mix rows, or the loss of one process."""
+    return bool(sized.case.shared.outline.full) or (options.machine is None and len(set(options.devices)) > 1)
+
+
 def best_replicas(sized: Sized, options: Options, *, recompute: Sequence[str] | None, limit: float) -> tuple[int, ...]:
     """Return the replicas of each stage with which a step is shortest, the sum of gradients included.
 
     Devices are alike. Stages hold no more than ``limit`` bytes, with as much recomputed as may be; where no stages do,
-    that plays no part. Operations that mix rows are on one device: the last stage then has no replicas.
+    that plays no part. Where one device has to run what is last (`once_on_last`) the last stage has no replicas.
     """
     line, devices, microbatches = sized.line, len(options.devices), len(sized.case.sizes)
-    assert options.machine is not None, "replicas are planned on paper"
-    slowest = min((link.bandwidth_bytes_per_s for link in options.links), default=1.0)
+    slowest = min((link.bandwidth_bytes_per_s for link in options.links), default=np.inf)
     summed_s = np.zeros(line.size + 1)
     first = sized.case.shared.outline.first
     for state in sized.case.costs.state.values():
@@ -35,7 +39,7 @@ def best_replicas(sized: Sized, options: Options, *, recompute: Sequence[str] | 
             unit = sized.coarse.unit_of[works[0]]
             summed_s[unit + 1] += state_bytes(state, options).gradient / (REACHED * slowest)
     works_s = np.diff(line.forward_s + line.backward_s, prepend=0.0)
-    mixed = np.arange(line.size + 1) == (line.size if sized.case.shared.outline.full else -1)
+    mixed = np.arange(line.size + 1) == (line.size if once_on_last(sized, options) else -1)
     free = flushed(works_s, summed_s, line.cut_s, minibatches=microbatches)
 
     def stage_s(replicas: int, ahead: int) -> Floats:

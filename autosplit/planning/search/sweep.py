@@ -25,7 +25,7 @@ from autosplit.planning.profiled.between import Pieces, pieces_of
 from autosplit.planning.profiled.formulate import scheduled
 from autosplit.planning.profiled.problem import ProfiledProblem, Shared, prepare
 from autosplit.planning.request import ResolvedSchedule, settle, sizes_of
-from autosplit.planning.search.replicas import best_replicas
+from autosplit.planning.search.replicas import best_replicas, once_on_last
 from autosplit.trace.ladder import Trace
 
 _FEW = 4
@@ -153,7 +153,8 @@ class Sweep:
         if (asked := self.options.replicas) is None:
             limits = self.memory_limits(sized.case.problem) or [float("inf")]
             best = best_replicas(sized, self.options, recompute=self.space.recompute, limit=limits[0])
-            alone = (devices,) if devices <= len(sized.case.sizes) and not full else ()
+            free = devices <= len(sized.case.sizes) and not once_on_last(sized, self.options)
+            alone = (devices,) if free else ()
             return list(dict.fromkeys(own if max(own, default=1) > 1 else () for own in ((), best, alone)))
         if asked and asked[-1] > 1 and full:
             raise InputError(

@@ -223,14 +223,15 @@ class WholeCheck:
 
     def keep(self, flat: Sequence[Any], microbatch: int) -> None:
         """Keep the flat outputs of one microbatch, unless all together are too large."""
-        if self.kept is None:
+        kept = self.kept  # lanes that run the last stage at the same time keep outputs too
+        if kept is None:
             return
         tensors = [t for t in flat if isinstance(t, torch.Tensor) and not isinstance(t, Placeholder)]
         self.bytes += sum(t.numel() * t.element_size() for t in tensors)
         if self.bytes > _KEPT_BYTES:
             self.kept = None
         else:
-            self.kept[microbatch] = [t.detach() if any(t is own for own in tensors) else t for t in flat]
+            kept[microbatch] = [t.detach() if any(t is own for own in tensors) else t for t in flat]
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are kept."""

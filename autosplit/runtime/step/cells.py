@@ -5,14 +5,14 @@
     or in two parts       input gradient: of what came in; weight gradients: what was put off (autosplit.backward)
 
 Any thread may run a cell, one after another or at the same time, as long as what it takes is there: a transport brings
-it. What a stage sums up belongs to its own lane. Contributions add in the order of the stage's backwards, so the order
-is the same on any cut.
+it. What a replica of a stage sums up belongs to its own lane. Contributions add in the order of its backwards, so the
+order is the same on any cut.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,9 @@ from autosplit.backward import (
     gradients,
 )
 from autosplit.runtime.lanes.ambient import any_autocast
-from autosplit.runtime.ops import OUT, Bundle, CellContext
+from autosplit.runtime.ops import OUT, Bundle, CellContext, transfer
 from autosplit.runtime.step.step import Pairs, Start, Step
+from autosplit.runtime.step.sums import Held, Sums, together
 from autosplit.runtime.transport import Message, Way
 from autosplit.schedule.action import Action
 from autosplit.trace.scope import has_module_hooks
@@ -53,51 +54,54 @@ class CellState:
 class Cells:
     """Runs forwards and backwards of one step's cells and adds up the gradients.
 
-    ``parameters`` are those of each stage, none where no backward follows.
+    ``parameters`` are those of each replica of each stage, none where no backward follows.
     With ``detached=False`` values go from cell to cell as they are: nothing is kept for :meth:`backward`, and autograd,
     where it is on, sees the whole graph.
     """
 
     def __init__(
-        self, step: Step, start: Start, parameters: Sequence[Sequence[torch.Tensor]], *, detached: bool
+        self, step: Step, start: Start, parameters: Mapping[Held, Sequence[torch.Tensor]], *, detached: bool
     ) -> None:
         self.step = step
         self.transport = step.transport(detached=detached)
         self.start = start
         self.detached = detached
-        self.free: list[torch.Tensor] = []
-        """Leaves under the loss that are no stage's."""
         self.keep = False
         """Whether backwards leave the cells' graphs for another backward."""
         self.lowered = step.lowered
         self.layout = self.lowered.layout
         self.last = len(self.lowered.stages) - 1
         self.cells: dict[tuple[int, int], CellState] = {}
-        self.given = {s: _detached(bundle) if detached else bundle for s, bundle in start.shared.items()}
         self.parameters = parameters
+        self.given = {held: self._given(held) for held in step.held}
+        """What each replica of each stage has of shared values and tied parameters."""
         self.aliased = detached and (has_module_hooks() or any_autocast())
         self.clear()
 
     def clear(self) -> None:
         """Forget gradients: of parameters, shared values, inputs, and of what cells sent."""
-        self.summed = [
-            [leaf for leaf in (*self.given.get(stage, ()), *own) if leaf.requires_grad]
-            for stage, own in enumerate(self.parameters)
-        ]
-        """By stage, the leaves whose gradient is a sum over microbatches: shared values, tied and own parameters."""
-        self.totals: list[dict[int, torch.Tensor]] = [{} for _ in self.summed]
-        """By stage, the sums so far by the leaf's identity."""
+        self.sums = {held: Sums(given, self.parameters.get(held, ())) for held, given in self.given.items()}
         self.apart: set[int] = set()
         """Leaves, by identity, that are not the lane's own: autograd may add their gradients on another stream."""
-        self.own: list[set[int]] = [set() for _ in self.summed]
-        """By stage, the leaves, by identity, whose sum is memory that nothing else uses."""
-        self.added = [0 for _ in self.summed]
-        """By stage, how many microbatches were added, but for what was put off."""
         self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}
         """By stage, microbatch and position in the stage's bundle of inputs."""
         self.transport.clear()
         for state in self.cells.values():
             state.out_gradients = ()
+
+    def _given(self, held: Held) -> Sequence[torch.Tensor]:
+        bundle = self.start.shared.get(held.stage, ())
+        if bundle and held.replica:
+            bundle = transfer(tuple(bundle), self.step.lanes[held.stage], self.step.lane_of(held))
+        return _detached(bundle) if self.detached else bundle
+
+    def _sums(self, stage: int, microbatch: int) -> Sums:
+        """Return where the replica of a stage that runs a microbatch adds up."""
+        return self.sums[self.step.holder(stage, microbatch)]
+
+    def replicas(self, stage: int) -> list[Sums]:
+        """Return what each replica of a stage adds up, in their order."""
+        return [own for held, own in self.sums.items() if held.stage == stage]
 
     @property
     def sources(self) -> list[set[int]]:
@@ -120,10 +124,11 @@ class Cells:
 
     def forward(self, stage: int, microbatch: int) -> CellState:
         """Run a stage on a microbatch and send on what other stages take."""
-        layout, lane = self.layout.stages[stage], self.step.lanes[stage]
+        layout, held = self.layout.stages[stage], self.step.holder(stage, microbatch)
+        lane = self.step.lane_of(held)
         state = self.cells[stage, microbatch] = CellState()
         given: dict[str, Any] = {**self.step.lengths, "rows": self.step.sizes[microbatch]}
-        given["shared"] = self._passed(self.given.get(stage))
+        given["shared"] = self._passed(self.given[held])
         given["key"] = self.context(stage, microbatch)
         with lane.active():
             if layout.inputs:
@@ -132,7 +137,7 @@ class Cells:
                 given[f"from{source}"] = self._passed(self.receive(state, Way(source, stage, microbatch)))
             if self.step.log is not None:  # on the lane itself it begins when that is there
                 self.step.log.begins(Action(stage, "F", microbatch))
-            run = self.lowered.cell(stage, last=microbatch == len(self.step.sizes) - 1)
+            run = self.step.program(held).cell(stage, last=microbatch == len(self.step.sizes) - 1)
             state.sent = run(*[given[name] for name in self.lowered.takes[stage]])
         for target in [name for name in state.sent if name != OUT]:
             bundle = state.sent[target] if self.detached else state.sent.pop(target)
@@ -160,7 +165,9 @@ class Cells:
         return [t[...] if t.requires_grad else t for t in bundle]
 
     def _inputs(self, state: CellState, stage: int, microbatch: int) -> Sequence[torch.Tensor]:
-        bundle = self.start.inputs[stage][microbatch]
+        bundle: Sequence[torch.Tensor] = self.start.inputs[stage][microbatch]
+        if self.step.holder(stage, microbatch).replica:
+            bundle = transfer(tuple(bundle), self.step.lanes[stage], self.step.lane(stage, microbatch))
         if not self.detached:
             return bundle
         taken = state.leaves[None] = _detached(bundle)
@@ -176,27 +183,17 @@ class Cells:
 
     def weight_gradients(self, stage: int, microbatch: int) -> None:
         """Make what a cell's input gradient put off, and add it to the sums in a whole backward's order."""
-        state, own = self.cells[stage, microbatch], self.own[stage]
-        with self.step.lanes[stage].active():
+        state, sums = self.cells[stage, microbatch], self._sums(stage, microbatch)
+        with self.step.lane(stage, microbatch).active():
             if state.late is not None:
                 for leaf, gradient in state.late:
-                    self._add(stage, leaf, gradient)
-                state.late, self.added[stage] = None, microbatch + 1
+                    sums.add(leaf, gradient)
+                state.late, sums.added = None, microbatch + 1
             for product in state.deferred:
                 for leaf, gradient in product.gradients():
-                    self._add(stage, leaf, gradient)
-                    own.add(id(leaf))
+                    sums.add(leaf, gradient)
+                    sums.own.add(id(leaf))
         state.deferred = []
-
-    def _add(self, stage: int, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add to a sum, in place where nothing else uses its memory."""
-        totals, key = self.totals[stage], id(leaf)
-        if key not in totals:
-            totals[key] = gradient
-        elif key in self.own[stage]:
-            totals[key] += gradient
-        else:
-            totals[key] = totals[key] + gradient
 
     def _differentiate(self, stage: int, microbatch: int, *, whole: bool) -> None:
         """Run a cell's backward, whole or but for what can wait.
@@ -205,19 +202,19 @@ class Cells:
         after the other, as in one backward of all cells, also where a cell has several. An input gradient whose turn
         has not come (microbatches add in ascending order) leaves its own to the weight gradients.
         """
-        state = self.cells[stage, microbatch]
-        in_turn = whole or self.added[stage] == microbatch
-        with self.step.lanes[stage].active():
+        state, sums = self.cells[stage, microbatch], self._sums(stage, microbatch)
+        in_turn = whole or sums.added == microbatch
+        with self.step.lane(stage, microbatch).active():
             roots, seeds = self.roots_of(state, stage, microbatch)
             if self.step.log is not None:  # on the lane itself it begins when the gradients are there
                 self.step.log.begins(Action(stage, "B" if whole else "I", microbatch))
             leaves = [t for own in state.leaves.values() for t in own if t.requires_grad]
             back, made = self._made(state, stage, microbatch, roots, seeds, leaves, whole=whole, in_turn=in_turn)
             if in_turn:
-                self._take_totals(stage, made)
+                self._take_totals(sums, made)
         self._send_back(state, stage, microbatch, back)
         if in_turn:
-            self.added[stage] = microbatch + 1
+            sums.added = microbatch + 1
         else:
             state.late = [(leaf, gradient) for leaf, gradient in made if gradient is not None]
         state.out_gradients = ()
@@ -241,14 +238,14 @@ class Cells:
 
         Returns the gradients of what it took, by identity, and what came to each leaf that sums.
         """
-        if not (roots and (leaves or self.summed[stage])):
+        sums = self._sums(stage, microbatch)
+        if not (roots and (leaves or sums.leaves)):
             return {}, []
         later = DeferredWeightGrads() if whole else self._deferred(roots, stage, microbatch, leaves)
-        summed = [leaf for leaf in self.summed[stage] if id(leaf) not in later.leaves]
+        summed = [leaf for leaf in sums.leaves if id(leaf) not in later.leaves]
         if in_turn:
-            totals = self.totals[stage]
-            held = [leaf for leaf in summed if id(leaf) in totals and id(leaf) not in self.apart]
-            begin_at_sums(held, totals, roots, seeds)
+            held = [leaf for leaf in summed if id(leaf) in sums.totals and id(leaf) not in self.apart]
+            begin_at_sums(held, sums.totals, roots, seeds)
         found = iter(gradients(roots, seeds, [*leaves, *summed, *later.edges], keep=self.keep))
         back = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=False)}
         made = list(zip(summed, found, strict=False))
@@ -267,9 +264,9 @@ class Cells:
                 if gradient is not None:
                     self.input_gradients[stage, microbatch, position] = gradient
 
-    def _take_totals(self, stage: int, made: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    def _take_totals(self, sums: Sums, made: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         """Keep the sums that a backward gives; what was no part of it is added."""
-        totals = self.totals[stage]
+        totals = sums.totals
         for leaf, total in made:
             if total is not None:
                 before = totals.get(id(leaf)) if id(leaf) in self.apart else None
@@ -282,7 +279,7 @@ class Cells:
         last = microbatch == len(self.step.sizes) - 1
         if self.lowered.runs_again(stage, last=last) or self.lowered.stages[stage].units:
             return DeferredWeightGrads()
-        summed = {id(leaf) for leaf in self.summed[stage]}
+        summed = {id(leaf) for leaf in self._sums(stage, microbatch).leaves}
         return defer_weight_gradients(roots, summed - self.apart, summed | {id(leaf) for leaf in leaves})
 
     def roots_of(self, state: CellState, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -302,20 +299,29 @@ class Cells:
             return state.out_gradients or (None,) * len(state.sent[OUT])
         return self.transport.recv(Way(stage, int(target), microbatch).back)
 
+    @property
+    def free(self) -> list[torch.Tensor]:
+        """Leaves under the loss that are no stage's."""
+        return list({id(leaf): leaf for own in self.replicas(self.last) for leaf in own.free}.values())
+
     def hand_over(self) -> None:
         """Give every leaf its whole gradient: parameters, shared values and inputs, in one backward."""
-        own: list[Pairs] = []
-        for stage, totals in enumerate(self.totals):
-            leaves = [(p, p) for p in (*self.parameters[stage], *(self.free if stage == self.last else ()))]
-            leaves += zip(self.start.shared.get(stage, ()), self.given.get(stage, ()), strict=True)
-            own.append([(whole, totals[id(leaf)]) for whole, leaf in leaves if id(leaf) in totals])
-            totals.clear()
+        own = [self._pairs(stage) for stage in range(len(self.layout.stages))]
         inputs = sorted(self.input_gradients.items(), key=lambda item: item[0])
-        own.append([(self.start.inputs[s][m][place], gradient) for (s, m, place), gradient in inputs])
+        pieces = [(self.start.inputs[s][m][place], gradient) for (s, m, place), gradient in inputs]
+        own.append([(piece, gradient.to(piece.device)) for piece, gradient in pieces])
+        pieces.clear()
         inputs.clear()
         self.input_gradients.clear()
         with _all_or_nothing([*self.lowered.traced.root.parameters(), *self.free, *self.step.tensors]):
             self.start.hand_over(own, self._hand)
+
+    def _pairs(self, stage: int) -> Pairs:
+        """Return what belongs to a stage with what its replicas have added up; their sums are empty afterwards."""
+        replicas = self.replicas(stage)
+        free = self.free if stage == self.last else []
+        wholes = (*replicas[0].parameters, *free, *self.start.shared.get(stage, ()))
+        return [(w, total) for w, total in zip(wholes, together(replicas, free), strict=True) if total is not None]
 
     def _hand(self, pairs: Pairs) -> None:
         """Give tensors their gradients; the list is empty afterwards."""
@@ -363,12 +369,10 @@ def _all_or_nothing(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         raise
 
 
-def parameters(step: Step) -> list[list[torch.Tensor]]:
-    """Return by stage the parameters and buffers that require a gradient, of stages that run in this process."""
-    found: list[list[torch.Tensor]] = [[] for _ in step.lowered.stages]
-    for stage in step.stages:
-        found[stage] = step.lowered.stages[stage].leaves()
-    return found
+def parameters(step: Step) -> dict[Held, list[torch.Tensor]]:
+    """Return the parameters and buffers that require a gradient, of stages that run in this process."""
+    own = [held for held in step.held if held.stage in step.stages]
+    return {held: step.program(held).stages[held.stage].leaves() for held in own}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ the outputs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from autosplit.runtime.lanes.threads import LaneThreads, Turns, backwards, forwa
 from autosplit.runtime.ops import OUT
 from autosplit.runtime.step.cells import Cells, held_back, parameters
 from autosplit.runtime.step.step import Start, Step
+from autosplit.runtime.step.sums import Held, together
 from autosplit.trace.borrowed.state import attributes
 
 _AGAIN = "create_graph=True runs the forward again on lanes='threads'; split with lanes='inline' for that"
@@ -32,7 +33,7 @@ Leaf = tuple[str, Any, torch.Tensor]
 def call(step: Step, threads: LaneThreads) -> Sequence[Any]:
     """Run the pipe on its lanes' threads and return the model's flat outputs; they are part of the caller's graph."""
     state, start = ThreadState.current(), step.start()
-    own = parameters(step) if state.grad else []
+    own = parameters(step) if state.grad else {}
     leaves = _leaves(start, own) if state.grad else []
     cells = Cells(step, start, own, detached=bool(leaves))
     if leaves:
@@ -46,7 +47,7 @@ def call(step: Step, threads: LaneThreads) -> Sequence[Any]:
     return step.end(start, bundles)
 
 
-def _leaves(start: Start, parameters: Sequence[Sequence[torch.Tensor]]) -> list[Leaf]:
+def _leaves(start: Start, parameters: Mapping[Held, Sequence[torch.Tensor]]) -> list[Leaf]:
     """Return what the cells' gradients go to, as (kind, place, tensor): inputs, shared values and parameters."""
     found: list[Leaf] = [
         ("inputs", (stage, microbatch, position), tensor)
@@ -55,7 +56,8 @@ def _leaves(start: Start, parameters: Sequence[Sequence[torch.Tensor]]) -> list[
         for position, tensor in enumerate(bundle)
     ]
     found += [("shared", (stage, p), t) for stage, bundle in start.shared.items() for p, t in enumerate(bundle)]
-    found += [("parameters", (stage, p), t) for stage, own in enumerate(parameters) for p, t in enumerate(own)]
+    firsts = {held.stage: own for held, own in parameters.items() if not held.replica}
+    found += [("parameters", (stage, p), t) for stage, own in firsts.items() for p, t in enumerate(own)]
     return [leaf for leaf in found if leaf[2].requires_grad]
 
 
@@ -119,17 +121,19 @@ class _Middle(torch.autograd.Function):
                 cells.cells[stage, microbatch].out_gradients = [next(given) for _ in slots]
         hooks = held_back(tensor for *_, tensor in leaves)
         ctx.threads.run(_turns(cells, "B"), cells.act, ThreadState.current(), hooks)
-        found = tuple(_gradient(cells, kind, place) for kind, place, _ in leaves)
+        totals = [together(cells.replicas(stage), ()) for stage in range(cells.last + 1)]
+        found = tuple(_gradient(cells, totals, kind, place) for kind, place, _ in leaves)
         cells.clear()
         return (None,) * 4 + found
 
 
-def _gradient(cells: Cells, kind: str, place: Any) -> torch.Tensor | None:
+def _gradient(
+    cells: Cells, totals: Sequence[Sequence[torch.Tensor | None]], kind: str, place: Any
+) -> torch.Tensor | None:
     if kind == "inputs":
         return cells.input_gradients.get(place)
     stage, position = place
-    leaf = (cells.given if kind == "shared" else cells.parameters)[stage][position]
-    return cells.totals[stage].get(id(leaf))
+    return totals[stage][position + (len(cells.parameters[Held(stage, 0)]) if kind == "shared" else 0)]
 
 
 def _differentiable(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:

@@ -13,6 +13,7 @@ import torch
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.threads import forwards
 from autosplit.runtime.ops import Bundle, CallState, enter, leave
+from autosplit.runtime.step.sums import Held
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.transport import SharedMemory, Transport
 from autosplit.schedule.action import Action, Schedule
@@ -39,7 +40,7 @@ class Step:
     """The lengths for which the recording has symbols, by their names."""
     sizes: tuple[int, ...]
     lanes: tuple[Lane, ...]
-    """One lane per stage, and last the caller's device."""
+    """One lane per stage, that of its first replica, and last the caller's device."""
     state: CallState
     planned: Callable[[int], Schedule]
     """Gives the plan's schedule for a number of microbatches."""
@@ -47,12 +48,39 @@ class Step:
     """Schedules made ready to run, kept from call to call."""
     log: StepLog | None = field(default=None, kw_only=True)
     """Notes what runs, where somebody asked for that."""
+    replicas: Sequence[Any] = field(default=(), kw_only=True)
+    """What runs the second replica of each stage that has one, the third, and so on."""
 
     @property
     def schedule(self) -> Schedule:
         """The plan's schedule for this call's microbatches."""
         count = len(self.sizes)
         return self.once(("schedule", count), lambda: self.planned(count))
+
+    @property
+    def held(self) -> list[Held]:
+        """The stages and their replicas."""
+        found = [Held(stage, 0) for stage in range(len(self.lowered.stages))]
+        found += [Held(stage, number) for number, own in enumerate(self.replicas, 1) for stage in own.lanes]
+        return sorted(found)
+
+    def holder(self, stage: int, microbatch: int) -> Held:
+        """Return which of a stage's replicas runs a microbatch."""
+        first = self.schedule.stage_lane[stage] if self.replicas else 0
+        return Held(stage, self.schedule.lane_of(stage, microbatch) - first if self.replicas else 0)
+
+    def lane_of(self, held: Held) -> Lane:
+        """Return the lane of a replica of a stage."""
+        lane: Lane = self.replicas[held.replica - 1].lanes[held.stage] if held.replica else self.lanes[held.stage]
+        return lane
+
+    def lane(self, stage: int, microbatch: int) -> Lane:
+        """Return the lane that runs a microbatch of a stage."""
+        return self.lane_of(self.holder(stage, microbatch))
+
+    def program(self, held: Held) -> Any:
+        """Return the pieces that a replica of a stage runs."""
+        return self.replicas[held.replica - 1].lowered if held.replica else self.lowered
 
     @property
     def stages(self) -> Sequence[int]:
@@ -74,7 +102,7 @@ class Step:
 
     def transport(self, *, detached: bool) -> Transport:
         """Return what brings values from stage to stage."""
-        return SharedMemory(self.lanes, self.log, detached=detached)
+        return SharedMemory(self.lane, self.log, detached=detached)
 
     def check_free(self, leaves: Sequence[torch.Tensor]) -> None:
         """Raise InputError for leaves under a loss, beside the outputs, that would not get their whole gradient."""
@@ -104,7 +132,10 @@ class Step:
     def start(self) -> Start:
         """Run what comes before the first cell, in the caller's thread and graph."""
         with self.located():
-            return Start(*self.setup(*self.given()))
+            start = Start(*self.setup(*self.given()))
+        for own in self.replicas:
+            own.refresh(self.lanes)
+        return start
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[list[Any]]:
@@ -112,8 +143,7 @@ class Step:
 
         Yields a list for the tensors that the caller is going to use.
         """
-        *stages, caller = self.lanes
-        own = list(dict.fromkeys(stages))
+        own, caller = list(dict.fromkeys(map(self.lane_of, self.held))), self.lanes[-1]
         handed: list[Any] = []
         enter(caller, own)
         try:

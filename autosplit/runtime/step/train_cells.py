@@ -6,7 +6,8 @@ fire once. One thread issues the actions in clock order, or every lane's thread 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import OUT, rows_along, transfer
 from autosplit.runtime.step.cells import Cells, CellState, held_back, parameters
 from autosplit.runtime.step.step import Step
+from autosplit.runtime.step.sums import Held, Sums
 from autosplit.runtime.transport import Message, Way
 from autosplit.trace.graph import INFO, NodeClass
 
@@ -40,14 +42,13 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
     with torch.inference_mode(False), torch.enable_grad():
         with step.entered() as used:
             if step.log is not None:
-                step.log.start(step.lanes, rows=step.sizes)
+                step.log.start(step.lanes, lane=step.lane, rows=step.sizes)
             cells = TrainCells(step, loss, check, parameters(step))
-            hooks = held_back(leaf for own in cells.parameters for leaf in own)
             if threads is None:
-                with hooks:
+                with cells.hooks_held_back():
                     step.perform(step.schedule, cells)
             else:
-                threads.run(cells.turns(), cells.act, ThreadState.current(), hooks)
+                threads.run(cells.turns(), cells.act, ThreadState.current(), cells.hooks_held_back())
             used += cells.results()
         used.clear()
         total: torch.Tensor = step.outcome(cells.total)
@@ -65,7 +66,7 @@ class TrainCells(Cells):
     """The cells of a training step: the last stage's end in a loss."""
 
     def __init__(
-        self, step: Step, loss: Loss, check: WholeCheck | None, parameters: Sequence[Sequence[torch.Tensor]]
+        self, step: Step, loss: Loss, check: WholeCheck | None, parameters: Mapping[Held, Sequence[torch.Tensor]]
     ) -> None:
         super().__init__(step, step.start(), parameters, detached=True)
         self.loss = loss
@@ -73,11 +74,20 @@ class TrainCells(Cells):
         self.losses: dict[int, torch.Tensor] = {}
         self.roots: dict[int, torch.Tensor] = {}
         """The loss of each microbatch, until its backward."""
+        self._held_back = contextlib.ExitStack()
+        """Holds back hooks of leaves while cells run."""
         self.depends = False
         """Whether anything with a gradient stands behind the loss."""
         self.wants = loss.wants
         self.passed = [value for value in self.lowered.outputs if _is_input(value) and self._wanted(value.name)]
         """Inputs that are outputs too."""
+
+    @contextlib.contextmanager
+    def hooks_held_back(self) -> Iterator[None]:
+        """Hold back hooks of parameters, and of leaves that the loss turns out to use: they want the whole gradient."""
+        with self._held_back as stack:
+            stack.enter_context(held_back(leaf for own in self.parameters.values() for leaf in own))
+            yield
 
     def turns(self) -> Turns:
         """Return the schedule as turns of the lanes; the last stage takes what the loss wants of any."""
@@ -115,7 +125,7 @@ class TrainCells(Cells):
             self.transport.send(Way(stage, self.last, microbatch, loss=True), state.sent[OUT])
         if stage == self.last:
             passed = {value.name: self._input(value, microbatch) for value in self.passed}
-            with self.step.lanes[stage].active():
+            with self.step.lane(stage, microbatch).active():
                 values = self._values(microbatch, state, passed)
                 flat: list[Any] = list(values.values())
                 given: Any = values
@@ -133,17 +143,14 @@ class TrainCells(Cells):
             self.losses[microbatch] = value.detach()
             self.depends |= value.requires_grad
             given_names = {node.name for node in self.passed}
-            free = self._free_leaves(state, [t for name, t in values.items() if name not in given_names], value)
+            sums = self._sums(stage, microbatch)
+            free = self._free_leaves(state, sums, [t for name, t in values.items() if name not in given_names], value)
             self.step.check_free(free)
-            self.free += free
-            self.summed[stage] += free
+            self._held_back.enter_context(held_back(free))
+            sums.free += free
+            sums.leaves += free
             self.apart |= {id(leaf) for leaf in free}
         return state
-
-    def _differentiate(self, stage: int, microbatch: int, *, whole: bool) -> None:
-        """Run a cell's backward; hooks on the loss's own leaves want the whole gradient too."""
-        with held_back(self.free if stage == self.last else ()):
-            super()._differentiate(stage, microbatch, whole=whole)
 
     def roots_of(self, state: CellState, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return what a cell's backward begins at: behind the last stage the loss."""
@@ -157,14 +164,16 @@ class TrainCells(Cells):
             return super()._came_in(state, target, stage, microbatch)
         return self.transport.recv(Way(stage, self.last, microbatch, loss=True).back) if state.sent[OUT] else ()
 
-    def _free_leaves(self, state: CellState, made: Sequence[torch.Tensor], value: torch.Tensor) -> list[torch.Tensor]:
+    def _free_leaves(
+        self, state: CellState, sums: Sums, made: Sequence[torch.Tensor], value: torch.Tensor
+    ) -> list[torch.Tensor]:
         """Return new leaves under the loss that are not the last stage's: the loss's own parameters, for one.
 
         So are parameters of other stages that the loss looks at itself, as a penalty on weights does, and the batch
         where it is an output too. What stands behind the outputs that stages ``made`` is the stages' own.
         """
         own = {id(t) for bundle in (*state.leaves.values(), *self.given.values()) for t in bundle}
-        own |= {id(leaf) for leaf in (*self.parameters[-1], *self.free)}
+        own |= {id(leaf) for leaf in (*sums.parameters, *sums.free)}
         return [leaf for leaf in leaves_under(value, made) if id(leaf) not in own]
 
     def _values(self, microbatch: int, last: CellState, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -185,8 +194,7 @@ class TrainCells(Cells):
         names = [n.name for n in self.lowered.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta]
         tensor = self.step.tensors[names.index(node.name)]
         piece = rows_along(tensor, self.step.sizes, node.meta[INFO].tensors[0].batch_dim)[microbatch]
-        *_, last, caller = self.step.lanes
-        return transfer((piece,), caller, last)[0]
+        return transfer((piece,), self.step.lanes[-1], self.step.lane(self.last, microbatch))[0]
 
     def total(self) -> torch.Tensor:
         """Return the loss of the batch; raise InputError where it is not that of the whole batch."""
@@ -203,7 +211,7 @@ class TrainCells(Cells):
 
     def results(self) -> list[torch.Tensor | None]:
         """Return what the caller's thread works on when the lanes are done."""
-        totals = [total for own in self.totals for total in own.values()]
+        totals = [total for own in self.sums.values() for total in own.totals.values()]
         kept = self.check.tensors() if self.check is not None else []
         return [*self.losses.values(), *totals, *self.input_gradients.values(), *kept]
 

@@ -1,0 +1,99 @@
+"""Further replicas of stages: the same recording on stand-ins of the model's modules.
+
+    replica 0      the model's modules, parameters and buffers
+    replica 1, 2   stand-ins of the modules; at the start of a step they get the model's parameters and buffers:
+                   themselves on the device where they lie, copies elsewhere
+
+Two lanes run one stage at the same time. With modules of their own neither sees what the other puts into its modules.
+
+Private torch interface: ``nn.Module._replicate_for_data_parallel``, by which modules with tables of their own (such as
+recurrent layers) are copied before their parameters are set; tried on torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.lower.region import Place
+from autosplit.lower.split import Lowered, lower
+from autosplit.runtime.lanes.lanes import Lane
+from autosplit.runtime.ops import transfer
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What runs the second replica of each stage that has one, or the third, and so on.
+
+    Attributes:
+        lowered: the stages, which read stand-ins of the modules of ``root``.
+        lanes: the lanes of the replicas by their stages.
+        places: by stage where stand-ins hold the parameters and buffers that it uses.
+        root: the model's own modules.
+    """
+
+    lowered: Lowered
+    lanes: Mapping[int, Lane]
+    places: Mapping[int, Sequence[Place]]
+    root: nn.Module
+
+    def refresh(self, lanes: Sequence[Lane]) -> None:
+        """Give the stand-ins the model's parameters and buffers; ``lanes`` are those of the stages' first replicas."""
+        for stage, lane in self.lanes.items():
+            made: dict[int, torch.Tensor] = {}
+            for path, table, name, holder in self.places[stage]:
+                tensor = getattr(self.root.get_submodule(path), table)[name]
+                if id(tensor) not in made:
+                    made[id(tensor)] = _on(lane, tensor, lanes[stage])
+                if getattr(holder, table)[name] is not made[id(tensor)]:
+                    setattr(holder, name, made[id(tensor)])
+
+
+def _on(lane: Lane, tensor: torch.Tensor, source: Lane) -> torch.Tensor:
+    """Return a tensor of one lane's device on another lane's: itself, or a copy that is a leaf."""
+    if lane.device == source.device:
+        return tensor
+    with torch.no_grad():
+        copy = transfer((tensor.detach(),), source, lane)[0]
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copy, tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def replicated(
+    lowered: Lowered,
+    stage_of: Mapping[str, int],
+    lanes: Sequence[Sequence[Lane]],
+    *,
+    compiled: Mapping[str, Any] | None,
+) -> tuple[Replicas, ...]:
+    """Return what runs further replicas; ``lanes`` are those of each stage's replicas, the first's too."""
+    found = []
+    for number in range(1, max(map(len, lanes))):
+        own = {stage: each[number] for stage, each in enumerate(lanes) if number < len(each)}
+        made: dict[int, nn.Module] = {}
+        root = stand_in(lowered.traced.root, made)
+        for twin in made.values():
+            twin.__dict__["_buffers"] = dict(twin._buffers)
+        devices = [own.get(stage, each[0]).device for stage, each in enumerate(lanes)]
+        traced = replace(lowered.traced, root=root)
+        parts = lower(traced, stage_of, devices, recompute=lowered.recompute, compiled=compiled)
+        places = {stage: tuple(dict.fromkeys(parts.stages[stage].places())) for stage in own}
+        found.append(Replicas(parts, own, places, lowered.traced.root))
+    return tuple(found)
+
+
+def stand_in(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    """Return a module with parameters of its own that shares all else with another, also its buffers and hooks."""
+    if id(module) in made:
+        return made[id(module)]
+    twin: nn.Module = module._replicate_for_data_parallel()
+    made[id(module)] = twin
+    twin.__dict__["_buffers"] = module._buffers
+    twin.__dict__["_parameters"] = dict(module._parameters)
+    twin.__dict__["_modules"] = {n: None if m is None else stand_in(m, made) for n, m in module._modules.items()}
+    return twin

@@ -1,0 +1,144 @@
+"""Stages with replicas in one process: numbers are the plain model's, whatever lane is faster."""
+
+from __future__ import annotations
+
+import re
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit import autosplit
+from autosplit.errors import InputError
+from autosplit.planning.plan.plan import Plan
+
+LAYOUTS = ([2, 1], [1, 2], [2, 1, 1], [1, 2, 1], [1, 3, 1], [2])
+
+
+class Net(nn.Module):
+    """A tied layer, a skip, a shared value, dropout and a norm that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(3)
+        )
+        self.scale = nn.Parameter(torch.rand(8))
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, value: Tensor) -> Tensor:
+        hidden = skip = torch.tanh(self.first(value))
+        gate = torch.softmax(self.scale, 0)
+        for block in self.blocks:
+            hidden = self.drop(block(self.tied(hidden)) * gate)
+        return self.last(self.tied(hidden) + skip)
+
+
+def made(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Net().double()
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(rows)
+    return torch.randn(rows, 6, dtype=torch.float64), torch.randn(rows, 3, dtype=torch.float64)
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    grads = {f"{name}.grad": own.grad for name, own in model.named_parameters() if own.grad is not None}
+    return {name: value.detach().clone() for name, value in (model.state_dict() | grads).items()}
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    torch.testing.assert_close(state_of(one), state_of(other), rtol=0, atol=1e-12)
+
+
+def trained(pipe: Any, optimizer: Any, *, called: bool = True) -> list[float]:
+    """Train on 11 rows and at last on 10, at times by a call and a backward; return the losses."""
+    stepped, losses = optimizer(pipe.parameters()), []
+    for step, rows in enumerate((11, 11, 10)):
+        value, target = batch(rows)
+        torch.manual_seed(step)
+        stepped.zero_grad()
+        if called and step == 1:
+            loss = nn.functional.mse_loss(pipe(value), target)
+            loss.backward()
+        else:
+            loss = pipe.train_step(value, target=target, loss_fn=nn.functional.mse_loss)
+        losses.append(float(loss.detach()))
+        stepped.step()
+    return losses
+
+
+@cache
+def alone(seed: int, chunks: int, optimizer: Any) -> tuple[nn.Module, list[float], Tensor]:
+    """Return what training gives on one stage in the caller's thread: the plain model's numbers by microbatches."""
+    model = made(seed)
+    pipe = autosplit(model, 1, chunks)
+    return model, trained(pipe, optimizer), pipe.eval_step(batch(7)[0])
+
+
+@pytest.mark.parametrize("replicas", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("lanes", "optimizer", "seed", "chunks"),
+    [("threads", torch.optim.AdamW, 0, 5), ("inline", partial(torch.optim.SGD, lr=0.1), 1, 4)],
+    ids=["threads-adamw", "inline-sgd"],
+)
+def test_training_is_that_of_one_stage(replicas: list[int], lanes: str, optimizer: Any, seed: int, chunks: int):
+    model, losses, output = alone(seed, chunks, optimizer)
+    pipe = autosplit(own := made(seed), sum(replicas), chunks, replicas=replicas, lanes=lanes, cut="operations")
+    assert trained(pipe, optimizer) == pytest.approx(losses, rel=0, abs=1e-12)
+    assert_same(own, model)
+    assert pipe.plan is not None
+    assert pipe.plan.replicas == tuple(replicas)
+    torch.testing.assert_close(pipe.eval_step(batch(7)[0]), output, rtol=0, atol=1e-12)
+
+
+def test_a_batch_may_have_fewer_microbatches_than_replicas():
+    one, other = made(0).eval(), made(0).eval()
+    pipe = autosplit(one, 4, 8, replicas=[1, 3], sample=batch(8)[0])
+    for rows in (3, 2, 1):
+        value, target = batch(rows)
+        loss = pipe.train_step(value, target=target, loss_fn=nn.MSELoss())
+        plain = nn.functional.mse_loss(other(value), target)
+        plain.backward()
+        torch.testing.assert_close(loss, plain.detach(), rtol=0, atol=1e-12)
+        assert_same(one, other)
+
+
+def test_a_saved_plan_runs(tmp_path: Path):
+    one, other = made(0), made(0)
+    first = autosplit(one, 3, 4, replicas=[2, 1], sample=batch(8)[0])
+    assert first.plan is not None
+    first.plan.save(tmp_path / "plan.json")
+    pipe = autosplit(other, 3, plan=tmp_path / "plan.json")
+    assert trained(pipe, torch.optim.AdamW, called=False) == trained(first, torch.optim.AdamW, called=False)
+    assert_same(one, other)
+    assert Plan.load(tmp_path / "plan.json").replicas == pipe.plan.replicas == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"replicas": [2, 2]}, "replicas=[2, 2] are 4 devices in 2 stages, and devices names 3"),
+        ({"replicas": [2, 1], "schedule": "gpipe"}, "replicas=[2, 1] and schedule='gpipe'"),
+        ({"replicas": [2, 1], "virtual_stages": 2}, "replicas=[2, 1] and virtual_stages="),
+        ({"replicas": "auto", "recompute": ["never"] * 3}, "a number of stages, which replicas='auto' chooses"),
+        ({"replicas": [2, 1], "recompute": ["never"] * 3}, "has 3 entries for 2 stages"),
+    ],
+)
+def test_what_does_not_go_with_replicas(given: dict[str, Any], words: str):
+    with pytest.raises(InputError, match=re.escape(words)):
+        autosplit(made(0), 3, 4, **given)
+
+
+def test_a_stream_has_one_device_per_stage():
+    pipe = autosplit(made(0), 3, 4, replicas=[2, 1], sample=batch(8)[0])
+    stream = pipe.train_stream([batch(8)], loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD)
+    with pytest.raises(InputError, match="split without replicas"):
+        next(stream)
