@@ -1,12 +1,15 @@
 """A stream of minibatches against its bound: how fast `train_stream` is, and what its versions of the weights take.
 
-    python -m benchmarks.stream [--json FILE] [--repeats 9] [--minibatches 60] [--only throughput|memory]
+    python -m benchmarks.stream [--json FILE] [--repeats 9] [--minibatches 64] [--rows 256 1024] [--only throughput]
 
 **Throughput.** Two stages of the same work on two lanes, each with a thread of its own. The hand loop is a thread per
 stage that runs its layers forward and backward and its optimizer's step on the same minibatch over and over, and waits
 for nobody: the slower one's seconds per minibatch are the bound, one minibatch per bottleneck time. Readings are taken
 in turn; a ratio is of neighbours. Asked: at least 0.97 of the bound, and at least what synchronous 1F1B reaches with
-microbatches of the same size, of which ``chunks`` make a step.
+microbatches of the same size, of which ``chunks`` make a step. What the machine leaves of the bound says a third
+contender, the same two threads as a pipeline written by hand: 1F1B with stashed weights through two queues. A stage
+may then be ahead by no more than its warm-up, so each wait of one thread is soon one of both. ``--rows`` are those of
+a minibatch: with more of them a stage computes for longer.
 
 **Memory.** Live tensors are counted when the pipeline is full and all lanes pause, and again when it is drained; the
 difference is the versions beside the newest, and what minibatches in flight keep, which is small here (they are not
@@ -16,12 +19,14 @@ cut, so that no gradients add up). Asked: within 3% of ``pipe.plan.version_bytes
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import itertools
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -84,6 +89,54 @@ class Throughput:
             thread.join()
         return max(seconds) / self.minibatches
 
+    def by_hand(self) -> float:
+        """Return the seconds per minibatch of a pipeline of two threads that does what "stash" does."""
+        first, second = (copy.deepcopy(nn.Sequential(*half)) for half in self.halves)
+        values: SimpleQueue[torch.Tensor | None] = SimpleQueue()
+        gradients: SimpleQueue[Any] = SimpleQueue()
+        seconds: list[float] = []
+
+        def begin() -> None:
+            torch.set_num_threads(1)
+            optimizer, kept = _sgd(first.parameters()), SimpleQueue[Any]()
+
+            def forward() -> None:
+                weights = {name: own.detach().clone().requires_grad_() for name, own in first.named_parameters()}
+                value = torch.func.functional_call(first, weights, (self.batch,))
+                kept.put((value, list(weights.values())))
+                values.put(value.detach())
+
+            forward()
+            forward()
+            start = time.perf_counter()
+            for _ in range(self.minibatches):
+                value, weights = kept.get()
+                found = torch.autograd.grad(value, weights, gradients.get())
+                for parameter, gradient in zip(first.parameters(), found, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+                optimizer.zero_grad()
+                forward()
+            seconds.append(time.perf_counter() - start)
+            values.put(None)
+
+        def finish() -> None:
+            torch.set_num_threads(1)
+            optimizer = _sgd(second.parameters())
+            while (value := values.get()) is not None:
+                value.requires_grad_()
+                self.loss(second(value), self.target).backward()
+                gradients.put(value.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        threads = [threading.Thread(target=run) for run in (begin, finish)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return seconds[0] / self.minibatches
+
     def stream(self, staleness: str) -> float:
         """Return the seconds per minibatch of a stream in steady state: without filling and draining."""
         under = self.large if staleness == "2bw" else (self.batch, self.target)
@@ -112,12 +165,13 @@ class Throughput:
         return (time.perf_counter() - start) / steps / CHUNKS
 
 
-def throughput(repeats: int, minibatches: int) -> tuple[list[dict[str, Any]], list[pairs.Check]]:
+def throughput(repeats: int, minibatches: int, rows: int) -> tuple[list[dict[str, Any]], list[pairs.Check]]:
     """Return a row per contender, as shares of the bound, and what is asked."""
-    bench = Throughput(minibatches)
+    bench = Throughput(minibatches, rows=rows)
     contenders: dict[str, Callable[[], float]] = {
         **{f"stream {name}": (lambda name=name: bench.stream(name)) for name in STALENESS},
         "synchronous 1f1b": bench.synchronous,
+        "pipeline by hand": bench.by_hand,
     }
     shares: dict[str, list[float]] = {name: [] for name in contenders}
     seconds: dict[str, list[float]] = {name: [] for name in (*contenders, "hand")}
@@ -131,8 +185,9 @@ def throughput(repeats: int, minibatches: int) -> tuple[list[dict[str, Any]], li
             shares[name].append(bound / own)
             seconds[name].append(own)
             seconds["hand"].append(bound)
-    rows = [
+    found = [
         {
+            "rows": rows,
             "contender": name,
             "ms per minibatch": pairs.Spread.of(seconds[name]).scaled(1e3).text(2),
             "of the bound": pairs.Spread.of(shares[name]).text(3),
@@ -142,10 +197,11 @@ def throughput(repeats: int, minibatches: int) -> tuple[list[dict[str, Any]], li
     medians = {name: pairs.Spread.of(own).median for name, own in shares.items()}
     stash = medians["stream stash"]
     checks = [
-        pairs.at_least("stash: share of the bound", ASKED_BOUND, stash),
-        pairs.at_least("stash over synchronous 1F1B", 1.0, stash / medians["synchronous 1f1b"]),
+        pairs.at_least(f"{rows} rows: share of the bound", ASKED_BOUND, stash),
+        pairs.at_least(f"{rows} rows: over synchronous 1F1B", 1.0, stash / medians["synchronous 1f1b"]),
+        pairs.at_least(f"{rows} rows: over the pipeline by hand", ASKED_BOUND, stash / medians["pipeline by hand"]),
     ]
-    return rows, checks
+    return found, checks
 
 
 def _live_bytes() -> int:
@@ -186,12 +242,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--minibatches", type=int, default=64)
+    parser.add_argument("--rows", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--only", choices=("throughput", "memory"))
     given = parser.parse_args(arguments)
     figures: list[dict[str, Any]] = []
     checks: list[pairs.Check] = []
-    benches = {"throughput": lambda: throughput(given.repeats, given.minibatches), "memory": memory}
-    for name, run in benches.items():
+    benches = [
+        ("throughput", lambda rows=rows: throughput(given.repeats, given.minibatches, rows)) for rows in given.rows
+    ]
+    for name, run in (*benches, ("memory", memory)):
         if given.only in (None, name):
             rows, own = run()
             print(pairs.table(rows))
