@@ -87,6 +87,7 @@ def interrupted() -> list[str]:
     return compare(replace(training, rows=(9, 9, 7, 9, 9, 9, 9)), {}, loop)
 
 
+@pytest.mark.quick
 def test_what_a_loop_does_beside_a_stream(ranks: Pool) -> None:
     assert ranks(2).run(interrupted)[0] == []
 
