@@ -75,6 +75,13 @@ def test_few_blocks_are_cut_inside_with_a_note() -> None:
     assert "between modules the step would be" in note or "no such plan" in note
 
 
+def test_nothing_that_fits_is_faster_than_the_plan_by_its_own_table() -> None:
+    """The cut that wins in units may take longer between modules; others are then looked at again."""
+    sample = torch.empty(ROWS, 512, WIDTH, device="meta")
+    found = plan(Net(9).to("meta"), FOUR, CHUNKS, sample=sample)
+    assert found.step_s == min(own.step_s for own in found.frontier if own.verdict == "fits")
+
+
 def test_autosplits_own_planner_keeps_blocks_whole_too() -> None:
     model, sample = Net(13), torch.zeros(8, 4, WIDTH)
     found = trace(model, Sample(sample))

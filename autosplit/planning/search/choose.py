@@ -2,12 +2,14 @@
 
 A plan that surely fits is better than a borderline one, that better than one that does not fit; among those that fit
 the fastest is best, among those that do not the one that comes closest. All configurations are weighed in units by the
-additive formula (`sweep`). Then the fastest, with what it sends once per step, is replayed; what its devices hold above
-the formula is taken off their room, its next cut waits its turn among the others:
+additive formula (`sweep`). Then the fastest, with what it sends once per step, is replayed. Where it fits, its
+boundaries are moved to where cuts may fall; that may take longer, so it waits its turn among the others. Else what its
+devices hold above the formula is taken off their room, and its next cut waits:
 
-    weighed, the fastest first ─► replay ─► fits: done
-             ▲                       └────► less room ─► next cut of the same configuration ─┐
-             └────────────────────────────────────────────────────────────────────────────────┘
+    weighed, the fastest first ─► replay ─► fits: refined ─► still the fastest: done
+             ▲                       │         └───────────────────────────────────────────── else ─┐
+             │                       └────► less room ─► next cut of the same configuration ────────┤
+             └──────────────────────────────────────────────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -70,12 +72,12 @@ def choose_plan(
 
 
 class Choice:
-    """The best plan of a sweep's space, as far as it is asked for; ``best`` is its cut before it is refined."""
+    """The best plan of a sweep's space: ``finished`` is its cut."""
 
     def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None = update) -> None:
         self.sweep, self._search = sweep, Search(sweep, progress)
         with phase("searching"):
-            self.best = self._with_room(self._search.run())
+            self.finished = self._with_room(self._search.run())
 
     def _with_room(self, found: Finished) -> Finished:
         """Return a cut inside modules where that fits and none between them does, else the cut that was found.
@@ -86,13 +88,7 @@ class Choice:
             return found
         fullest = 1.0 if found.verdict == "borderline" else float("inf")
         leaner = Search(self.sweep.anywhere()).min_memory_cut(fullest=fullest, first=True)
-        return leaner if leaner is not None and leaner.rank[0] < found.rank[0] else found
-
-    @cached_property
-    def finished(self) -> Finished:
-        """The best cut, its boundaries moved node by node."""
-        with phase("searching"):
-            return refined(self.sweep, self.best)
+        return refined(self.sweep, leaner) if leaner is not None and leaner.rank[0] < found.rank[0] else found
 
     @cached_property
     def plan(self) -> Plan:
@@ -187,22 +183,25 @@ class Search:
         found = self.faster(float("inf"))
         if found is None or not found.sure:
             self._replay_min_memory_cuts()
-        return min(self.finished, key=lambda each: each.rank)
+            return refined(self.sweep, min(self.finished, key=lambda each: each.rank))
+        return found
 
     def faster(self, enough_s: float) -> Finished | None:
-        """Return the best that surely fits when it is replayed of what takes less than ``enough_s`` by the formula.
+        """Return the best, refined, that surely fits of what takes less than ``enough_s`` by the formula.
 
         Else the best that was replayed, if anything was.
         """
         self.weigh(enough_s)
         fitting = [(each.cut.step_s, place, each) for place, each in enumerate(self.candidates) if self._fits(each)]
-        heap = [entry for entry in fitting if entry[0] < enough_s]
+        heap: list[tuple[float, int, Candidate | Finished]] = [each for each in fitting if each[0] < enough_s]
         heapq.heapify(heap)
         known: set[tuple[int, LineCut]] = set()
         turns = 0
         while heap and len(self.finished) < _REPLAYS:
             turns += 1
             step_s, place, best = heapq.heappop(heap)
+            if isinstance(best, Finished):
+                return best
             whole_s = best.cut.step_s + self._sent_s(best.entry, best.cut)
             if whole_s > step_s:
                 heapq.heappush(heap, (whole_s, place, best))
@@ -214,7 +213,10 @@ class Search:
                 known.add((id(best.entry), best.cut))
                 finished = self._finish(best.entry, best.cut)
                 if finished.sure:
-                    return finished
+                    finished = self.finished[-1] = refined(self.sweep, finished)
+                    whole_s = finished.writer.partition.value_s + self._sent_s(best.entry, best.cut)
+                    heapq.heappush(heap, (whole_s, place, finished))
+                    continue
                 over = [high - held for high, held in zip(finished.highs, best.cut.device_bytes, strict=True)]
             for place, following in enumerate(self._less_room(best, over)):
                 if following.cut.step_s < enough_s:
