@@ -2,14 +2,12 @@
 
 A plan that surely fits is better than a borderline one, that better than one that does not fit; among those that fit
 the fastest is best, among those that do not the one that comes closest. All configurations are weighed in units by the
-additive formula (`sweep`). Then the fastest, with what it sends once per step, is replayed. Where it fits, its
-boundaries are moved to where cuts may fall; that may take longer, so it waits its turn among the others. Else what its
-devices hold above the formula is taken off their room, and its next cut waits:
+additive formula (`sweep`). The fastest, with what it sends once per step, is replayed. Then it waits its turn again:
+with its boundaries where cuts may fall, or with as much less room as its devices hold above the formula.
 
-    weighed, the fastest first ─► replay ─► fits: refined ─► still the fastest: done
-             ▲                       │         └───────────────────────────────────────────── else ─┐
-             │                       └────► less room ─► next cut of the same configuration ────────┤
-             └──────────────────────────────────────────────────────────────────────────────────────┘
+    weighed, the fastest first ─► replay ─► fits: refined ──┬─► still the fastest: done
+             ▲                       └────► less room ──────┤
+             └──────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
