@@ -56,8 +56,12 @@ class StreamCells(TrainCells):
     """The cells of one minibatch: every stage computes with that version of its weights which is the minibatch's."""
 
     def __init__(self, step: Step, loss: Any, check: WholeCheck | None) -> None:
-        super().__init__(step, loss, check, {})
+        super().__init__(step, loss, check)
         self._states = [replace(step.state, statistics={}) for _ in step.lowered.stages]
+
+    def _trained(self, step: Step) -> Mapping[Held, Sequence[torch.Tensor]]:
+        """Return none: each stage says which version it computes with."""
+        return {}
 
     def context(self, stage: int, microbatch: int) -> CellContext:
         """Return where operations of a cell draw and leave what norms see; a stage updates its own norms."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -57,11 +58,16 @@ class RecordedPipe:
         self.engine = Engine(self.streams)
         own = recording_lanes(self.streams, devices)
         assert self.pipe.plan is not None
-        self.lanes = [own[stage.lane] for stage in self.pipe.plan.stages]
+        stages = self.pipe.plan.stages
+        self.lanes = [own[stage.lane] for stage in stages]
         self.caller = Lane() if caller == "cpu" else CallerLane(torch.device(caller), self.streams)
         self.modules = model, *others
-        assert {stage.lane for stage in self.pipe.plan.stages} == set(range(len(devices)))
+        assert {stage.lane + r for stage in stages for r in range(stage.replicas)} == set(range(len(devices)))
         ((self.recorded,),) = self.pipe._core.recordings.kept.values()
+        self.recorded.replicas = tuple(
+            replace(one, lanes={stage: own[stages[stage].lane + number] for stage in one.lanes})
+            for number, one in enumerate(self.recorded.replicas, 1)
+        )
         self.pipe._core.recordings.lanes = self.recorded.lanes = tuple(self.lanes)
         for made in ("parts", "setup", "ending"):
             self.recorded.__dict__.pop(made, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import cache, partial
 from pathlib import Path
@@ -11,9 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import autosplit
+from autosplit import autosplit, recordings
 from autosplit.errors import InputError
 from autosplit.planning.plan.plan import Plan
+from autosplit.runtime.lanes.lanes import Lane
+from tests.runtime.happens_before import problems
+from tests.runtime.lane_models import ROWS, WIDTH, Skips, assert_close
+from tests.runtime.recorded_pipe import RecordedPipe
 
 LAYOUTS = ([2, 1], [1, 2], [2, 1, 1], [1, 2, 1], [1, 3, 1], [2])
 
@@ -142,3 +147,47 @@ def test_a_stream_has_one_device_per_stage():
     stream = pipe.train_stream([batch(8)], loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD)
     with pytest.raises(InputError, match="split without replicas"):
         next(stream)
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the second lane that is made another device, whose memory is the first one's."""
+    lanes = [Lane() for _ in range(4)]
+    lanes[1].device = torch.device("cpu", 0)
+    left = iter(lanes)
+    monkeypatch.setattr(recordings, "lane", lambda device: next(left))
+
+
+@pytest.mark.parametrize("replicas", [[2, 1], [1, 2, 1], [3, 1]], ids=str)
+def test_a_replica_on_another_device_has_copies(replicas: list[int], monkeypatch: pytest.MonkeyPatch):
+    model, losses, output = alone(0, 5, torch.optim.AdamW)
+    elsewhere(monkeypatch)
+    own = made(0)
+    names, parameters = list(own.state_dict()), list(own.parameters())
+    pipe = autosplit(own, sum(replicas), 5, replicas=replicas, cut="operations")
+    assert trained(pipe, torch.optim.AdamW) == pytest.approx(losses, rel=0, abs=1e-12)
+    assert_same(own, model)
+    assert list(own.state_dict()) == names
+    assert all(one is other for one, other in zip(own.parameters(), parameters, strict=True))
+    torch.testing.assert_close(pipe.eval_step(batch(7)[0]), output, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(
+    ("devices", "replicas"),
+    [
+        (["cuda:0"] * 3, [2, 1]),
+        (["cuda:0", "cuda:1", "cuda:0"], [2, 1]),
+        (["cpu", "cuda:0", "cuda:1", "cuda:2"], [1, 2, 1]),
+    ],
+    ids=["one card", "two cards", "CPU and cards"],
+)
+def test_devices_wait_for_each_other(devices: list[str], replicas: list[int]):
+    run = RecordedPipe(model := Skips(), devices, "cuda:0", schedule="auto", replicas=replicas, wants_gradient=True)
+    plain, value = copy.deepcopy(model), torch.randn(ROWS, WIDTH, requires_grad=True)
+    target = torch.randn(ROWS, WIDTH)
+    loss = nn.functional.mse_loss(plain(value), target)
+    loss.backward()
+    expected = [loss.detach(), *(own.grad for own in plain.parameters()), value.grad]
+    for found in (run.train(value, target, nn.MSELoss()), run.train(value, target, nn.MSELoss())):
+        assert_close(found, [own for own in expected if own is not None])
+    assert problems(run.streams.log) == []

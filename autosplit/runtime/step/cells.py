@@ -80,7 +80,7 @@ class Cells:
 
     def clear(self) -> None:
         """Forget gradients: of parameters, shared values, inputs, and of what cells sent."""
-        self.sums = {held: Sums(given, self.parameters.get(held, ())) for held, given in self.given.items()}
+        self.sums = {held: Sums(held, given, self.parameters.get(held, ())) for held, given in self.given.items()}
         self.apart: set[int] = set()
         """Leaves, by identity, that are not the lane's own: autograd may add their gradients on another stream."""
         self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -146,7 +146,7 @@ class Cells:
 
     def context(self, stage: int, microbatch: int) -> CellContext:
         """Return where operations of a cell draw and leave what norms see."""
-        return CellContext(self.step.state, microbatch)
+        return CellContext(self.step.state_of(self.step.holder(stage, microbatch)), microbatch)
 
     def receive(self, state: CellState, way: Way) -> Sequence[torch.Tensor]:
         """Return what another stage sent to a cell."""
@@ -308,9 +308,10 @@ class Cells:
         """Give every leaf its whole gradient: parameters, shared values and inputs, in one backward."""
         own = [self._pairs(stage) for stage in range(len(self.layout.stages))]
         inputs = sorted(self.input_gradients.items(), key=lambda item: item[0])
-        pieces = [(self.start.inputs[s][m][place], gradient) for (s, m, place), gradient in inputs]
-        own.append([(piece, gradient.to(piece.device)) for piece, gradient in pieces])
-        pieces.clear()
+        step = self.step
+        brought = [((s, m, place), step.brought(step.holder(s, m), gradient)) for (s, m, place), gradient in inputs]
+        own.append([(self.start.inputs[s][m][place], gradient) for (s, m, place), gradient in brought])
+        brought.clear()
         inputs.clear()
         self.input_gradients.clear()
         with _all_or_nothing([*self.lowered.traced.root.parameters(), *self.free, *self.step.tensors]):
@@ -321,7 +322,8 @@ class Cells:
         replicas = self.replicas(stage)
         free = self.free if stage == self.last else []
         wholes = (*replicas[0].parameters, *free, *self.start.shared.get(stage, ()))
-        return [(w, total) for w, total in zip(wholes, together(replicas, free), strict=True) if total is not None]
+        totals = together(replicas, free, self.step.brought)
+        return [(whole, total) for whole, total in zip(wholes, totals, strict=True) if total is not None]
 
     def _hand(self, pairs: Pairs) -> None:
         """Give tensors their gradients; the list is empty afterwards."""

@@ -40,6 +40,7 @@ def call(step: Step, threads: LaneThreads) -> Sequence[Any]:
         flat = _Middle.apply(cells, threads, state, leaves, *(tensor for *_, tensor in leaves))
     else:
         flat = _forward(cells, threads, state)
+    step.join_statistics()
     tensors = iter(flat)
     bundles = {
         stage: [tuple(next(tensors) for _ in slots) for _ in step.sizes] for stage, slots in _out_slots(step).items()
@@ -121,7 +122,7 @@ class _Middle(torch.autograd.Function):
                 cells.cells[stage, microbatch].out_gradients = [next(given) for _ in slots]
         hooks = held_back(tensor for *_, tensor in leaves)
         ctx.threads.run(_turns(cells, "B"), cells.act, ThreadState.current(), hooks)
-        totals = [together(cells.replicas(stage), ()) for stage in range(cells.last + 1)]
+        totals = [together(cells.replicas(stage), (), cells.step.brought) for stage in range(cells.last + 1)]
         found = tuple(_gradient(cells, totals, kind, place) for kind, place, _ in leaves)
         cells.clear()
         return (None,) * 4 + found

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.threads import forwards
-from autosplit.runtime.ops import Bundle, CallState, enter, leave
+from autosplit.runtime.norms import Part
+from autosplit.runtime.ops import Bundle, CallState, enter, leave, transfer
 from autosplit.runtime.step.sums import Held
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.transport import SharedMemory, Transport
@@ -50,6 +51,8 @@ class Step:
     """Notes what runs, where somebody asked for that."""
     replicas: Sequence[Any] = field(default=(), kw_only=True)
     """What runs the second replica of each stage that has one, the third, and so on."""
+    apart: dict[Held, CallState] = field(default_factory=dict, kw_only=True)
+    """The call's state for replicas whose norms are copies: with statistics of their own."""
 
     @property
     def schedule(self) -> Schedule:
@@ -78,6 +81,13 @@ class Step:
         """Return the lane that runs a microbatch of a stage."""
         return self.lane_of(self.holder(stage, microbatch))
 
+    def brought(self, held: Held, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a replica's tensor on the device of its stage's first replica, in the caller's order."""
+        source, target = self.lane_of(held), self.lanes[held.stage]
+        if source.device == target.device:
+            return tensor
+        return transfer((tensor,), source.here(), target.here())[0]
+
     def program(self, held: Held) -> Any:
         """Return the pieces that a replica of a stage runs."""
         return self.replicas[held.replica - 1].lowered if held.replica else self.lowered
@@ -92,8 +102,20 @@ class Step:
         """Whether the loss is made of parts."""
         return len(self.sizes) > 1
 
+    def state_of(self, held: Held) -> CallState:
+        """Return the call's state for a replica of a stage."""
+        if not held.replica or self.lane_of(held).device == self.lanes[held.stage].device:
+            return self.state
+        return self.apart.setdefault(held, replace(self.state, statistics={}))
+
     def join_statistics(self) -> None:
-        """Give norms what those of other processes saw too."""
+        """Give norms what their copies saw too, and those of other processes."""
+        for held, state in self.apart.items():
+            for name, use in state.statistics.items():
+                for microbatch, part in use.parts.items():
+                    moved = Part(part.count, self.brought(held, part.mean), self.brought(held, part.variance))
+                    self.state.statistics[name].parts[microbatch] = moved
+        self.apart.clear()
 
     def perform(self, schedule: Schedule, cells: Any) -> None:
         """Perform a schedule's actions in the calling thread."""

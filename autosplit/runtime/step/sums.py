@@ -8,7 +8,7 @@ So numbers do not depend on which lane is faster.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ class Sums:
     """What one replica of a stage adds up.
 
     Attributes:
+        held: the stage and the replica.
         given: its shared values and tied parameters.
         parameters: its own parameters, and buffers that require a gradient.
         free: leaves under the loss that are no stage's.
@@ -36,6 +37,7 @@ class Sums:
         added: one more than the last microbatch that was added, but for what was put off.
     """
 
+    held: Held
     given: Sequence[torch.Tensor]
     parameters: Sequence[torch.Tensor]
     free: list[torch.Tensor] = field(default_factory=list)
@@ -63,10 +65,12 @@ class Sums:
             self.totals[key] = self.totals[key] + gradient
 
 
-def together(replicas: Sequence[Sums], free: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def together(
+    replicas: Sequence[Sums], free: Sequence[torch.Tensor], brought: Callable[[Held, torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor | None]:
     """Return what replicas of a stage have added up of its parameters, of ``free``, and of its shared values.
 
-    Their sums are empty afterwards.
+    ``brought`` returns a replica's tensor on the device of the first. Their sums are empty afterwards.
     """
     found: list[torch.Tensor | None] = []
     for leaves in zip(*((*own.parameters, *free, *own.given) for own in replicas), strict=True):
@@ -74,6 +78,7 @@ def together(replicas: Sequence[Sums], free: Sequence[torch.Tensor]) -> list[tor
         for own, leaf in zip(replicas, leaves, strict=True):
             gradient = own.totals.pop(id(leaf), None)
             if gradient is not None:
-                total = gradient if total is None else total + gradient.to(total.device)
+                gradient = brought(own.held, gradient)
+                total = gradient if total is None else total + gradient
         found.append(total)
     return found

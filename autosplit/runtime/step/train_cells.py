@@ -43,7 +43,7 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
         with step.entered() as used:
             if step.log is not None:
                 step.log.start(step.lanes, lane=step.lane, rows=step.sizes)
-            cells = TrainCells(step, loss, check, parameters(step))
+            cells = TrainCells(step, loss, check)
             if threads is None:
                 with cells.hooks_held_back():
                     step.perform(step.schedule, cells)
@@ -65,10 +65,8 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
 class TrainCells(Cells):
     """The cells of a training step: the last stage's end in a loss."""
 
-    def __init__(
-        self, step: Step, loss: Loss, check: WholeCheck | None, parameters: Mapping[Held, Sequence[torch.Tensor]]
-    ) -> None:
-        super().__init__(step, step.start(), parameters, detached=True)
+    def __init__(self, step: Step, loss: Loss, check: WholeCheck | None) -> None:
+        super().__init__(step, step.start(), self._trained(step), detached=True)
         self.loss = loss
         self.check = check
         self.losses: dict[int, torch.Tensor] = {}
@@ -81,6 +79,10 @@ class TrainCells(Cells):
         self.wants = loss.wants
         self.passed = [value for value in self.lowered.outputs if _is_input(value) and self._wanted(value.name)]
         """Inputs that are outputs too."""
+
+    def _trained(self, step: Step) -> Mapping[Held, Sequence[torch.Tensor]]:
+        """Return the parameters whose gradients are added up, when the step has started."""
+        return parameters(step)
 
     @contextlib.contextmanager
     def hooks_held_back(self) -> Iterator[None]:
