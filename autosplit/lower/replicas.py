@@ -19,10 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.errors import InputError
 from autosplit.lower.region import Place
 from autosplit.lower.split import Lowered, lower
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import transfer
+from autosplit.trace.graph import INFO
+from autosplit.trace.rows.kinds import renormalises
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,17 @@ def replicated(
     *,
     compiled: Mapping[str, Any] | None,
 ) -> tuple[Replicas, ...]:
-    """Return what runs further replicas; ``lanes`` are those of each stage's replicas, the first's too."""
+    """Return what runs further replicas; ``lanes`` are those of each stage's replicas, the first's too.
+
+    Raises InputError where cells of a stage with replicas change the model.
+    """
+    for stage, each in enumerate(lanes):
+        for node in lowered.layout.stages[stage].nodes if len(each) > 1 else ():
+            if renormalises(node, lowered.traced.root):
+                raise InputError(
+                    f"stage {stage} has {len(each)} replicas, and {node.meta[INFO].name!r} looks up a table with "
+                    "max_norm, which it changes for each microbatch; give that stage one replica"
+                )
     found = []
     for number in range(1, max(map(len, lanes))):
         own = {stage: each[number] for stage, each in enumerate(lanes) if number < len(each)}

@@ -88,11 +88,13 @@ def alone(seed: int, chunks: int, optimizer: Any) -> tuple[nn.Module, list[float
     return model, trained(pipe, optimizer), pipe.eval_step(batch(7)[0])
 
 
-@pytest.mark.parametrize("replicas", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
-    ("lanes", "optimizer", "seed", "chunks"),
-    [("threads", torch.optim.AdamW, 0, 5), ("inline", partial(torch.optim.SGD, lr=0.1), 1, 4)],
-    ids=["threads-adamw", "inline-sgd"],
+    ("replicas", "lanes", "optimizer", "seed", "chunks"),
+    [
+        *((own, "threads", torch.optim.AdamW, 0, 5) for own in LAYOUTS),
+        *((own, "inline", partial(torch.optim.SGD, lr=0.1), 1, 4) for own in ([1, 2, 1], [2])),
+    ],
+    ids=lambda own: str(own) if isinstance(own, (list, str)) else "",
 )
 def test_training_is_that_of_one_stage(replicas: list[int], lanes: str, optimizer: Any, seed: int, chunks: int):
     model, losses, output = alone(seed, chunks, optimizer)
@@ -140,6 +142,53 @@ def test_a_saved_plan_runs(tmp_path: Path):
 def test_what_does_not_go_with_replicas(given: dict[str, Any], words: str):
     with pytest.raises(InputError, match=re.escape(words)):
         autosplit(made(0), 3, 4, **given)
+
+
+class Failing(nn.Module):
+    """A loss that raises at the third microbatch of a step, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = [0]
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.left[0] -= 1
+        if self.left[0] == 0:
+            raise ValueError("no loss")
+        return nn.functional.mse_loss(output, target)
+
+
+@pytest.mark.parametrize("lanes", ["threads", "inline"])
+def test_an_exception_in_a_replica_leaves_gradients_as_they_were(lanes: str):
+    own = made(0).eval()
+    pipe = autosplit(own, 3, 6, replicas=[1, 2], lanes=lanes)
+    (value, target), loss_fn = batch(12), Failing()
+    for _ in range(2):
+        pipe.train_step(value, target=target, loss_fn=loss_fn, loss_reduction="mean")
+    before = state_of(own)
+    loss_fn.left[0] = 3
+    with pytest.raises(ValueError, match="no loss") as raised:
+        pipe.train_step(value, target=target, loss_fn=loss_fn, loss_reduction="mean")
+    assert "stage 1, forward" in "".join(raised.value.__notes__)
+    torch.testing.assert_close(state_of(own), before, rtol=0, atol=0)
+    pipe.train_step(value, target=target, loss_fn=loss_fn, loss_reduction="mean")
+    wanted = {name: own * (1.5 if name.endswith(".grad") else 1) for name, own in before.items()}
+    torch.testing.assert_close(state_of(own), wanted, rtol=0, atol=1e-12)
+
+
+def test_a_table_that_its_stage_changes_has_one_replica():
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.last = nn.Embedding(9, 8, max_norm=1.0), nn.Linear(8, 3)
+
+        def forward(self, value: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.table(value)).sum(1))
+
+    value = torch.randint(9, (8, 2))
+    with pytest.raises(InputError, match=r"stage 0 has 2 replicas, and '.*' looks up a table with max_norm"):
+        autosplit(Table(), 3, 4, replicas=[2, 1], sample=value)
+    assert autosplit(Table(), 3, 4, replicas=[1, 2], sample=value)(value).shape == (8, 3)
 
 
 def test_a_stream_has_one_device_per_stage():

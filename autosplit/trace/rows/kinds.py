@@ -136,6 +136,13 @@ def mixes_gradients(node: fx.Node, root: nn.Module) -> bool:
     return bool(node.kwargs.get("scale_grad_by_freq", node.args[position] if len(node.args) > position else False))
 
 
+def renormalises(node: fx.Node, root: nn.Module) -> bool:
+    """Tell whether a node is a module that scales rows of a table before it looks them up, in the table itself."""
+    function = function_of(node, root)
+    modules = function.modules() if isinstance(function, nn.Module) else ()
+    return any(getattr(own, "max_norm", None) is not None for own in modules)
+
+
 def _nodes(value: Any) -> Iterator[fx.Node]:
     found: list[fx.Node] = []
     fx.node.map_arg(value, found.append)
