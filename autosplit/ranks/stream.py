@@ -30,9 +30,10 @@ from autosplit.ranks.recordings import RankRecordings
 from autosplit.recorded import FoundCall, Recorded
 from autosplit.runtime.transport import Way
 from autosplit.schedule.action import Action
+from autosplit.schedule.stream import StreamAction
 from autosplit.stream.lowering import StreamProgram
 from autosplit.stream.minibatches import StreamStep
-from autosplit.stream.segment import Minibatch, Segment
+from autosplit.stream.segment import Segment
 from autosplit.stream.stream import Stream
 from autosplit.trace.inputs.objects import tensors_in
 
@@ -97,15 +98,14 @@ class RankSegment(Segment):
     def _tell(self, number: int, loss: torch.Tensor) -> None:
         self._told[number] = loss
 
-    def _backward(self, stage: int, number: int, minibatch: Minibatch, place: int, *, last: bool) -> None:
-        super()._backward(stage, number, minibatch, place, last=last)
-        if last:
-            step = minibatch.cells.step
-            assert isinstance(step, RankStreamStep)
-            self._sent.append(step.sent)
-            self.losses.put(self._shared(number, step))
-            if len(self._sent) > 2 * self._count:
-                arrived(sent := self._sent.popleft(), list(sent))
+    def _update(self, stage: int, cell: StreamAction) -> None:
+        step = self._minibatches[cell.minibatch].cells.step
+        super()._update(stage, cell)
+        assert isinstance(step, RankStreamStep)
+        self._sent.append(step.sent)
+        self.losses.put(self._shared(cell.minibatch, step))
+        if len(self._sent) > 2 * self._count:
+            arrived(sent := self._sent.popleft(), list(sent))
 
     def _shared(self, number: int, step: RankStreamStep) -> torch.Tensor:
         """Return a minibatch's loss, which the last stage's rank tells the others."""
@@ -200,4 +200,4 @@ class RankStream(Stream):
         assert isinstance(step, RankStreamStep)
         self._recordings.check_fresh()
         self._recordings.trains()
-        return RankSegment(self._stages, len(step.lowered.stages), self._staleness, step=step)
+        return RankSegment(self._stages, [1] * len(step.lowered.stages), self._staleness, step=step)

@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple, cast
 
 from autosplit.errors import ScheduleError
 
-Kind = Literal["F", "B", "I", "W"]
-"""F: forward of one microbatch. B: its whole backward. I: the gradient of the input only. W: the weights' gradients."""
+Kind = Literal["F", "B", "I", "W", "U"]
+"""F: forward of one microbatch. B: its whole backward. I: the gradient of the input only. W: the weights' gradients.
+U: an update of a stage, in a stream only."""
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
@@ -41,7 +42,8 @@ class Action(NamedTuple):
 
 def describe(action: Action) -> str:
     """Return an action in words: ``stage 2, backward, microbatch 5``."""
-    kind = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}[action.kind]
+    kinds = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients", "U": "update"}
+    kind = kinds[action.kind]
     return f"stage {action.stage}, {kind}, microbatch {action.microbatch}"
 
 

@@ -1,60 +1,142 @@
 """1F1B without a flush (PipeDream, Narayanan et al. 2019): the order of a lane's actions, and which weights they use.
 
-A stage runs ``stages - stage`` forwards to fill the pipeline, then a backward and a forward in turn, for as long as
-minibatches come. Behind the backward of a minibatch's last microbatch its optimizer steps: version v of a stage's
-weights is what v updates have made. Three stages, F3 is the forward of minibatch 3, numbers below are versions:
+A lane runs some forwards to fill the pipeline, then a backward and a forward in turn, for as long as minibatches come.
+Replicas of a stage take microbatches in turn (1F1B-RR). Behind the backwards of a *round* the stage's optimizer steps:
+a round is a minibatch of each replica, or under "2bw" one minibatch, whose microbatches the replicas share. Version v
+of a stage's weights is what v updates have made. F3 is the forward of minibatch 3, U1 the update by round 1, numbers
+below are versions; three stages, and then one of two replicas behind another stage:
 
 ```
-    stage 0   F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5
-    version   0  0  0        0  1  0  2  0  3         "stash": forward and backward of a minibatch use one version
+    stage 0     F0 F1 F2 .  .  B0 U0 F3 B1 U1 F4 B2      "stash": forward and backward of a minibatch use one version
+    version     0  0  0        0     1  1     2  2
+    replica 0   F0 B0 F2 B2 F4                           U1 takes in minibatches 2 and 3
+    replica 1   .  F1 B1 U0 F3 B3 U1 F5
+    version     0  0  0     0  0     1
 ```
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
+from autosplit.errors import InputError
 from autosplit.schedule.action import Kind
+from autosplit.schedule.orders import held_per_replica
 
 STALENESS = ("stash", "vertical", "2bw")
 """The newest version of each stage at the forward (PipeDream), one version on all stages (its vertical sync), or that
 of the minibatch before the last (PipeDream-2BW, Narayanan et al. 2021)."""
+Needs = tuple[tuple[Kind, int], ...]
 
 
-def weight_version(staleness: str, stages: int, stage: int, minibatch: int) -> int:
+class StreamAction(NamedTuple):
+    """What a lane does.
+
+    Attributes:
+        kind: F, B, or U: a round's update.
+        minibatch: of U the last one of its round.
+        place: which microbatch of the minibatch.
+        microbatch: its number in the stream; of U that of the round's last one, were the round whole.
+        update: the number of the update that takes in its gradients.
+        last: the number of the round's last microbatch, were the round whole.
+        needs: what other lanes of the stage must have done: B by its microbatch, U by its number.
+    """
+
+    kind: Kind
+    minibatch: int
+    place: int
+    microbatch: int
+    update: int
+    last: int
+    needs: Needs = ()
+
+
+def updates_behind(staleness: str, replicas: Sequence[int]) -> list[int]:
+    """Return how many updates the weights of each stage are behind: those of the rounds just before a minibatch's.
+
+    Under "stash" a stage is behind by the minibatches that a replica holds beside it (`held_per_replica`), as in the
+    paper. A replica goes on when it is through with its own part of a round, and would wait for the others' parts
+    unless they began at once: such a stage is behind by one more. Minibatches come in groups as large as the greatest
+    common divisor of all replicas. The first stage need not wait for them, so there what the next one holds decides.
+
+    Raises InputError for "vertical" where stages have replicas.
+    """
+    stages = len(replicas)
+    if staleness == "vertical" and max(replicas) > 1:
+        raise InputError(
+            f"staleness='vertical' is one version on all stages, and stages of {list(replicas)} replicas update after "
+            "different numbers of minibatches; give staleness='stash' or '2bw'"
+        )
+    if staleness != "stash":
+        return [1 if staleness == "2bw" else stages - 1] * stages
+    group, held = math.gcd(*replicas), held_per_replica(replicas)
+    behind = [own - 1 + (count > group) for own, count in zip(held, replicas, strict=True)]
+    next_held = held[1] * replicas[1] if stages > 1 else 0
+    return [1 - (group - next_held) // replicas[0], *behind[1:]]
+
+
+def round_size(staleness: str, replicas: int) -> int:
+    """Return how many minibatches an update of a stage takes in."""
+    return replicas if staleness == "stash" else 1
+
+
+def weight_version(staleness: str, replicas: Sequence[int], stage: int, minibatch: int) -> int:
     """Return which version of a stage's weights a minibatch uses, in its forward and in its backward."""
-    behind = {"stash": stages - 1 - stage, "vertical": stages - 1, "2bw": 1}[staleness]
-    return max(0, minibatch - behind)
-
-
-def versions_held(staleness: str, stages: int, stage: int) -> int:
-    """Return how many versions of a stage's weights there are at most, the newest included."""
-    return {"stash": stages - stage, "vertical": stages, "2bw": 2}[staleness]
+    return max(0, minibatch // round_size(staleness, replicas[stage]) - updates_behind(staleness, replicas)[stage])
 
 
 def stream_actions(
-    stage: int, stages: int, staleness: str, microbatches: Callable[[int], int | None]
-) -> Iterator[tuple[Kind, int, int, bool] | None]:
-    """Yield what a lane does: the kind, the minibatch, which of its microbatches, and whether that is the last one.
+    stage: int, replica: int, replicas: Sequence[int], staleness: str, microbatches: Callable[[int], int | None]
+) -> Iterator[StreamAction | None]:
+    """Yield what the lane of a stage's replica does; the last one's also makes the update of a round that is not whole.
 
     ``microbatches`` returns how many a minibatch has, None where the stream has ended. It may wait until that is
     known, or return 0: None is yielded then, and it is asked again.
     """
-    flying: deque[tuple[int, int, bool]] = deque()
-    minibatch = updates = 0
-    while (count := microbatches(minibatch)) is not None:
-        if not count:
+    count, held, behind = replicas[stage], held_per_replica(replicas)[stage], updates_behind(staleness, replicas)[stage]
+    size = round_size(staleness, count)
+    flying: deque[StreamAction] = deque()
+    minibatch = first = known = 0  # known: how many updates the lane has waited for, or made
+
+    def updates(until: int) -> Needs:
+        nonlocal known
+        before, known = known, max(known, until)
+        return tuple(("U", update) for update in range(before, until))
+
+    def update(cell: StreamAction, begin: int, end: int) -> StreamAction:
+        others = range(max(begin, cell.last + 1 - count), end)
+        backwards: Needs = tuple(("B", other) for other in others if other % count != replica)
+        own = cell._replace(kind="U", microbatch=cell.last, needs=updates(cell.update) + backwards)
+        updates(cell.update + 1)
+        return own
+
+    def back() -> Iterator[StreamAction]:
+        cell = flying.popleft()
+        yield cell._replace(kind="B", needs=())
+        if cell.microbatch == cell.last:
+            yield update(cell, cell.microbatch - cell.place if size == 1 else cell.last + 1 - count, cell.last)
+
+    while (cells := microbatches(minibatch)) is not None:
+        if not cells:
             yield None
             continue
-        for place in range(count):
-            version = weight_version(staleness, stages, stage, minibatch)
-            while len(flying) == stages - stage or updates < version:
-                yield "B", *flying[0]
-                updates += flying.popleft()[-1]
-            cell = minibatch, place, place == count - 1
-            yield "F", *cell
+        number = minibatch // size
+        last = first + cells - 1 if size == 1 else (number + 1) * size - 1
+        while flying and flying[0].update < number - behind:
+            yield from back()
+        for place in range((replica - first) % count, cells, count):
+            cell = StreamAction("F", minibatch, place, first + place, number, last, updates(number - behind))
             flying.append(cell)
-        minibatch += 1
-    for cell in flying:
-        yield "B", *cell
+            yield cell
+            if len(flying) == held:
+                yield from back()
+        minibatch, first = minibatch + 1, first + cells
+    while flying:
+        yield from back()
+    if minibatch % size and replica == count - 1:
+        number = minibatch // size
+        rest = StreamAction("U", minibatch - 1, 0, minibatch - 1, number, (number + 1) * size - 1)
+        yield update(rest, number * size, minibatch)

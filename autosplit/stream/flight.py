@@ -129,7 +129,7 @@ class Flight:
             f"\nstream: staleness={self.segment.staleness!r}, {held} versions of the stages' weights, {more} beside "
             "the newest"
         )
-        updates = [self._before + stage.updates for stage in self._stages]
+        updates = [self._before + stage.minibatches for stage in self._stages]
         if (error := self.segment.broken) is not None:
             error.add_note(
                 f"stages have stepped {updates} minibatches of the stream: those before the error are ahead of the "

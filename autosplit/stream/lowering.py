@@ -12,7 +12,7 @@ version that is computed with; the model's own parameters are the newest, which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,13 +21,17 @@ from torch import fx, nn
 from autosplit.errors import InputError
 from autosplit.lower.layout import tensor_operands
 from autosplit.lower.program import emit_setup
-from autosplit.lower.replicas import stand_in
+from autosplit.lower.replicas import Replicas, replicated, stand_in
 from autosplit.lower.split import Lowered, lower, owners
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.apply import DataflowIndex, assign
 from autosplit.recorded import Recorded
+from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import OUT, alias, on_lane
 from autosplit.trace.graph import INFO, NodeClass, Size, TensorInfo, TracedGraph, TracedNode
+
+Places = list[list[tuple[nn.Module, str]]]
+"""Where stand-ins of modules hold a parameter: by replica, modules and attributes."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +40,18 @@ class StreamProgram:
 
     Attributes:
         lowered: its stages.
+        replicas: what runs the stages' further replicas.
+        lanes: those of each stage's replicas.
         setup: what comes before a minibatch's first cell: its rows are cut into microbatches.
         alone: whether a minibatch is one microbatch.
-        places: by name, the stage of a parameter, and where it is read: modules and attributes.
+        places: by name, the stage of a parameter, and where each replica reads it.
     """
 
     lowered: Lowered
+    replicas: tuple[Replicas, ...]
+    lanes: list[list[Lane]]
     setup: fx.GraphModule
-    places: dict[str, tuple[int, list[tuple[nn.Module, str]]]]
+    places: dict[str, tuple[int, Places]]
     alone: bool
     orders: dict[Any, Any] = field(default_factory=dict)
     """What calls keep."""
@@ -85,7 +93,14 @@ def stream_program(
         compiled=compiled,
     )
     parts = {f"stage{i}": on_lane(run, lanes[i]) for i, run in enumerate(lowered.runs)}
-    return StreamProgram(lowered, emit_setup(lowered, parts), _places(model, lowered), alone)
+    every = [[lane, *(own.lanes[i] for own in recorded.replicas if i in own.lanes)] for i, lane in enumerate(lanes)]
+    replicas = replicated(lowered, stage_of, every, compiled=compiled)
+    roots = [traced.root, *(own.lowered.traced.root for own in replicas)]
+    for twins in zip(*(root.modules() for root in roots), strict=True):
+        for twin in twins:
+            twin.__dict__["_buffers"] = twins[0]._buffers
+    replicas = tuple(replace(own, places=dict.fromkeys(own.lanes, ())) for own in replicas)  # lanes put them there
+    return StreamProgram(lowered, replicas, every, emit_setup(lowered, parts), _places(model, lowered, roots), alone)
 
 
 def _check_parts(traced: TracedGraph) -> None:
@@ -139,16 +154,17 @@ def _as_value(graph: fx.Graph, traced: TracedGraph, name: str) -> fx.Node:
     return node
 
 
-def _places(model: nn.Module, lowered: Lowered) -> dict[str, tuple[int, list[tuple[nn.Module, str]]]]:
-    """Return the stage of each parameter that stages use, by its first name, and where they read it."""
+def _places(model: nn.Module, lowered: Lowered, roots: Sequence[nn.Module]) -> dict[str, tuple[int, Places]]:
+    """Return the stage of each parameter that stages use, by its first name, and where they read it below ``roots``."""
     root, stage_of = lowered.traced.root, owners(lowered.traced.root, lowered)
     first = {id(own): name for name, own in reversed(list(model.named_parameters(remove_duplicate=False)))}
-    found: dict[str, tuple[int, list[tuple[nn.Module, str]]]] = {}
+    found: dict[str, tuple[int, Places]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         if name in stage_of and id(parameter) in first:
             parent, _, attribute = name.rpartition(".")
-            _, own = found.setdefault(first[id(parameter)], (stage_of[name], []))
-            own.append((root.get_submodule(parent), attribute))
+            _, places = found.setdefault(first[id(parameter)], (stage_of[name], [[] for _ in roots]))
+            for own, each in zip(places, roots, strict=True):
+                own.append((each.get_submodule(parent), attribute))
     for stage, region in enumerate(lowered.stages):
         for leaf in region.leaves():
             name = first.get(id(leaf), "a buffer or an attribute of a module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from autosplit.options import Options, Sample
 from autosplit.planning.request import sizes_of
 from autosplit.recorded import FoundCall, Recorded, call_state, lane_of_caller
 from autosplit.recordings import Recordings
+from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.loss import parts
 from autosplit.runtime.loss.proof import Proofs, WholeCheck
 from autosplit.runtime.step import engine
 from autosplit.runtime.step.step import Step
+from autosplit.runtime.step.sums import Held
 from autosplit.runtime.tree import TreeRun
 from autosplit.stream.lowering import StreamProgram
 from autosplit.trace.graph import lengths_in
@@ -29,9 +32,26 @@ from autosplit.trace.reductions.own_loss import own_loss as loss_of
 
 @dataclass(kw_only=True)
 class StreamStep(Step):
-    """One minibatch of a stream; ``alone``: it is never more than one microbatch."""
+    """One minibatch of a stream.
+
+    Attributes:
+        alone: whether it is never more than one microbatch.
+        every_lane: the lanes of each stage's replicas.
+        first: the number of its first microbatch in the stream.
+    """
 
     alone: bool
+    every_lane: Sequence[Sequence[Lane]]
+    first: int = 0
+
+    @property
+    def stage_lanes(self) -> list[Lane]:
+        """All lanes but the caller's."""
+        return list(chain(*self.every_lane))
+
+    def holder(self, stage: int, microbatch: int) -> Held:
+        """Return which of a stage's replicas runs a microbatch: they take those of the stream in turn."""
+        return Held(stage, (self.first + microbatch) % len(self.every_lane[stage]))
 
     @property
     def in_parts(self) -> bool:
@@ -97,7 +117,9 @@ def step_of(found: FoundCall, program: StreamProgram, options: Options, recordin
         call_state(program.lowered, options, sizes, lengths, ahead=True),
         recordings.schedule_for,
         program.orders,
+        replicas=program.replicas,
         alone=program.alone,
+        every_lane=program.lanes,
     )
 
 
@@ -145,8 +167,6 @@ def checked(found: FoundCall, recordings: Recordings) -> Recorded:
         )
     if len(set(map(id, recorded.lanes))) < len(recorded.lanes):
         raise InputError("a stream runs one stage per lane; split with virtual_stages=1")
-    if recorded.replicas:
-        raise InputError("a stream runs each stage on one device; split without replicas")
     if any(tensor.requires_grad for tensor in found.tensors):
         raise InputError("an input requires a gradient; a stream gives gradients to parameters only")
     return recorded

@@ -1,10 +1,14 @@
 """From filling the pipeline to draining it: minibatches come in, lanes run them 1F1B, losses come out in order.
 
     caller      put(0) put(1) put(2)  wait ─► loss 0     put(3) wait ─► loss 1      end()  wait ─► None
-    lanes       F0 F1 F2 B0 F3 ...                                      no more forwards, all backwards
+    lanes       F0 F1 F2 B0 U0 F3 ...                                   no more forwards, all backwards
+
+An update follows the backwards of its round and takes their mean gradient, each minibatch weighted by its rows. Where
+the stream ends, or is drained, within a round, that is the mean over the minibatches that there are.
 
 An error in a forward ends the segment with the minibatch before it: what came earlier is finished, what came later is
-dropped, and all stages have made the same updates. An error in a backward, or in an optimizer, stops all lanes.
+dropped, and all stages are as if the stream had ended there. An error in a backward, or in an optimizer, stops all
+lanes.
 """
 
 from __future__ import annotations
@@ -19,15 +23,16 @@ from typing import Any
 import torch
 
 from autosplit.runtime.lanes.ambient import ThreadState
+from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.threads import LaneThreads, Turn
 from autosplit.runtime.loss.proof import WholeCheck
 from autosplit.runtime.norms import update_statistics
-from autosplit.runtime.ops import CellContext
-from autosplit.runtime.step.step import Step
-from autosplit.runtime.step.sums import Held
+from autosplit.runtime.ops import CellContext, transfer
+from autosplit.runtime.step.sums import Held, together
 from autosplit.runtime.step.train_cells import TrainCells
-from autosplit.schedule.action import Action
-from autosplit.schedule.stream import stream_actions
+from autosplit.schedule.action import Action, Schedule
+from autosplit.schedule.stream import StreamAction, round_size, stream_actions
+from autosplit.stream.minibatches import StreamStep
 from autosplit.stream.optimizers import Settings
 from autosplit.stream.versions import StageWeights
 
@@ -46,16 +51,19 @@ class Minibatch:
         self.cells, self.settings, self.sources = cells, settings, sources
         self.users = [{t for t, taken in enumerate(sources) if s in taken} for s in range(len(sources))]
         self.microbatches = len(cells.step.sizes)
-        self.first = 0
-        """The number of its first microbatch in the segment."""
-        self.left = len(cells.step.stages)
-        """How many stages of this process have not stepped by it."""
+        self.open = [self.microbatches] * len(sources)
+        """How many forwards of each stage are not over."""
+        stages = cells.step.stages
+        self.left = len(stages) + sum(len(cells.step.every_lane[stage]) for stage in stages)
+        """How many stages of this process have not stepped by it, and how many of their lanes do not know of it."""
 
 
 class StreamCells(TrainCells):
     """The cells of one minibatch: every stage computes with that version of its weights which is the minibatch's."""
 
-    def __init__(self, step: Step, loss: Any, check: WholeCheck | None) -> None:
+    step: StreamStep
+
+    def __init__(self, step: StreamStep, loss: Any, check: WholeCheck | None) -> None:
         super().__init__(step, loss, check)
         self._states = [replace(step.state, statistics={}) for _ in step.lowered.stages]
 
@@ -67,17 +75,20 @@ class StreamCells(TrainCells):
         """Return where operations of a cell draw and leave what norms see; a stage updates its own norms."""
         return CellContext(self._states[stage], microbatch)
 
-    def begin(self, stage: int, leaves: Sequence[torch.Tensor]) -> None:
-        """Have the microbatches of a stage's minibatch add up the gradients of its weights."""
-        self.sums[Held(stage, 0)].use(leaves)
-
     def end_forwards(self, stage: int) -> None:
         """Update a stage's running statistics, when its last forward is over."""
-        update_statistics(self._states[stage], self.step.lanes)
+        update_statistics(self._states[stage], self.step.stage_lanes)
 
-    def forget(self, stage: int) -> None:
-        """Let go of a stage's weights, when it has stepped."""
-        self.begin(stage, ())
+    def gradients(self, stage: int, lane: Lane) -> list[torch.Tensor | None]:
+        """Return the gradients of a stage's weights on a lane, and let go of both."""
+        used = {held: own for held, own in self.sums.items() if held.stage == stage and own.parameters}
+        for held, own in used.items():
+            moved = transfer(tuple(own.totals.values()), self.step.lane_of(held), lane)
+            own.totals = dict(zip(own.totals, moved, strict=True))
+        found = together(list(used.values()), ())
+        for own in used.values():
+            own.use(())
+        return found
 
 
 class Segment:
@@ -89,21 +100,27 @@ class Segment:
 
     is_shared = False
 
-    def __init__(self, stages: Mapping[int, StageWeights], count: int, staleness: str) -> None:
-        """``stages`` are those of ``count`` that run in this process."""
-        self._stages, self._count, self.staleness = stages, count, staleness
+    def __init__(self, stages: Mapping[int, StageWeights], replicas: Sequence[int], staleness: str) -> None:
+        """``stages`` are those that run in this process; ``replicas`` are those of all stages."""
+        self._stages, self._replicas, self.staleness = stages, replicas, staleness
+        self._count = len(replicas)
+        self._dealt = Schedule("stream", ((),) * sum(replicas), replicas=tuple(replicas))
+        """Knows the lane of an action."""
         self._waits = True
         """Whether a lane waits until a minibatch comes in."""
         self._inside = threading.local()
         self._minibatches: dict[int, Minibatch] = {}
         self._change = threading.Condition()
-        self._running = {stage: threading.Lock() for stage in stages}
+        self._running = {lane: threading.Lock() for stage in stages for lane in self._dealt.lanes_of(stage)}
         """Held by a lane while it runs a cell."""
         self._ended = False
         self._next = 0
         """How many microbatches have come in."""
-        self._cells: list[tuple[int, int, bool]] = [(0, 0, False)] * count
-        """What each lane has come to: a minibatch, which of its microbatches, and whether that is the last one."""
+        self._now: list[StreamAction | None] = [None] * len(self._dealt.lanes)
+        """What each lane has come to."""
+        self._order = [threading.Lock() for _ in replicas]
+        self._through = [0] * len(replicas)
+        """How many minibatches have all their forwards of a stage behind them, as have those before them."""
         self.put_in = 0
         """How many minibatches have come in."""
         self.failed: tuple[int, BaseException] | None = None
@@ -119,7 +136,7 @@ class Segment:
         with self._change:
             if self._ended:
                 return False
-            minibatch.first = self._next
+            minibatch.cells.step.first = self._next
             self._next += minibatch.microbatches
             self._minibatches[self.put_in] = minibatch
             self.put_in += 1
@@ -145,7 +162,7 @@ class Segment:
 
     def start(self, threads: LaneThreads, state: ThreadState) -> None:
         """Let the lanes' threads run what comes, in a thread state of the caller's."""
-        lanes = [self._turns(stage) for stage in self._stages]
+        lanes = list(self._turns().values())
 
         def run() -> None:
             try:
@@ -159,17 +176,17 @@ class Segment:
     def run_here(self) -> Iterator[None]:
         """Run the lanes in this thread, a round at a time: of each lane what it can start."""
         self._waits = False
-        lanes = {stage: self._turns(stage) for stage in self._stages}
+        lanes = self._turns()
         ready: dict[int, Turn | None] = dict.fromkeys(lanes)
         done: dict[int, int] = {}
         left = set(lanes)
         try:
             while left:
-                for stage in sorted(left, reverse=True):
+                for lane in sorted(left, reverse=True):
                     try:
-                        turn = ready[stage] = ready[stage] or next(lanes[stage])
+                        turn = ready[lane] = ready[lane] or next(lanes[lane])
                     except StopIteration:
-                        left.discard(stage)
+                        left.discard(lane)
                         continue
                     if turn is not None and all(done.get(need) for need in turn.needs):
                         self._act(turn.action)
@@ -179,7 +196,7 @@ class Segment:
                                 del done[need]
                         if turn.tells:
                             done[turn.number] = len(turn.tells)
-                        ready[stage] = None
+                        ready[lane] = None
                 yield
         except BaseException as error:
             self.broken = error
@@ -199,48 +216,75 @@ class Segment:
 
     # -- the lanes' side -----------------------------------------------------------------------------------------
     def _microbatches(self, minibatch: int) -> int | None:
-        """Return how many microbatches a minibatch has; None where there is no such, 0 where that is not known yet."""
+        """Tell a lane how many microbatches a minibatch has: None where there is no such, 0 where that is not known.
+
+        A lane is told once.
+        """
         with self._change:
             self._change.wait_for(lambda: self._ended or minibatch < self.put_in or not self._waits)
             if minibatch < self.put_in:
-                return self._minibatches[minibatch].microbatches
+                count = self._minibatches[minibatch].microbatches
+                self._let_go(minibatch)
+                return count
             return None if self._ended else 0
 
-    def _turns(self, stage: int) -> Iterator[Any]:
-        """Yield what a stage's lane does, and what it waits for; None where the next minibatch is not known yet."""
+    def _let_go(self, minibatch: int) -> None:
+        """Note that a lane or a stage needs a minibatch no more."""
+        with self._change:
+            own = self._minibatches[minibatch]
+            own.left -= 1
+            if not own.left:
+                del self._minibatches[minibatch]
 
-        def name(other: int, kind: str, microbatch: int) -> int:
-            return (microbatch * self._count + other) * 2 + (kind == "B")
+    def _turns(self) -> dict[int, Iterator[Any]]:
+        """Return what each lane does."""
+        return {
+            lane: self._turns_of(stage, own)
+            for stage in self._stages
+            for own, lane in enumerate(self._dealt.lanes_of(stage))
+        }
 
-        for cell in stream_actions(stage, self._count, self.staleness, self._microbatches):
+    def _turns_of(self, stage: int, replica: int) -> Iterator[Any]:
+        """Yield what a lane does, and what it waits for; None where the next minibatch is not known yet."""
+        lane_of, lanes = self._dealt.lane_of, self._dealt.lanes_of(stage)
+        siblings = tuple(lane for lane in lanes if lane != lanes[replica])
+
+        def name(other: int, kind: str, number: int) -> int:
+            return (number * self._count + other) * 3 + "FBU".index(kind)
+
+        for cell in stream_actions(stage, replica, self._replicas, self.staleness, self._microbatches):
             if cell is None:
                 yield None
                 continue
-            kind, number, place, last = cell
-            self._cells[stage] = number, place, last
-            minibatch = self._minibatches[number]
-            microbatch = minibatch.first + place
-            given = minibatch.sources, minibatch.users
-            before, after = given if kind == "F" else reversed(given)
-            needs = tuple(name(other, kind, microbatch) for other in sorted(before[stage].intersection(self._stages)))
-            tells = tuple(after[stage].intersection(self._stages))
-            yield Turn(Action(stage, kind, microbatch), name(stage, kind, microbatch), needs, tells)
+            self._now[lanes[replica]] = cell
+            action = Action(stage, cell.kind, cell.microbatch)
+            needs = [name(stage, *need) for need in cell.needs]
+            if cell.kind == "U":
+                yield Turn(action, name(stage, "U", cell.update), tuple(needs), siblings)
+                continue
+            minibatch = self._minibatches[cell.minibatch]
+            before, after = (minibatch.sources, minibatch.users)[:: 1 if cell.kind == "F" else -1]
+            needs += [name(other, cell.kind, cell.microbatch) for other in sorted(before[stage] & self._stages.keys())]
+            tells = [lane_of(other, cell.microbatch) for other in after[stage] & self._stages.keys()]
+            if cell.kind == "B" and cell.microbatch + len(lanes) > cell.last:
+                tells += {lane_of(stage, cell.last)} - {lanes[replica]}
+            yield Turn(action, name(*action), tuple(needs), tuple(tells))
 
     def _act(self, action: Action) -> None:
-        """Run the cell that a lane has come to; nothing where its minibatch is dropped."""
-        stage = action.stage
-        number, place, last = self._cells[stage]
-        if self.failed is not None and number >= self.failed[0]:
-            return
-        minibatch = self._minibatches[number]
-        with self._running[stage], self._in_cell(), minibatch.cells.step.lanes[stage].active():
-            if action.kind == "F":
-                try:
-                    self._forward(stage, number, minibatch, place, last=last)
-                except Exception as error:
-                    self._fail(number, error)
-            else:
-                self._backward(stage, number, minibatch, place, last=last)
+        """Run what a lane has come to; nothing where its minibatch is dropped."""
+        lane = self._dealt.lane_of(action.stage, action.microbatch)
+        cell, held = self._now[lane], Held(action.stage, lane - self._dealt.stage_lane[action.stage])
+        assert cell is not None
+        with self._running[lane], self._in_cell():
+            if cell.kind == "U":
+                self._update(action.stage, cell)
+            elif not self._is_dropped(cell.minibatch):
+                minibatch = self._minibatches[cell.minibatch]
+                with minibatch.cells.step.lane_of(held).active():
+                    (self._forward if cell.kind == "F" else self._backward)(held, cell, minibatch.cells)
+
+    def _is_dropped(self, minibatch: int) -> bool:
+        return self.failed is not None and minibatch >= self.failed[0]
 
     @contextlib.contextmanager
     def _in_cell(self) -> Iterator[None]:
@@ -250,31 +294,53 @@ class Segment:
         finally:
             self._inside.cell = False
 
-    def _forward(self, stage: int, number: int, minibatch: Minibatch, place: int, *, last: bool) -> None:
-        cells, leaves = minibatch.cells, self._stages[stage].take(number)
-        if place == 0:
-            cells.begin(stage, leaves)
-        cells.act(Action(stage, "F", place))
-        if last:
-            cells.end_forwards(stage)
-            if stage == self._count - 1:
-                self._tell(number, cells.total())
+    def _forward(self, held: Held, cell: StreamAction, cells: StreamCells) -> None:
+        try:
+            cells.sums[held].use(self._stages[held.stage].take(held.replica, cell.update))
+            cells.act(Action(held.stage, "F", cell.place))
+        except Exception as error:
+            self._fail(cell.minibatch, error)
+        else:
+            self._end_forwards(held.stage, cell.minibatch)
+
+    def _end_forwards(self, stage: int, minibatch: int) -> None:
+        """Note that a forward is over; go on with what comes behind all forwards of minibatches, in their order."""
+        with self._order[stage]:
+            self._minibatches[minibatch].open[stage] -= 1
+            while not self._is_dropped(number := self._through[stage]):
+                if (own := self._minibatches.get(number)) is None or own.open[stage]:
+                    break
+                try:
+                    own.cells.end_forwards(stage)
+                    if stage == self._count - 1:
+                        self._tell(number, own.cells.total())
+                except Exception as error:
+                    self._fail(number, error)
+                self._through[stage] += 1
 
     def _tell(self, number: int, loss: torch.Tensor) -> None:
         """Give the caller the loss of a minibatch."""
         self.losses.put(loss)
 
-    def _backward(self, stage: int, number: int, minibatch: Minibatch, place: int, *, last: bool) -> None:
-        cells, weights = minibatch.cells, self._stages[stage]
-        weights.take(number)
-        cells.act(Action(stage, "B", place))
-        if last:
-            cells.forget(stage)
-            weights.step(number, cells.sums[Held(stage, 0)].totals, minibatch.settings[stage])
-            with self._change:
-                minibatch.left -= 1
-                if not minibatch.left:
-                    del self._minibatches[number]
+    def _backward(self, held: Held, cell: StreamAction, cells: StreamCells) -> None:
+        weights = self._stages[held.stage]
+        weights.take(held.replica, cell.update)
+        cells.act(Action(held.stage, "B", cell.place))
+        if cell.microbatch + self._replicas[held.stage] > cell.last:  # its last one of the round
+            weights.release(held.replica)
+
+    def _update(self, stage: int, cell: StreamAction) -> None:
+        """Step by the minibatches of a round that are not dropped."""
+        weights, size = self._stages[stage], round_size(self.staleness, self._replicas[stage])
+        numbers = [n for n in range(cell.update * size, cell.minibatch + 1) if not self._is_dropped(n)]
+        if not numbers:
+            return
+        own = [self._minibatches[number] for number in numbers]
+        with weights.lane.active():
+            parts = [(each.cells.step.rows, each.cells.gradients(stage, weights.lane)) for each in own]
+            weights.step(_mean(parts), own[-1].settings[stage], minibatches=len(own))
+        for number in numbers:
+            self._let_go(number)
 
     def _fail(self, minibatch: int, error: BaseException) -> None:
         """Drop a minibatch whose forward raised, and all behind it."""
@@ -291,3 +357,17 @@ class Segment:
             self._minibatches.clear()
         finally:
             self.losses.put(None)
+
+
+def _mean(parts: Sequence[tuple[int, list[torch.Tensor | None]]]) -> list[torch.Tensor | None]:
+    """Return the mean of gradients, each weighted by the rows that it comes from; None is no gradient."""
+    if len(parts) == 1:
+        return parts[0][1]
+    total = sum(rows for rows, _ in parts)
+    found: list[torch.Tensor | None] = []
+    for each in zip(*(gradients for _, gradients in parts), strict=True):
+        own = [
+            gradient * (rows / total) for (rows, _), gradient in zip(parts, each, strict=True) if gradient is not None
+        ]
+        found.append(sum(own[1:], own[0]) if own else None)
+    return found

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ from autosplit.recorded import FoundCall, Recorded
 from autosplit.runtime.lanes.ambient import ThreadState, needs_one_thread
 from autosplit.runtime.ops import enter
 from autosplit.runtime.step import engine
-from autosplit.schedule.stream import STALENESS, weight_version
+from autosplit.schedule.orders import held_per_replica
+from autosplit.schedule.stream import STALENESS, updates_behind
 from autosplit.stream.flight import Flight
-from autosplit.stream.lowering import StreamProgram, stream_program
+from autosplit.stream.lowering import Places, StreamProgram, stream_program
 from autosplit.stream.minibatches import StreamStep, checked, inputs_and_target, loss_in, step_of
 from autosplit.stream.optimizers import Given, StageOptimizer, check_optimizer, stage_optimizers
 from autosplit.stream.segment import Minibatch, Segment, StreamCells
@@ -96,7 +98,7 @@ class Stream(Iterator[torch.Tensor]):
         self._items = iter(loader)
         self._programs: dict[int, tuple[Recorded, StreamProgram]] = {}
         self._stage_of: dict[str, int] = {}
-        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._places: dict[str, Places] = {}
         self._stages: dict[int, StageWeights] = {}
         """Those that run in this process."""
         self._optimizers: Sequence[StageOptimizer | None] = ()
@@ -141,7 +143,7 @@ class Stream(Iterator[torch.Tensor]):
     @property
     def minibatches(self) -> int:
         """How many minibatches all stages have stepped by."""
-        return self._before + min((stage.updates for stage in self._stages.values()), default=0)
+        return self._before + min((stage.minibatches for stage in self._stages.values()), default=0)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -240,7 +242,7 @@ class Stream(Iterator[torch.Tensor]):
             if self._current() is None and self._error is not None:
                 return
             flight = self._current() or self._fill(step)
-            enter(step.lanes[-1], list(dict.fromkeys(step.lanes[:-1])))
+            enter(step.lanes[-1], step.stage_lanes)
             settings = [[] if own is None else own.settings() for own in self._optimizers]
             if not flight.segment.put(Minibatch(StreamCells(step, *loss), settings, program.sources)):
                 self._exhausted = True
@@ -253,7 +255,7 @@ class Stream(Iterator[torch.Tensor]):
         return self._pipe._call(self._pipe._prepare(sample.args, sample.kwargs))
 
     def _segment(self, step: StreamStep) -> Segment:
-        return Segment(self._stages, len(step.lowered.stages), self._staleness)
+        return Segment(self._stages, [len(lanes) for lanes in step.every_lane], self._staleness)
 
     def _program(self, recorded: Recorded) -> StreamProgram:
         """Return what runs a recording; its parameters are those of the stream from then on."""
@@ -268,8 +270,8 @@ class Stream(Iterator[torch.Tensor]):
                             f"{name!r} is first used in stage {stage}, and in stage {self._stage_of[name]} in another "
                             "kind of call, so that it has no stage that steps it; give streams one kind of minibatch"
                         )
-                    known = self._places.setdefault(name, [])
-                    known += [place for place in places if place not in known]
+                    for known, more in zip(self._places.setdefault(name, [[] for _ in places]), places, strict=True):
+                        known += [place for place in more if place not in known]
             self._programs[id(recorded)] = recorded, made
         return self._programs[id(recorded)][1]
 
@@ -294,6 +296,13 @@ class Stream(Iterator[torch.Tensor]):
         """Begin to fill the pipeline; raise InputError where its stages cannot be trained one by one."""
         core, by = self._core, self._trained_by(self._trained())
         trained = [own if stage in step.stages else {} for stage, own in enumerate(self._trained())]
+        replicas = [len(lanes) for lanes in step.every_lane]
+        behind = updates_behind(self._staleness, replicas)
+        if self._staleness == "2bw" and any(core.options.chunks % own for own in replicas):
+            raise InputError(
+                f"stages of {replicas} replicas share out the {core.options.chunks} microbatches of a minibatch evenly "
+                "under staleness='2bw'; give chunks= that all these divide"
+            )
         memory: dict[int, str] = {}
         for name, parameter in (pair for own in trained for pair in own.items()):
             if (other := memory.setdefault(parameter.data_ptr(), name)) != name and parameter.numel():
@@ -311,26 +320,23 @@ class Stream(Iterator[torch.Tensor]):
                 own.load_state_dict(state)
             self._loaded = None
         for name, parameter in core.model.named_parameters():
-            for module, attribute in self._places.get(name, ()):
+            for module, attribute in chain(*self._places.get(name, ())):
                 setattr(module, attribute, parameter)
-        stages, self._before = len(trained), self.minibatches
+        self._before = self.minibatches
         self._stages = {
             stage: StageWeights(
-                trained[stage],
-                self._places,
-                self._optimizers[stage],
-                partial(weight_version, self._staleness, stages, stage),
+                trained[stage], self._places, self._optimizers[stage], step.every_lane[stage], behind=behind[stage]
             )
             for stage in step.stages
         }
-        self._depth = math.ceil(stages / len(step.sizes)) + 1
+        self._depth = math.ceil(held_per_replica(replicas)[0] * replicas[0] / len(step.sizes)) + 1
         segment = self._segment(step)
         flight = self._flight = Flight(
             core.stream,
             segment,
             list(self._stages.values()),
             self._optimizers,
-            step.lanes,
+            [*step.stage_lanes, step.lanes[-1]],
             self._losses,
             before=self._before,
             trained=by,

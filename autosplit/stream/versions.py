@@ -4,21 +4,24 @@
     optimizer steps  a minibatch in flight uses 3: the parameter gets a copy first, and 3 keeps its memory
                      none does: in place
 
-A stage's lane alone works on it, one action after the other.
+Replicas on one device use the same leaves; on another device a replica has copies of the versions that it uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from autosplit.backward import donate_gradients
+from autosplit.runtime.lanes.lanes import Lane, lane
+from autosplit.runtime.ops import transfer
+from autosplit.stream.lowering import Places
 from autosplit.stream.optimizers import Settings, StageOptimizer
 
-Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
-"""Where stand-ins of modules hold each parameter: modules and attributes by the parameter's name."""
+Leaves = dict[str, nn.Parameter]
 
 
 class StageWeights:
@@ -26,73 +29,102 @@ class StageWeights:
 
     Attributes:
         updates: how many updates were made since the pipeline was filled: the newest version.
+        minibatches: how many minibatches went into them.
         most: how many versions there were at once.
+        lane: where updates run: the stage's lane, or where it has replicas one of its own, which waits for all.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        places: Places,
+        places: Mapping[str, Places],
         optimizer: StageOptimizer | None,
-        used: Callable[[int], int],
+        lanes: Sequence[Lane],
+        *,
+        behind: int,
     ) -> None:
-        """``used`` returns which version a minibatch uses; ``optimizer`` None: nothing steps the parameters.
+        """``lanes`` are those of the replicas; ``optimizer`` None: nothing steps the parameters.
 
-        ``places`` may get more entries while no minibatch runs.
+        ``places`` are by the parameter's name, and may get more entries while no minibatch runs. What update u takes in
+        used version ``u - behind``.
         """
-        self._parameters, self._optimizer, self._used = parameters, optimizer, used
-        self._places = places
-        self._versions: dict[int, dict[str, nn.Parameter]] = {}
-        self.updates = 0
+        self._parameters, self._optimizer, self._behind = parameters, optimizer, behind
+        self._places, self._lanes = places, lanes
+        self.lane = lanes[0] if len(lanes) == 1 else lane(lanes[0].device)
+        self._versions: dict[int, tuple[Any, dict[torch.device, Leaves]]] = {}
+        """By version the event behind its making, and its leaves by device."""
+        self.updates = self.minibatches = 0
         self._keep_newest()
         self.most = 1
 
     def _keep_newest(self) -> None:
-        self._versions[self.updates] = {name: nn.Parameter(own.data) for name, own in self._parameters.items()}
+        leaves = {name: nn.Parameter(own.data) for name, own in self._parameters.items()}
+        self._versions[self.updates] = self.lane.record(), {self.lane.device: leaves}
+
+    def _used(self, update: int) -> int:
+        return max(0, update - self._behind)
 
     @property
     def version_bytes(self) -> int:
         """The bytes of the weights beside the newest, when there were most versions."""
         return (self.most - 1) * sum(own.numel() * own.element_size() for own in self._parameters.values())
 
-    def take(self, minibatch: int) -> list[torch.Tensor]:
-        """Put a minibatch's version where its stage reads it, and return it."""
-        return self._put(self._used(minibatch))
-
-    def _put(self, version: int) -> list[torch.Tensor]:
-        leaves = self._versions[version]
-        for name, leaf in leaves.items():
-            for module, attribute in self._places[name]:
-                setattr(module, attribute, leaf)
+    def take(self, replica: int, update: int) -> list[torch.Tensor]:
+        """Put the version of what an update takes in where a replica reads it, and return it."""
+        own, (ready, by_device) = self._lanes[replica], self._versions[self._used(update)]
+        own.wait(ready)
+        if own.device not in by_device:
+            there = tuple(leaf.detach() for leaf in by_device[self.lane.device].values())
+            copies = transfer(there, self.lane, own, ready)
+            by_device.setdefault(own.device, dict(zip(self._parameters, map(nn.Parameter, copies), strict=True)))
+        leaves = by_device[own.device]
+        self._put(replica, leaves)
         return list(leaves.values())
 
-    def step(self, minibatch: int, totals: dict[int, torch.Tensor], settings: Settings) -> None:
-        """Step the newest weights by a minibatch's gradients, and let go of versions that no later minibatch uses.
+    def _put(self, replica: int, leaves: Mapping[str, nn.Parameter]) -> None:
+        for name, leaf in leaves.items():
+            for module, attribute in self._places[name][replica]:
+                setattr(module, attribute, leaf)
 
-        ``totals`` are the gradients by the identity of the version's leaves; empty afterwards.
+    def release(self, replica: int) -> None:
+        """Have a replica's stand-ins hold no older version."""
+        self._put(replica, self._parameters)
+
+    def step(self, gradients: Sequence[torch.Tensor | None], settings: Settings, *, minibatches: int) -> None:
+        """Step the newest weights by the gradients of a round, and let go of versions that no later one uses.
+
+        ``gradients`` are those of the parameters, in their order, of so many ``minibatches``.
         """
-        leaves = self._versions[self._used(minibatch)]
-        found = [(self._parameters[name], totals[id(leaf)]) for name, leaf in leaves.items() if id(leaf) in totals]
-        totals.clear()
-        self._put(self.updates)
-        later = self._used(minibatch + 1)
+        later = self._used(self.updates + 1)
         for version in [version for version in self._versions if version < min(later, self.updates)]:
-            del self._versions[version]
-        del leaves
+            self._forget(version)
         if later <= self.updates:  # a minibatch needs the newest as it is
             for parameter in self._parameters.values():
                 parameter.data = parameter.data.clone()
+        found = [
+            (own, gradient)
+            for own, gradient in zip(self._parameters.values(), gradients, strict=True)
+            if gradient is not None
+        ]
         if found and self._optimizer is not None:
             self._optimizer.step(_through_hooks(found), settings)
         if later > self.updates:
-            del self._versions[self.updates]
+            self._forget(self.updates)
         self.updates += 1
+        self.minibatches += minibatches
         self._keep_newest()
         self.most = max(self.most, len(self._versions))
 
+    def _forget(self, version: int) -> None:
+        """Let go of a version; its memory is used again behind what this lane has waited for."""
+        _, by_device = self._versions.pop(version)
+        for leaf in by_device[self.lane.device].values():
+            self.lane.keep(leaf)
+
     def end(self) -> None:
         """Keep the newest version only."""
-        self._put(self.updates)
+        for replica in range(len(self._lanes)):
+            self.release(replica)
         self._versions.clear()
 
 

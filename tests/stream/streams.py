@@ -102,11 +102,11 @@ class Pair:
 def pair(
     make: Callable[[], nn.Module], sample: Any, *, stages: int = 3, chunks: int = 2, lanes: str = "threads", **how: Any
 ) -> Pair:
-    """Split a model of seed 0, in float64."""
+    """Split a model of seed 0, in float64; ``replicas`` are those of each stage."""
     torch.manual_seed(0)
     model = make().double()
     plain = copy.deepcopy(model)
-    how |= {"devices": [CPU] * stages, "chunks": chunks, "lanes": lanes}
+    how |= {"devices": [CPU] * sum(how.get("replicas", [1] * stages)), "chunks": chunks, "lanes": lanes}
     return Pair(model, plain, autosplit(model, sample=Sample.of(sample), **how), {}, how)
 
 
@@ -130,6 +130,6 @@ def expected(
 ) -> list[float]:
     """Return the losses of the reference."""
     torch.manual_seed(7)
-    stages = len(own.pipe.plan.stages)
+    replicas = [stage.replicas for stage in own.pipe.plan.stages]
     given = (((Sample.of(inputs).args, Sample.of(inputs).kwargs), target) for inputs, target in items)
-    return reference.train(own.plain, own.stage_of, stages, staleness, given, loss_fn, make, **how)
+    return reference.train(own.plain, own.stage_of, replicas, staleness, given, loss_fn, make, **how)

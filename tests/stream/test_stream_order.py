@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import autosplit
+from autosplit import InputError, autosplit
 from autosplit.schedule.action import Action, Schedule
-from autosplit.schedule.stream import STALENESS, stream_actions, versions_held, weight_version
+from autosplit.schedule.stream import STALENESS, StreamAction, stream_actions, updates_behind, weight_version
 from tests.stream import reference
 from tests.stream.streams import CPU
 
@@ -25,51 +29,119 @@ worker 4 | .    .    .    F1.1 B1.1 F2.2 B2.2 F3.3 B3.3 F4.4 B4.4 F5.5 B5.5 F6.6
 version that the first update has made."""
 
 
-def lanes(stages: int, staleness: str, minibatches: int, microbatches: int = 1) -> list[list[tuple[Any, ...]]]:
-    """Return what every lane does."""
+def lanes(replicas: Sequence[int], staleness: str, sizes: Sequence[int]) -> dict[tuple[int, int], list[StreamAction]]:
+    """Return what every lane does, by stage and replica; ``sizes`` are the microbatches of each minibatch."""
 
-    def sizes(minibatch: int) -> int | None:
-        return microbatches if minibatch < minibatches else None
+    def microbatches(minibatch: int) -> int | None:
+        return sizes[minibatch] if minibatch < len(sizes) else None
 
-    return [list(stream_actions(stage, stages, staleness, sizes)) for stage in range(stages)]
+    keys = [(stage, own) for stage, count in enumerate(replicas) for own in range(count)]
+    found = {key: list(stream_actions(*key, replicas, staleness, microbatches)) for key in keys}
+    return {key: [action for action in own if action is not None] for key, own in found.items()}
 
 
 def test_pipedreams_figure_cell_by_cell() -> None:
     stages = 4
-    actions = [[Action(s, kind, m) for kind, m, *_ in own] for s, own in enumerate(lanes(stages, "stash", 8))]
-    schedule = Schedule("stream", tuple(map(tuple, actions)))
+    cells = [[cell for cell in own if cell.kind != "U"] for own in lanes([1] * stages, "stash", [1] * 8).values()]
+    schedule = Schedule(
+        "stream", tuple(tuple(Action(s, c.kind, c.minibatch) for c in own) for s, own in enumerate(cells))
+    )
     rows: list[list[str]] = [[] for _ in range(stages)]
     for (lane, position), tick in schedule.clocks.items():
         stage, kind, minibatch = schedule.lanes[lane][position]
         rows[lane] += ["."] * (tick - len(rows[lane]))
-        rows[lane].append(f"{kind}{minibatch + 1}.{weight_version('stash', stages, stage, minibatch) + 1}")
+        rows[lane].append(f"{kind}{minibatch + 1}.{weight_version('stash', [1] * stages, stage, minibatch) + 1}")
     found = [f"worker {lane + 1} | " + " ".join(f"{cell:<4}" for cell in row).rstrip() for lane, row in enumerate(rows)]
     assert found == FIGURE.strip().splitlines()
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize(("staleness", "microbatches"), [("stash", 1), ("vertical", 1), ("2bw", 1), ("2bw", 5)])
-def test_a_version_is_there_when_it_is_used_and_no_more_are_held(
-    staleness: str, microbatches: int, stages: int
-) -> None:
-    for stage, own in enumerate(lanes(stages, staleness, 12, microbatches)):
-        updates, begun, flying, most = 0, 0, list[int](), 0
-        for kind, minibatch, place, last in own:
-            version = weight_version(staleness, stages, stage, minibatch)
-            assert version == reference.version(staleness, stages, stage, minibatch)
-            assert version <= updates
+def clock(replicas: Sequence[int], staleness: str, sizes: Sequence[int], cell_s: Sequence[tuple[float, float]]) -> Any:
+    """Return when each action ends where lanes wait for nothing else: by stage, kind and number.
+
+    ``cell_s`` is how long each stage's forwards and backwards take. Checks that no lane waits for ever, that what a
+    forward uses was made, that an update comes behind its round and the update before it, and that lanes wait once.
+    """
+    own = lanes(replicas, staleness, sizes)
+    ends: dict[tuple[int, str, int], float] = {}
+    taken: set[Any] = set()
+    places, times = dict.fromkeys(own, 0), dict.fromkeys(own, 0.0)
+    firsts = [0, *accumulate(sizes)]
+    running = list(own)
+    while running:
+        stage, replica = key = running.pop()
+        for cell in own[key][places[key] :]:
+            kind, number = cell.kind, cell.update if cell.kind == "U" else cell.microbatch
+            needs = [(stage, *need) for need in cell.needs]
+            waits = [((*key, need)) for need in needs]
+            beside = stage - 1 if kind == "F" else stage + 1
+            if kind != "U" and 0 <= beside < len(replicas):
+                needs.append((beside, kind, number))
+            if any(need not in ends for need in needs):
+                break
+            assert taken.isdisjoint(waits)
+            taken.update(waits)
+            start = max([times[key], *(ends[need] for need in needs)])
+            before: list[tuple[int, str, int]] = []
             if kind == "F":
-                flying.append(minibatch)
-                begun += place == 0
-            else:
-                assert flying.pop(0) == minibatch
-                updates += last
-            assert len(flying) <= stages - stage
-            oldest = min(weight_version(staleness, stages, stage, one) for one in (*flying, begun))
-            most = max(most, updates + 1 - oldest)
-        assert not flying
-        assert updates == 12
-        assert most == versions_held(staleness, stages, stage)
+                assert cell.microbatch == firsts[cell.minibatch] + cell.place
+                assert cell.microbatch % replicas[stage] == replica
+                used = weight_version(staleness, replicas, stage, cell.minibatch)
+                before = [(stage, "U", update) for update in range(used)]
+            elif kind == "U":
+                size = 1 if staleness == "2bw" else replicas[stage]
+                round_of = range(firsts[cell.update * size], firsts[cell.minibatch + 1])
+                before = [(stage, "B", one) for one in round_of] + [(stage, "U", update) for update in range(number)]
+            assert all(ends[one] <= start for one in before)
+            ends[stage, kind, number] = times[key] = start + (0.0 if kind == "U" else cell_s[stage][kind == "B"])
+            places[key] += 1
+            running = list(own)
+    assert all(places[key] == len(own[key]) for key in own), "lanes wait for ever"
+    return ends
+
+
+LAYOUTS = [layout for stages in (1, 2, 3) for layout in product((1, 2, 3), repeat=stages)]
+LAYOUTS += [(1, 1, 1, 1), (15, 1), (2, 1, 2, 1), (1, 2, 1, 2), (4, 2, 1), (1, 2, 3, 1), (1, 4, 1), (1, 1, 2, 1)]
+
+
+@pytest.mark.parametrize("replicas", LAYOUTS, ids=str)
+def test_lanes_never_wait_for_ever_and_find_their_versions(replicas: tuple[int, ...]) -> None:
+    rng = random.Random(0)
+    for minibatches in (0, 1, 2, 7, 24):
+        ragged = [rng.randint(1, 5) for _ in range(minibatches)]
+        for staleness, sizes in (("stash", [1] * minibatches), ("2bw", ragged), ("2bw", [4] * minibatches)):
+            ends = clock(replicas, staleness, sizes, [(1.0, 2.0)] * len(replicas))
+            for stage, count in enumerate(replicas):
+                rounds = -(-minibatches // (1 if staleness == "2bw" else count))
+                kinds = Counter(kind for own, kind, _ in ends if own == stage)
+                assert kinds == {k: n for k, n in (("F", sum(sizes)), ("B", sum(sizes)), ("U", rounds)) if n}
+
+
+@pytest.mark.parametrize("replicas", LAYOUTS, ids=str)
+def test_a_stage_of_as_many_replicas_as_it_is_slow_does_not_wait(replicas: tuple[int, ...]) -> None:
+    together = math.lcm(*replicas)
+    for share in (0.2, 1 / 3, 0.6):
+        cell_s = [(share * count, (1 - share) * count) for count in replicas]
+        for staleness, size in (("stash", 1), ("2bw", together * -(-sum(replicas) // together))):
+            ends = clock(replicas, staleness, [size] * (120 * together // size), cell_s)
+            steady = [max(ends[0, "B", one] for one in range(until * together + 1)) for until in (40, 80)]
+            assert (steady[1] - steady[0]) / (40 * together) < 1.01
+
+
+@pytest.mark.parametrize("staleness", STALENESS)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_no_more_versions_are_held_without_replicas_than_in_the_paper(staleness: str, stages: int) -> None:
+    for stage, behind in enumerate(updates_behind(staleness, [1] * stages)):
+        assert behind + 1 == {"stash": stages - stage, "vertical": stages, "2bw": 2}[staleness]
+        for minibatch in range(12):
+            version = weight_version(staleness, [1] * stages, stage, minibatch)
+            assert version == reference.version(staleness, [1] * stages, stage, minibatch)
+
+
+def test_what_replicated_stages_are_behind() -> None:
+    for replicas, behind in reference.BEHIND.items():
+        assert updates_behind("stash", replicas) == list(behind)
+    with pytest.raises(InputError, match="after different numbers of minibatches"):
+        updates_behind("vertical", [2, 1])
 
 
 class _Noting(torch.autograd.Function):
@@ -128,7 +200,8 @@ def test_forward_and_backward_of_a_run_use_the_version_of_the_figure(staleness: 
     for stage, own in enumerate(seen):
         used = [(kind, versions[stage].index(value)) for kind, value in own]
         each = 4 if staleness == "2bw" else 1
-        expected = [weight_version(staleness, stages, stage, m) for m in range(8) for _ in range(each)]
+        expected = [weight_version(staleness, [1] * stages, stage, m) for m in range(8) for _ in range(each)]
         assert [version for kind, version in used if kind == "F"] == expected
         assert [version for kind, version in used if kind == "B"] == expected
-        assert [kind for kind, _ in used] == [k for k, *_ in lanes(stages, staleness, 8, each)[stage]]
+        cells = lanes([1] * stages, staleness, [each] * 8)[stage, 0]
+        assert [kind for kind, _ in used] == [cell.kind for cell in cells if cell.kind != "U"]

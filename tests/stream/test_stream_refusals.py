@@ -196,7 +196,7 @@ def test_an_optimizer_that_steps_another_is_refused(items: list[Any]) -> None:
 
 
 def test_nothing_comes_in_behind_an_error() -> None:
-    segment = Segment({}, 1, "stash")
+    segment = Segment({}, [1], "stash")
     segment.end()  # lanes that have seen this do not run what others would wait for
     assert not segment.put(cast(Any, SimpleNamespace(microbatches=1)))
     assert segment.put_in == 0

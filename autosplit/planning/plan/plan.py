@@ -17,7 +17,7 @@ from autosplit.files import write_text
 from autosplit.planning.plan.diff import PlanDiff, diff, prefixes
 from autosplit.planning.plan.export import export
 from autosplit.planning.plan.record import VERSION, PlanRecord
-from autosplit.schedule.stream import STALENESS, versions_held
+from autosplit.schedule.stream import STALENESS, updates_behind
 
 _NEAR = 3
 """How many names an error proposes."""
@@ -74,8 +74,8 @@ class Plan(PlanRecord):
         microbatch of it under "2bw", as microbatch.
         """
         choose("staleness", staleness, STALENESS)
-        held = (versions_held(staleness, len(self.stages), stage.index) - 1 for stage in self.stages)
-        return tuple(more * stage.memory.parameter_bytes for more, stage in zip(held, self.stages, strict=True))
+        behind = updates_behind(staleness, [stage.replicas for stage in self.stages])
+        return tuple(more * stage.memory.parameter_bytes for more, stage in zip(behind, self.stages, strict=True))
 
     def diff(self, other: Plan) -> PlanDiff:
         """Return what differs from this plan in another: false where nothing does; ``print`` shows it."""
