@@ -106,8 +106,9 @@ def pair(
     torch.manual_seed(0)
     model = make().double()
     plain = copy.deepcopy(model)
-    how |= {"devices": [CPU] * sum(how.get("replicas", [1] * stages)), "chunks": chunks, "lanes": lanes}
-    return Pair(model, plain, autosplit(model, sample=Sample.of(sample), **how), {}, how)
+    replicas = how.pop("replicas", None)
+    how |= {"devices": [CPU] * sum(replicas or [1] * stages), "chunks": chunks, "lanes": lanes}
+    return Pair(model, plain, autosplit(model, sample=Sample.of(sample), replicas=replicas, **how), {}, how)
 
 
 def run(own: Pair, items: Sequence[Any], staleness: str, make: Any, loss_fn: Any = cross_entropy) -> list[float]:

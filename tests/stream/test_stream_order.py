@@ -122,9 +122,10 @@ def test_a_stage_of_as_many_replicas_as_it_is_slow_does_not_wait(replicas: tuple
     for share in (0.2, 1 / 3, 0.6):
         cell_s = [(share * count, (1 - share) * count) for count in replicas]
         for staleness, size in (("stash", 1), ("2bw", together * -(-sum(replicas) // together))):
-            ends = clock(replicas, staleness, [size] * (120 * together // size), cell_s)
-            steady = [max(ends[0, "B", one] for one in range(until * together + 1)) for until in (40, 80)]
-            assert (steady[1] - steady[0]) / (40 * together) < 1.01
+            period = max(size, together)
+            ends = clock(replicas, staleness, [size] * (45 * period // size), cell_s)
+            first, second = (max(ends[0, "B", one] for one in range(until * period + 1)) for until in (15, 30))
+            assert second - first == pytest.approx(15 * period)
 
 
 @pytest.mark.parametrize("staleness", STALENESS)
