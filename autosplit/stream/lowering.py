@@ -80,6 +80,10 @@ def stream_program(
     traced = recorded.traced
     stages = len(recorded.lowered.stages)
     stage_of = assign(DataflowIndex(traced), plan.stage_of(), stages=stages)
+    every = [
+        [lane, *(own.lanes[i] for own in recorded.replicas if i in own.lanes)] for i, lane in enumerate(recorded.lanes)
+    ]
+    _check_replicas(traced, stage_of, every)
     if not alone:
         _check_parts(traced)
     traced, stage_of = _in_stages(traced, stage_of, alone=alone)
@@ -93,7 +97,6 @@ def stream_program(
         compiled=compiled,
     )
     parts = {f"stage{i}": on_lane(run, lanes[i]) for i, run in enumerate(lowered.runs)}
-    every = [[lane, *(own.lanes[i] for own in recorded.replicas if i in own.lanes)] for i, lane in enumerate(lanes)]
     replicas = replicated(lowered, stage_of, every, compiled=compiled)
     roots = [traced.root, *(own.lowered.traced.root for own in replicas)]
     for twins in zip(*(root.modules() for root in roots), strict=True):
@@ -101,6 +104,22 @@ def stream_program(
             twin.__dict__["_buffers"] = twins[0]._buffers
     replicas = tuple(replace(own, places=dict.fromkeys(own.lanes, ())) for own in replicas)  # lanes put them there
     return StreamProgram(lowered, replicas, every, emit_setup(lowered, parts), _places(model, lowered, roots), alone)
+
+
+def _check_replicas(traced: TracedGraph, stage_of: Mapping[str, int], lanes: Sequence[Sequence[Lane]]) -> None:
+    """Raise InputError for replicas on several devices, and for what they would change in no order."""
+    for stage, own in enumerate(lanes):
+        if len({lane.device for lane in own}) > 1:
+            raise InputError(
+                f"the replicas of stage {stage} are on several devices, and a stream keeps the versions of a stage's "
+                "weights on one; give them one device, or leave replicas out"
+            )
+    for _, info in traced.compute_nodes():
+        if info.writes and info.node_class is not NodeClass.MICRO and len(lanes[stage_of[info.name]]) > 1:
+            raise InputError(
+                f"{info.name} changes {info.writes[0]!r}, which replicas of a stage would do in no order; give stage "
+                f"{stage_of[info.name]} one device"
+            )
 
 
 def _check_parts(traced: TracedGraph) -> None:

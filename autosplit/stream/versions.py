@@ -4,7 +4,7 @@
     optimizer steps  a minibatch in flight uses 3: the parameter gets a copy first, and 3 keeps its memory
                      none does: in place
 
-Replicas on one device use the same leaves; on another device a replica has copies of the versions that it uses.
+Replicas of the stage use the same leaves.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ from torch import nn
 
 from autosplit.backward import donate_gradients
 from autosplit.runtime.lanes.lanes import Lane, lane
-from autosplit.runtime.ops import transfer
 from autosplit.stream.lowering import Places
 from autosplit.stream.optimizers import Settings, StageOptimizer
-
-Leaves = dict[str, nn.Parameter]
 
 
 class StageWeights:
@@ -51,15 +48,15 @@ class StageWeights:
         self._parameters, self._optimizer, self._behind = parameters, optimizer, behind
         self._places, self._lanes = places, lanes
         self.lane = lanes[0] if len(lanes) == 1 else lane(lanes[0].device)
-        self._versions: dict[int, tuple[Any, dict[torch.device, Leaves]]] = {}
-        """By version the event behind its making, and its leaves by device."""
+        self._versions: dict[int, tuple[Any, dict[str, nn.Parameter]]] = {}
+        """By version the event behind its making, and its leaves by name."""
         self.updates = self.minibatches = 0
         self._keep_newest()
         self.most = 1
 
     def _keep_newest(self) -> None:
         leaves = {name: nn.Parameter(own.data) for name, own in self._parameters.items()}
-        self._versions[self.updates] = self.lane.record(), {self.lane.device: leaves}
+        self._versions[self.updates] = self.lane.record(), leaves
 
     def _used(self, update: int) -> int:
         return max(0, update - self._behind)
@@ -71,13 +68,8 @@ class StageWeights:
 
     def take(self, replica: int, update: int) -> list[torch.Tensor]:
         """Put the version of what an update takes in where a replica reads it, and return it."""
-        own, (ready, by_device) = self._lanes[replica], self._versions[self._used(update)]
-        own.wait(ready)
-        if own.device not in by_device:
-            there = tuple(leaf.detach() for leaf in by_device[self.lane.device].values())
-            copies = transfer(there, self.lane, own, ready)
-            by_device.setdefault(own.device, dict(zip(self._parameters, map(nn.Parameter, copies), strict=True)))
-        leaves = by_device[own.device]
+        ready, leaves = self._versions[self._used(update)]
+        self._lanes[replica].wait(ready)
         self._put(replica, leaves)
         return list(leaves.values())
 
@@ -117,8 +109,8 @@ class StageWeights:
 
     def _forget(self, version: int) -> None:
         """Let go of a version; its memory is used again behind what this lane has waited for."""
-        _, by_device = self._versions.pop(version)
-        for leaf in by_device[self.lane.device].values():
+        _, leaves = self._versions.pop(version)
+        for leaf in leaves.values():
             self.lane.keep(leaf)
 
     def end(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autosplit import InputError, autosplit
 from autosplit.schedule.action import Action, Schedule
+from autosplit.schedule.orders import held_per_replica
 from autosplit.schedule.stream import STALENESS, StreamAction, stream_actions, updates_behind, weight_version
 from tests.stream import reference
 from tests.stream.streams import CPU
@@ -118,10 +119,10 @@ def test_lanes_never_wait_for_ever_and_find_their_versions(replicas: tuple[int, 
 
 @pytest.mark.parametrize("replicas", LAYOUTS, ids=str)
 def test_a_stage_of_as_many_replicas_as_it_is_slow_does_not_wait(replicas: tuple[int, ...]) -> None:
-    together = math.lcm(*replicas)
+    together, ahead = math.lcm(*replicas), held_per_replica(replicas)[0] * replicas[0]
     for share in (0.2, 1 / 3, 0.6):
         cell_s = [(share * count, (1 - share) * count) for count in replicas]
-        for staleness, size in (("stash", 1), ("2bw", together * -(-sum(replicas) // together))):
+        for staleness, size in (("stash", 1), ("2bw", together * -(-ahead // together))):
             period = max(size, together)
             ends = clock(replicas, staleness, [size] * (45 * period // size), cell_s)
             first, second = (max(ends[0, "B", one] for one in range(until * period + 1)) for until in (15, 30))

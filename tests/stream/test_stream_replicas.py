@@ -1,4 +1,4 @@
-"""A stream of stages with replicas computes what the reference does, to 1e-12 in float64; one stage is data parallel."""
+"""Streams of stages with replicas: what the reference computes, in float64 to 1e-12; one stage is data parallel."""
 
 from __future__ import annotations
 
@@ -180,6 +180,27 @@ def test_a_loss_behind_one_that_fails_is_not_returned() -> None:
     with pytest.raises(ValueError, match="no loss"):
         next(own.pipe.train_stream(items, loss_fn=loss, optimizer=sgd))
     torch.testing.assert_close(own.model.state_dict(), before, rtol=0, atol=0)
+
+
+class Counting(nn.Module):
+    """Adds up what it saw in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.first(value)
+        self.seen.add_(value.detach().mean(0))
+        return self.second(value)
+
+
+def test_a_buffer_that_replicas_would_change_in_no_order_is_refused() -> None:
+    items = vectors(3, rows=(6,))
+    own = replicated([2], items[0][0], Counting)
+    with pytest.raises(InputError, match="changes 'seen', which replicas"):
+        next(own.pipe.train_stream(items, loss_fn=cross_entropy, optimizer=sgd))
 
 
 def test_an_error_in_a_backward_says_what_stages_have_stepped(own: Pair) -> None:
