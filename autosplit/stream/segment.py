@@ -28,6 +28,7 @@ from autosplit.runtime.lanes.threads import LaneThreads, Turn
 from autosplit.runtime.loss.proof import WholeCheck
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import CellContext, transfer
+from autosplit.runtime.step.step import Step
 from autosplit.runtime.step.sums import Held, together
 from autosplit.runtime.step.train_cells import TrainCells
 from autosplit.schedule.action import Action, Schedule
@@ -85,7 +86,7 @@ class StreamCells(TrainCells):
         for held, own in used.items():
             moved = transfer(tuple(own.totals.values()), self.step.lane_of(held), lane)
             own.totals = dict(zip(own.totals, moved, strict=True))
-        found = together(list(used.values()), ())
+        found = together(list(used.values()), (), self.step.brought)
         for own in used.values():
             own.use(())
         return found
