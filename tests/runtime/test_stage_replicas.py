@@ -191,13 +191,6 @@ def test_a_table_that_its_stage_changes_has_one_replica():
     assert autosplit(Table(), 3, 4, replicas=[1, 2], sample=value)(value).shape == (8, 3)
 
 
-def test_a_stream_has_one_device_per_stage():
-    pipe = autosplit(made(0), 3, 4, replicas=[2, 1], sample=batch(8)[0])
-    stream = pipe.train_stream([batch(8)], loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD)
-    with pytest.raises(InputError, match="split without replicas"):
-        next(stream)
-
-
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the second lane that is made another device, whose memory is the first one's."""
     lanes = [Lane() for _ in range(4)]
