@@ -157,6 +157,7 @@ class RankPipe(RankStreaming, PipelinedModule):
 
         Raises InputError where the model was built on meta and has values in part.
         """
+        self._core.stream.drain()
         error = None
         if any(tensor.is_meta for _, tensor in named_state(self._core.model)):
             error = InputError(

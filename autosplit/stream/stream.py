@@ -142,7 +142,7 @@ class Stream(Iterator[torch.Tensor]):
 
     @property
     def minibatches(self) -> int:
-        """How many minibatches all stages have stepped by."""
+        """How many minibatches all stages have stepped by; it grows while lanes go on, so drain before you save it."""
         return self._before + min((stage.minibatches for stage in self._stages.values()), default=0)
 
     @property
@@ -219,6 +219,8 @@ class Stream(Iterator[torch.Tensor]):
     def _put(self, item: Any) -> None:
         """Give the lanes a minibatch; where it needs another program, when they are through with those before it."""
         core, (sample, target) = self._core, inputs_and_target(item, self._loss_fn)
+        if core.stream.flight is not self._flight:  # another stream's, which was used in between
+            core.stream.drain()
         engine.check_loss(target, self._loss_fn, "auto")
         with torch.inference_mode(False), torch.enable_grad():
             found = self._pipe._find(sample.args, sample.kwargs)

@@ -80,7 +80,10 @@ def interrupted() -> list[str]:
         pipe.zero_grad()
         second = pipe.train_stream(_items(training), staleness="2bw", **given)
         losses += [next(second), next(second)]
+        third = pipe.train_stream(_items(training), **given)
+        losses += [next(third), next(second), next(third)]
         second.close()
+        third.close()
         return losses, [pipe.eval_step(*batch.args, **batch.kwargs)]
 
     training = TRAININGS["dropout"]
@@ -90,6 +93,20 @@ def interrupted() -> list[str]:
 @pytest.mark.quick
 def test_what_a_loop_does_beside_a_stream(ranks: Pool) -> None:
     assert ranks(2).run(interrupted)[0] == []
+
+
+def taken_back() -> list[float]:
+    """Leave a stream and take the model back; return the sums of its parameters."""
+    training = TRAININGS["dropout"]
+    pipe = autosplit(training.make(), devices="torchrun", chunks=4, sample=training.batch(9).args)
+    stream = pipe.train_stream(_items(training), loss_fn=training.loss, optimizer=sgd)
+    next(stream)
+    return [parameter.sum().item() for parameter in pipe.unsplit().parameters()]
+
+
+def test_a_model_that_is_taken_back_has_the_values_of_all_ranks(ranks: Pool) -> None:
+    first, *others = ranks(3).run(taken_back)
+    assert all(own == first for own in others)
 
 
 def failed_loaders() -> list[str]:

@@ -256,6 +256,22 @@ def test_a_second_stream_ends_the_first(own: Pair, items: list[Any]) -> None:
     assert len(list(first)) < len(items)
 
 
+def test_two_streams_in_turns_drain_each_other(own: Pair, items: list[Any]) -> None:
+    other = own.twin()
+    other.pipe = autosplit(other.model, plan=own.pipe.plan, **{**own.how, "lanes": "inline"})
+
+    def losses(of: Pair) -> list[float]:
+        optimizer = sgd(list(of.model.parameters()))
+        streams = [stream_of(of, part, optimizer) for part in (items[:6], items[6:])]
+        found = [next(streams[number % 2]).item() for number in range(4)]
+        found += [loss.item() for stream in streams for loss in stream]
+        assert [stream.minibatches for stream in streams] == [6, 6]
+        return found
+
+    assert losses(own) == losses(other)
+    torch.testing.assert_close(own.model.state_dict(), other.model.state_dict(), rtol=0, atol=0)
+
+
 def test_no_threads_and_no_versions_are_left(own: Pair, items: list[Any]) -> None:
     before = threading.active_count()
     for _ in stream_of(own, items):
