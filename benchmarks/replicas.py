@@ -1,16 +1,19 @@
-"""What a second replica of a slow stage is worth in one process: `train_step` with and without it.
+"""What a second replica of a slow stage is worth in one process: `train_step` and `train_stream` with and without it.
 
     python -m benchmarks.replicas [--json FILE] [--repeats 3] [--chunks 128] [--scales 1 4]
 
 Three stages that wait 5, 10 and 5 ms per microbatch, forward and backward each, times a scale. Waiting lanes need no
 core, so that the machine has as many devices as the plan. Alone the slow stage sets the pace; with two replicas all
 stages are as fast, and whatever a lane does beside waiting (Python, the loss, the wait for a message) is in everybody's
-way. Steps with and without are taken in turn; a ratio is of neighbours. Asked: at least 1.9 times the throughput.
+way. Steps with and without are taken in turn; a ratio is of neighbours. A stream is read in its steady state, as many
+minibatches as a step has microbatches. Asked: at least 1.9 times the throughput.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -64,15 +67,18 @@ class Waiting(nn.Module):
 class Steps:
     """Seconds of a training step of a pipe whose stages wait."""
 
+    name = "step"
+
     def __init__(self, chunks: int, scale: int, replicas: list[int] | None) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(Waiting(scale * seconds) for seconds in WAITS_S))
-        self.value, self.target = torch.randn(chunks, 4), torch.randn(chunks, 4)
+        self.chunks, self.value, self.target = chunks, torch.randn(chunks, 4), torch.randn(chunks, 4)
         devices = ["cpu"] * sum(replicas or [1] * len(WAITS_S))
-        self.pipe = autosplit(model, devices, chunks, replicas=replicas, schedule="1f1b", sample=self.value)
-        assert self.pipe.plan is not None
-        stages = [[path for path in stage.modules if path.isdigit()] for stage in self.pipe.plan.stages]
-        assert stages == [["0"], ["1"], ["2"]], f"the layers are cut into {stages}"
+        planned = autosplit(
+            copy.deepcopy(model), devices, chunks, replicas=replicas, schedule="1f1b", sample=self.value
+        )
+        assert planned.plan is not None
+        self.pipe = autosplit(model, devices, plan=planned.plan.move({"0": 0, "1": 1, "2": 2}), sample=self.value)
 
     def __call__(self) -> float:
         """Run a step."""
@@ -81,9 +87,32 @@ class Steps:
         return time.perf_counter() - start
 
 
-def compared(repeats: int, chunks: int, scale: int) -> tuple[list[dict[str, str]], pairs.Check]:
+class Stream(Steps):
+    """Seconds of as many minibatches of a stream as a step has microbatches, without filling and draining."""
+
+    name = "stream"
+
+    def __call__(self) -> float:
+        """Run the stream."""
+        item, filling = (self.value[:1], self.target[:1]), 2 * sum(REPLICAS)
+        stream = self.pipe.train_stream(
+            itertools.repeat(item, self.chunks + 2 * filling),
+            loss_fn=nn.functional.mse_loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        )
+        for _ in range(filling):
+            next(stream)
+        start = time.perf_counter()
+        for _ in range(self.chunks):
+            next(stream)
+        seconds = time.perf_counter() - start
+        stream.close()
+        return seconds
+
+
+def compared(repeats: int, chunks: int, scale: int, kind: type[Steps]) -> tuple[list[dict[str, str]], pairs.Check]:
     """Return a row with one device per stage and one with replicas, and what is asked of the ratio."""
-    contenders = {"one each": Steps(chunks, scale, None), "1-2-1": Steps(chunks, scale, REPLICAS)}
+    contenders = {"one each": kind(chunks, scale, None), "1-2-1": kind(chunks, scale, REPLICAS)}
     alone, dealt = contenders.values()
     dealt()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -99,6 +128,7 @@ def compared(repeats: int, chunks: int, scale: int) -> tuple[list[dict[str, str]
     waits = ", ".join(f"{1e3 * scale * own:g}" for own in WAITS_S)
     rows = [
         {
+            "of": kind.name,
             "waits in ms": waits,
             "replicas": name,
             "ms per microbatch": pairs.Spread.of(own).scaled(1e3 / chunks).text(2),
@@ -106,7 +136,9 @@ def compared(repeats: int, chunks: int, scale: int) -> tuple[list[dict[str, str]
         }
         for name, own in seconds.items()
     ]
-    return rows, pairs.at_least(f"stages of {waits} ms, forward and backward: throughput", ASKED, ratio.median)
+    return rows, pairs.at_least(
+        f"{kind.name}, stages of {waits} ms, forward and backward: throughput", ASKED, ratio.median
+    )
 
 
 def main() -> None:
@@ -117,7 +149,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=128)
     parser.add_argument("--scales", type=int, nargs="+", default=[1, 4])
     given = parser.parse_args()
-    found = [compared(given.repeats, given.chunks, scale) for scale in given.scales]
+    found = [compared(given.repeats, given.chunks, *own) for own in itertools.product(given.scales, (Steps, Stream))]
     figures, checks = [row for rows, _ in found for row in rows], [check for _, check in found]
     print(pairs.table(figures))
     print(pairs.checks_text(checks))
