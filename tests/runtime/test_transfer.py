@@ -154,7 +154,8 @@ def test_lanes_of_the_cpu_cost_nothing() -> None:
 
 @pytest.mark.parametrize("detached", [True, False])
 def test_a_transport_brings_values_and_gradients_of_some_back(detached: bool) -> None:
-    transport = SharedMemory((Lane(), Lane()), None, detached=detached)
+    lanes = Lane(), Lane()
+    transport = SharedMemory(lambda stage, microbatch: lanes[stage], None, detached=detached)
     way = Way(0, 1, microbatch=2)
     value = torch.ones(2, requires_grad=True) * 1
     transport.send(way, (value, torch.arange(2)))
