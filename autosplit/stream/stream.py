@@ -296,8 +296,8 @@ class Stream(Iterator[torch.Tensor]):
 
     def _fill(self, step: StreamStep) -> Flight:
         """Begin to fill the pipeline; raise InputError where its stages cannot be trained one by one."""
-        core, by = self._core, self._trained_by(self._trained())
-        trained = [own if stage in step.stages else {} for stage, own in enumerate(self._trained())]
+        core, every = self._core, self._trained()
+        trained = [own if stage in step.stages else {} for stage, own in enumerate(every)]
         replicas = [len(lanes) for lanes in step.every_lane]
         behind = updates_behind(self._staleness, replicas)
         if self._staleness == "2bw" and any(core.options.chunks % own for own in replicas):
@@ -341,7 +341,7 @@ class Stream(Iterator[torch.Tensor]):
             [*step.stage_lanes, step.lanes[-1]],
             self._losses,
             before=self._before,
-            trained=by,
+            trained=self._trained_by(every),
         )
         flight.watch([core.model, *self.optimizers])
         if core.threads is not None and not needs_one_thread():

@@ -111,6 +111,11 @@ def pair(
     return Pair(model, plain, autosplit(model, sample=Sample.of(sample), replicas=replicas, **how), {}, how)
 
 
+def stream_of(own: Pair, items: Any, make: Any = sgd, **how: Any) -> Any:
+    """Return a stream of minibatches with the loss of words."""
+    return own.pipe.train_stream(items, loss_fn=cross_entropy, optimizer=make, **how)
+
+
 def run(own: Pair, items: Sequence[Any], staleness: str, make: Any, loss_fn: Any = cross_entropy) -> list[float]:
     """Return the losses of a stream with an optimizer per stage, and note which stage has which parameters."""
     names = {id(parameter): name for name, parameter in own.model.named_parameters()}

@@ -10,24 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.stream.streams import Pair, Skipping, adamw, cross_entropy, expected, pair, run, sgd, words
-
-
-@pytest.fixture(scope="module")
-def items() -> list[tuple[Any, Any]]:
-    torch.manual_seed(1)
-    return words(12)
-
-
-@pytest.fixture
-def own(items: list[tuple[Any, Any]]) -> Pair:
-    made = pair(Skipping, items[0][0])
-    made.find_stages(items[0])
-    return made
-
-
-def stream_of(own: Pair, items: Any, make: Any = sgd, **how: Any) -> Any:
-    return own.pipe.train_stream(items, loss_fn=cross_entropy, optimizer=make, **how)
+from tests.stream.streams import Pair, adamw, expected, run, sgd, stream_of
 
 
 def test_options_of_the_optimizer_are_those_when_a_minibatch_was_taken(own: Pair, items: list[Any]) -> None:

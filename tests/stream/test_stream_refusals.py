@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autosplit import InputError, autosplit
 from autosplit.stream.segment import Segment
-from tests.stream.streams import CPU, Pair, Skipping, cross_entropy, expected, pair, sgd, words
+from tests.stream.streams import CPU, Pair, Skipping, cross_entropy, expected, pair, sgd
 
 
 class Failing(Skipping):
@@ -27,12 +27,6 @@ class Failing(Skipping):
 def _check(module: nn.Module, given: Any) -> None:
     if not torch.isfinite(given[0]).all():
         raise ValueError("no finite value")
-
-
-@pytest.fixture(scope="module")
-def items() -> list[tuple[Any, Any]]:
-    torch.manual_seed(1)
-    return words(12)
 
 
 def check_earlier(own: Pair, items: list[Any], found: list[float], done: int) -> None:

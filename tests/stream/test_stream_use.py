@@ -15,24 +15,19 @@ import torch
 from torch import nn
 
 from autosplit import autosplit
-from tests.stream.streams import CPU, Normed, Pair, Skipping, adamw, cross_entropy, expected, pair, run, sgd, words
-
-
-@pytest.fixture(scope="module")
-def items() -> list[tuple[Any, Any]]:
-    torch.manual_seed(1)
-    return words(12)
-
-
-@pytest.fixture
-def own(items: list[tuple[Any, Any]]) -> Pair:
-    made = pair(Skipping, items[0][0])
-    made.find_stages(items[0])
-    return made
-
-
-def stream_of(own: Pair, items: Any, make: Any = sgd, **how: Any) -> Any:
-    return own.pipe.train_stream(items, loss_fn=cross_entropy, optimizer=make, **how)
+from tests.stream.streams import (
+    CPU,
+    Normed,
+    Pair,
+    Skipping,
+    adamw,
+    cross_entropy,
+    expected,
+    pair,
+    run,
+    sgd,
+    stream_of,
+)
 
 
 def test_what_was_taken_is_trained_on_when_the_loop_is_left(own: Pair, items: list[Any]) -> None:
