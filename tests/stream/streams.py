@@ -120,9 +120,10 @@ def run(own: Pair, items: Sequence[Any], staleness: str, make: Any, loss_fn: Any
     """Return the losses of a stream with an optimizer per stage, and note which stage has which parameters."""
     names = {id(parameter): name for name, parameter in own.model.named_parameters()}
     own.stage_of.clear()
+    holders = (stage.index for stage in own.pipe.plan.stages if stage.parameters)
 
     def made(parameters: list[nn.Parameter]) -> Any:
-        stage = 1 + max(own.stage_of.values(), default=-1)
+        stage = next(holders)
         own.stage_of.update({names[id(parameter)]: stage for parameter in parameters})
         return make(parameters)
 

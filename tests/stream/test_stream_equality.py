@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from autosplit import Sample
 from autosplit.schedule.stream import STALENESS
@@ -64,6 +65,14 @@ def test_other_models(name: str) -> None:
     own = pair(case.build, items[0][0])
     found = run(own, [(inputs, torch.zeros(4)) for inputs, _ in items], "stash", adamw, squares)
     assert found == pytest.approx(expected(own, items, "stash", adamw, squares), rel=1e-12)
+    own.assert_equal()
+
+
+def test_a_first_stage_without_parameters() -> None:
+    items = vectors(9)
+    own = pair(lambda: nn.Sequential(nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)), items[0][0])
+    assert run(own, items, "stash", adamw) == pytest.approx(expected(own, items, "stash", adamw), rel=1e-12)
+    assert set(own.stage_of.values()) == {1, 2}
     own.assert_equal()
 
 
