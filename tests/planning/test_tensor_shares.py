@@ -17,6 +17,7 @@ from autosplit.profile.node_costs.combine import profile
 from autosplit.profile.shares import Collective, NodeShare, TensorShares
 from autosplit.profile.types import Profile
 from autosplit.tensor.plan import check_sharded, tensor_plan
+from autosplit.tensor.ways import COPIED
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import trace
 from cost_models.registry import device, machine
@@ -86,6 +87,17 @@ def test_sequence_parallel_shares_of_llama(llama: tuple[TracedGraph, Profile]) -
     assert (head.work, head.held) == (0.25, 0.25)
     assert [one.kind for one in head.forward] == ["all_gather"]
     assert head.forward[0].value != "lm_head#0"
+
+
+def test_a_norm_that_the_plan_copies_shares_positions(llama: tuple[TracedGraph, Profile]) -> None:
+    """Features of words go to positions; the gradients that were summed before the first norm are so behind it."""
+    plan = tensor_plan(llama[0], ranks=4, rows=_ROWS, latency_bytes=1.0)
+    assert plan.nodes["layers_0_before_0"].gives == (COPIED,)
+    shares = shares_of(plan, llama[0], sequence=True)
+    own = shares.of("layers.0.before#0")
+    assert (own.work, own.held, own.forward) == (0.25, 0.25, ())
+    forward, backward = _kinds(shares, "layers.1")
+    assert _kinds(shares, "layers.0") == (forward, sorted([*backward, "all_reduce"]))  # the last: the norm's scale
 
 
 def test_a_rank_has_its_part_of_the_work(llama: tuple[TracedGraph, Profile]) -> None:

@@ -12,13 +12,14 @@ whole: sums become scatters, column products gather, and the loss is computed on
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from autosplit.profile.shares import Collective, NodeShare, TensorShares
 from autosplit.tensor.axes import Shard
+from autosplit.tensor.moves import collectives
 from autosplit.tensor.plan import NodeCollective, TensorPlan
-from autosplit.tensor.ways import PARTIAL, REPLICATED
+from autosplit.tensor.ways import COPIED, PARTIAL, REPLICATED
 from autosplit.trace.graph import INFO, TracedGraph
 
 _Waits = tuple[Collective, ...]
@@ -30,15 +31,14 @@ def shares_of(plan: TensorPlan, traced: TracedGraph, *, sequence: bool) -> Tenso
     names = {id(parameter): name for name, parameter in traced.root.named_parameters()}
     first = {name: names[id(own)] for name, own in traced.root.named_parameters(remove_duplicate=False)}
     moved = {one.node for one in plan.collectives if one.collective.phase == "forward"}
-    shared = (
-        _shared({n for n, own in gives.items() if own is REPLICATED or n in moved}, plan, traced) if sequence else ()
-    )
+    whole = {n for n, own in gives.items() if own is REPLICATED or own is COPIED}
+    shared = _shared(whole | moved, plan, traced) if sequence else ()
     nodes = {}
     for own in plan.nodes.values():
         alone = own.name in shared or (isinstance(gives.get(own.name), Shard) and own.name not in moved)
-        work = part if gives.get(own.name) is REPLICATED and own.name in shared else own.share
+        work = part if own.name in whole and own.name in shared else own.share
         nodes[own.name] = NodeShare(work, part if alone else 1.0)
-    for one in plan.collectives:
+    for one in (*plan.collectives, *_gathers(shared, plan)):
         placed = gives.get(one.node, REPLICATED)
         at = one.node if placed is PARTIAL or isinstance(placed, Shard) else one.users[0]
         one = replace(one, node=first.get(one.node, one.node))
@@ -67,9 +67,26 @@ def _shared(names: Collection[str], plan: TensorPlan, traced: TracedGraph) -> Co
     return found
 
 
+def _gathers(shared: Collection[str], plan: TensorPlan) -> Iterator[NodeCollective]:
+    """Yield the sums of gradients that move behind a node that ranks no longer copy, to the products that take it."""
+    takers: dict[str, list[str]] = {}
+    for own in plan.nodes.values():
+        for key, placed in own.wants.items():
+            if COPIED in placed and own.name not in shared:
+                takers.setdefault(key, []).append(own.name)
+    for key, found in takers.items():
+        node = plan.nodes.get(key)
+        if node and node.name in shared and COPIED in node.gives:
+            size, ranks = node.value_bytes, plan.ranks
+            for one in collectives(REPLICATED, COPIED, value_bytes=size, ranks=ranks, gradient=node.gradient):
+                yield NodeCollective(node.name, tuple(found), one)
+
+
 def _waits(one: NodeCollective, shared: Collection[str], *, of_words: bool) -> tuple[_Waits, _Waits]:
     """Return what a collective of the plan is in both passes; ``of_words``: it puts logits together."""
     kind, value, phase = one.collective.kind, one.node, one.collective.phase
+    if value in shared and all(taker in shared for taker in one.users) and kind != "all_reduce":
+        return (), ()  # from features to positions: far fewer bytes than the whole
     if value in shared and kind == "all_reduce":
         gather, scatter = Collective("all_gather", value), Collective("reduce_scatter", value)
         return ((scatter,), (gather,)) if phase == "forward" else ((gather,), (gather, scatter))
