@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autosplit import autosplit
+from autosplit.distributed import checkpoint
 from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.schedule.stream import STALENESS
@@ -107,6 +109,40 @@ def taken_back() -> list[float]:
 def test_a_model_that_is_taken_back_has_the_values_of_all_ranks(ranks: Pool) -> None:
     first, *others = ranks(3).run(taken_back)
     assert all(own == first for own in others)
+
+
+def _saving(devices: Any) -> tuple[Training, Any, torch.optim.Optimizer]:
+    training = replace(TRAININGS["dropout"], rows=(9, 9, 7, 9, 9, 9, 7, 9, 9))
+    pipe = autosplit(training.make(), devices=devices, chunks=4, sample=training.batch(9).args)
+    return training, pipe, adamw(list(pipe.parameters()))
+
+
+def saved(folder: str) -> tuple[int, list[float]]:
+    """Save in the middle of a stream; return how many minibatches came before, and the losses of what follows."""
+    training, pipe, optimizer = _saving("torchrun")
+    stream = pipe.train_stream(_items(training), loss_fn=training.loss, optimizer=optimizer)
+    before = [next(stream) for _ in range(3)]
+    stream.drain()
+    checkpoint.save(folder, stream.minibatches, pipe, optimizer)
+    torch.manual_seed(6)
+    done = stream.minibatches
+    return done, [loss.item() for loss in stream][done - len(before) :]
+
+
+def resumed(folder: str, done: int, devices: Any = "torchrun") -> list[float]:
+    """Go on with what was saved; return the losses."""
+    training, pipe, optimizer = _saving(devices)
+    checkpoint.restore(folder, pipe, optimizer)
+    torch.manual_seed(6)
+    items = islice(_items(training), done, None)
+    return [loss.item() for loss in pipe.train_stream(items, loss_fn=training.loss, optimizer=optimizer)]
+
+
+def test_a_stream_goes_on_from_a_checkpoint_on_as_many_or_other_ranks(ranks: Pool, tmp_path: Path) -> None:
+    done, losses = ranks(3).run(saved, str(tmp_path))[0]
+    assert len(losses) >= 2
+    assert resumed(str(tmp_path), done, 3) == losses
+    assert ranks(2).run(resumed, str(tmp_path), done)[0][0] == losses[0]
 
 
 def failed_loaders() -> list[str]:
