@@ -35,10 +35,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge
+
+from autosplit.errors import InputError
 
 _ENGINE = torch.autograd.Variable._execution_engine
 LARGE_BYTES = 1 << 16
@@ -101,6 +105,18 @@ def leaves_under(value: torch.Tensor, made: Sequence[torch.Tensor] = ()) -> list
             found.append(leaf)
         todo += [following for following, _ in node.next_functions]
     return found
+
+
+def check_parameters(values: Iterable[Sequence[torch.Tensor]], given: Iterable[Sequence[torch.Tensor]]) -> None:
+    """Raise InputError for parameters under values that were not given: their gradients would be lost."""
+    known = list(chain(*given))
+    for leaf in (leaf for value in chain(*values) for leaf in leaves_under(value, known)):
+        if isinstance(leaf, nn.Parameter) and not any(leaf is own for own in known):
+            raise InputError(
+                f"a hook, or a forward that no graph follows, computes with a parameter of shape {list(leaf.shape)} "
+                "that its module does not have, or that it does not read from the module that it is called with; "
+                "register the parameter in that module too and read it there, or detach it"
+            )
 
 
 class InjectGradients(torch.autograd.Function):

@@ -249,3 +249,29 @@ def test_a_forward_that_raises_keeps_its_error_on_every_rung(read: bool, armed: 
     assert "body.1" in text_of(caught.value)
     model.body[1].armed = False
     torch.testing.assert_close(pipe(numbers(8, 4)), model(numbers(8, 4)))
+
+
+@pytest.mark.parametrize("step", [True, False])
+def test_a_hook_that_computes_with_another_stages_parameter(*, step: bool) -> None:
+    model, x = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), numbers(8, 4)
+    first, last = model[0], model[3]
+    hook = last.register_forward_hook(lambda module, inputs, output: output @ first.weight)
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=x)
+
+    def square(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).pow(2).mean()
+
+    def run() -> None:
+        pipe.train_step(x, target=x, loss_fn=square) if step else square(pipe(x), x).backward()
+
+    with pytest.raises(InputError, match="register the parameter in that module too"):
+        run()
+    assert first.weight.grad is None
+    hook.remove()
+    last.other = first.weight
+    last.register_forward_hook(lambda module, inputs, output: output @ module.other)
+    run()
+    found = first.weight.grad
+    model.zero_grad()
+    square(model(x), x).backward()
+    torch.testing.assert_close(found, first.weight.grad)

@@ -229,3 +229,13 @@ def test_a_model_that_counts_its_calls_is_refused(items: list[Any]) -> None:
 
     own = pair(Counting, items[0][0])
     refused(own, items, "changes Python state")
+
+
+def test_a_parameter_that_is_read_past_the_module_that_runs(items: list[Any]) -> None:
+    class Patched(Skipping):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = self.blocks[3][0]
+            layer.register_forward_hook(lambda own, given, made: made + layer.weight.sum())
+
+    refused(pair(Patched, items[0][0]), items, "does not read from the module that it is called with")

@@ -22,6 +22,7 @@ from autosplit.backward import (
     DeferredWeightGrads,
     Product,
     begin_at_sums,
+    check_parameters,
     defer_weight_gradients,
     donate_gradients,
     gradients,
@@ -139,6 +140,9 @@ class Cells:
                 self.step.log.begins(Action(stage, "F", microbatch))
             run = self.step.program(held).cell(stage, last=microbatch == len(self.step.sizes) - 1)
             state.sent = run(*[given[name] for name in self.lowered.takes[stage]])
+        if self.detached:
+            own = [*state.leaves.values(), self.sums[held].given, self.sums[held].parameters]
+            self.step.once(("read", held), lambda: check_parameters(state.sent.values(), own))
         for target in [name for name in state.sent if name != OUT]:
             bundle = state.sent[target] if self.detached else state.sent.pop(target)
             self.transport.send(Way(stage, int(target), microbatch), bundle)
