@@ -52,8 +52,7 @@ class Replicas:
                 tensor = getattr(self.root.get_submodule(path), table)[name]
                 if id(tensor) not in made:
                     made[id(tensor)] = _on(lane, tensor, lanes[stage])
-                if getattr(holder, table)[name] is not made[id(tensor)]:
-                    setattr(holder, name, made[id(tensor)])
+                getattr(holder, table)[name] = made[id(tensor)]
 
 
 def _on(lane: Lane, tensor: torch.Tensor, source: Lane) -> torch.Tensor:

@@ -191,6 +191,19 @@ def test_a_table_that_its_stage_changes_has_one_replica():
     assert autosplit(Table(), 3, 4, replicas=[1, 2], sample=value)(value).shape == (8, 3)
 
 
+def test_parameters_may_be_computed_for_one_call():
+    model, (value, _) = made(0).eval(), batch(8)
+    pipe = autosplit(copy.deepcopy(model), 3, 4, replicas=[2, 1], sample=value)
+    given = {name: own.detach() for name, own in model.named_parameters()}
+    gradients = []
+    for called in (pipe, model):
+        factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+        output = torch.func.functional_call(called, {name: own * factor for name, own in given.items()}, (value,))
+        gradients += torch.autograd.grad(output.sum(), factor)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
+    torch.testing.assert_close(pipe(value), model(value), rtol=0, atol=1e-12)
+
+
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the second lane that is made another device, whose memory is the first one's."""
     lanes = [Lane() for _ in range(4)]
@@ -211,6 +224,18 @@ def test_a_replica_on_another_device_has_copies(replicas: list[int], monkeypatch
     assert list(own.state_dict()) == names
     assert all(one is other for one, other in zip(own.parameters(), parameters, strict=True))
     torch.testing.assert_close(pipe.eval_step(batch(7)[0]), output, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_gradients_where_a_replica_has_copies(monkeypatch: pytest.MonkeyPatch):
+    elsewhere(monkeypatch)
+    model, (value, _) = made(0).eval(), batch(8)
+    pipe = autosplit(own := copy.deepcopy(model), 3, 4, replicas=[2, 1], sample=value)
+    found = []
+    for called, parameters in ((pipe, own.parameters()), (model, model.parameters())):
+        weights = list(parameters)
+        first = torch.autograd.grad(called(value).square().sum(), weights, create_graph=True)
+        found.append(torch.autograd.grad(sum(own.square().sum() for own in first), weights, allow_unused=True))
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.usefixtures("double")

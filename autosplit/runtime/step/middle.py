@@ -160,7 +160,8 @@ def _differentiable(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Seque
 def _again(ctx: Any) -> list[torch.Tensor]:
     """Run all forwards again, in the caller's thread and graph, and return their outputs."""
     cells: Cells = ctx.cells
-    again = Cells(replace(cells.step, state=cells.step.state.again()), cells.start, cells.parameters, detached=False)
+    step = replace(cells.step, state=cells.step.state.again(), replicas=())  # others have copies of the parameters
+    again = Cells(step, cells.start, cells.parameters, detached=False)
     try:
         with _copied_buffers(cells.lowered.traced.root), ctx.state.autocast():
             for action in cells.step.forwards():
