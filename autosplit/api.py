@@ -21,7 +21,7 @@ from autosplit.options import (
     resolve_rng,
 )
 from autosplit.parallel import Parallel
-from autosplit.planning.asked import check_loss_device, check_room, dealt, degrees_of, given_sample
+from autosplit.planning.asked import check_loss_device, check_processes, check_room, dealt, degrees_of, given_sample
 from autosplit.planning.explain.explain import answered, assumed
 from autosplit.planning.paper import OnPaper, prepare, search_space, stand_ins
 from autosplit.planning.parallel.search import MeshRequest, plan_mesh
@@ -87,8 +87,8 @@ def autosplit(
         virtual_stages: stages per device: 2 or more under interleaved and looped_bfs, 2 under zb_v, else 1; left out,
             what the schedule takes.
         replicas: how many devices each stage has, such as ``[2, 1, 1]``, one stage after the other: they take
-            microbatches in turn under 1f1b, and their gradients are summed. "auto": what makes the step shortest.
-            None: one each, or what the ``plan`` has.
+            microbatches in turn under 1f1b, and their gradients are summed. Under "torchrun" each is a process. "auto":
+            what makes the step shortest. None: one each, or what the ``plan`` has.
         memory_limit: bytes per device that the plan must respect, or text such as "70GiB"; taken literally.
         reserve: what each device keeps free where no limit is given: bytes, text such as "2GiB", or "3%" of the device.
             Plans keep out of it where they can; a peak that reaches into it is borderline.
@@ -145,8 +145,8 @@ def autosplit(
     ways = {"feed": choose("feed", feed, FEED), "outputs": choose("outputs", outputs, OUTPUTS)}
     _check_model(model, world, ways := ways | {"weights": weights, "parallelize": parallelize})
     resolved = resolve_devices(devices) if world is None else (world.device,) * world.size
-    others = {"plan": pinned, "virtual_stages": virtual_stages, "a device per process, mesh": world}
-    each, schedule = _replicas(replicas, resolved, others, schedule=schedule, recompute=recompute)
+    others = {"plan": pinned, "virtual_stages": virtual_stages}
+    each, schedule = _replicas(replicas, resolved, others, world, ways, schedule=schedule, recompute=recompute)
     asked = chosen(
         devices=len(each or resolved),
         chunks=chunks,
@@ -174,16 +174,17 @@ def autosplit(
 
 
 def _replicas(
-    replicas: Any, devices: Sequence[torch.device], others: Mapping[str, Any], *, schedule: Any, recompute: Any
+    replicas: Any, devices: Sequence[Any], others: Mapping[str, Any], world: World | None, ways: Any, **how: Any
 ) -> tuple[tuple[int, ...] | None, Any]:
     """Return the replicas of each stage, a plan's where one is followed, and the schedule.
 
-    Raises InputError where these devices cannot run them, or where ``others`` do not go with replicas.
+    Raises InputError where these devices or processes cannot run them, or where ``others`` do not go with replicas.
     """
-    each, schedule = dealt(replicas, devices, schedule=schedule, recompute=recompute, others=others)
-    plan, *_, world = others.values()
-    if plan is not None and (each := plan.replicas) and world is not None:
-        raise InputError(f"the plan has stages with {list(each)} replicas, which run in one process")
+    plan = others["plan"]
+    if world is not None and (asked := replicas or (plan and plan.replicas)):
+        check_processes(asked, ways | {"a mesh of several pipelines": world.pipelines > 1 or None})
+    each, schedule = dealt(replicas, devices, others=others, **how)
+    each = each if plan is None else plan.replicas
     check_loss_device(each, devices)
     return each, schedule
 

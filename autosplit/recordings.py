@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from torch import nn
 
 from autosplit.collapse import OWN_PYTHON, Collapses
 from autosplit.errors import InputError, ScheduleError, TraceError
-from autosplit.lower.replicas import replicated
+from autosplit.lower.replicas import Replicas, replicated
 from autosplit.lower.split import Lowered, lower, place
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
@@ -370,11 +370,15 @@ class Recordings:
         lowered = lower(found.graph, stage_of, devices, recompute=again, compiled=self.options.compile)
         self._make_lanes(plan)
         self._place(lowered, devices)
-        replicas = replicated(lowered, stage_of, self._replica_lanes, compiled=self.options.compile)
+        replicas = self._replicas(lowered, stage_of)
         dims = found.inputs.batch_dims
         found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
         kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
         return Recorded(found.graph, lowered, found, kind, self.lanes, replicas)
+
+    def _replicas(self, lowered: Lowered, stage_of: Mapping[str, int]) -> tuple[Replicas, ...]:
+        """Return what runs further replicas of stages."""
+        return replicated(lowered, stage_of, self._replica_lanes, compiled=self.options.compile)
 
     def _make_lanes(self, plan: Plan) -> None:
         """Make the lanes, with the first recording."""

@@ -25,13 +25,13 @@ BATCH = "the batch's values (give every rank of a pipeline the same batch, or fe
 _MANY_BYTES, _ROW_BYTES = 1 << 16, 512
 
 
-def state_of_several(lowered: Lowered, ranks: Sequence[int]) -> str | None:
-    """Return a buffer that one rank changes and another uses."""
+def state_of_several(lowered: Lowered, ranks: Sequence[Sequence[int]]) -> str | None:
+    """Return a buffer that one rank changes and one of another stage uses; ``ranks`` are those of the stages."""
     layout = lowered.layout
     placed = [(rank, node) for rank, own in zip(ranks, layout.stages, strict=True) for node in own.nodes]
     placed += [(rank, node) for rank, own in zip(ranks, layout.prologues, strict=True) for node in own.nodes]
-    changed: dict[str, set[int]] = {}
-    used: dict[str, set[int]] = {}
+    changed: dict[str, set[Sequence[int]]] = {}
+    used: dict[str, set[Sequence[int]]] = {}
     for rank, node in (*placed, *((ranks[-1], node) for node in layout.epilogue)):
         for name in node.meta[INFO].writes:
             changed.setdefault(name, set()).add(rank)

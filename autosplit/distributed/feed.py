@@ -77,19 +77,19 @@ def bring(world: World, first: int, tensors: Sequence[torch.Tensor], takers: dic
             work.wait()
 
 
-def takers_of(step: Step, ranks: Sequence[int]) -> dict[int, set[int]]:
-    """Return the ranks that read each tensor of the batch, by its position."""
+def takers_of(step: Step, ranks: Sequence[Sequence[int]]) -> dict[int, set[int]]:
+    """Return the ranks that read each tensor of the batch, by its position; ``ranks`` are those of the stages."""
     lowered: Lowered = step.lowered
     found: dict[str, set[int]] = defaultdict(set)
-    for stage, rank in enumerate(ranks):
+    for stage, own in enumerate(ranks):
         for slot in (*lowered.layout.stages[stage].inputs, *slots_of(lowered.layout, stage)):
-            found[slot.value].add(rank)
+            found[slot.value].update(own)
     form, _ = attempt(lambda: step.once("own loss", lambda: form_of(lowered.traced)))
     late = [slot.value for slot in lowered.epilogue_inputs] + (
         [] if form is None else [node.name for node in form.fixed]
     )
     late += [value.name for value in lowered.outputs if isinstance(value, fx.Node)]
     for name in late:
-        found[name].add(ranks[-1])
+        found[name].update(ranks[-1])
     names = [node.name for node in placeholders(lowered.traced.graph)]
     return {names.index(name): own for name, own in found.items() if name in names}

@@ -11,7 +11,7 @@ what was sent when it has arrived.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.transport import Message, SharedMemory, Way
 
+Ends = Callable[[Way], tuple[int, Sequence[int]]]
+"""Gives the rank that sends what goes a way, and those that receive it."""
 SHARED = -1
 """The microbatch of what goes once per step: shared values and tied parameters."""
 ENDING = -2
@@ -67,7 +69,7 @@ class Messages:
     def __init__(
         self,
         world: World,
-        ranks: Sequence[int],
+        ends: Ends,
         lanes: Sequence[Lane],
         log: StepLog | None,
         *,
@@ -76,8 +78,8 @@ class Messages:
         detached: bool,
         said: Any = None,
     ) -> None:
-        """``ranks`` are those of the stages; ``said`` goes with descriptions, and both sides have to say the same."""
-        self._world, self._ranks, self._lanes, self._detached = world, ranks, lanes, detached
+        """``lanes`` are the stages' and the caller's; ``said`` goes with descriptions, and both sides say the same."""
+        self._world, self._ends, self._lanes, self._detached = world, ends, lanes, detached
         self._known, self._sent, self._said = known, sent, said
         self.arrivals: Mapping[Way, Iterable[Way]] = {}
         """For each message, those of this rank that have arrived when it is there."""
@@ -85,16 +87,18 @@ class Messages:
         self._posted: dict[Way, tuple[list[torch.Tensor], list[Any]]] = {}
 
     def send(self, way: Way, message: Message) -> None:
-        """Give away what a stage made; it is kept until it has arrived."""
-        to = self._ranks[way.target]
-        if to == self._world.rank:
+        """Give away what a stage made, where this rank is the one that does; it is kept until it has arrived."""
+        source, targets = self._ends(way)
+        if source != self._world.rank:
+            return
+        if source in targets:
             self._inside.send(way, message)
             return
         description = tuple([None if tensor is None else described(tensor) for tensor in message])
-        tag, works = tag_of(way, len(self._ranks)), []
+        tag, works = self._tag(way), []
         if not self._known.complete:
             self._known.of[way] = description
-            works += self._describe(description, to, tag)
+            works += [work for to in targets for work in self._describe(description, to, tag)]
         elif self._known.of.get(way) != description:
             raise ScheduleError(
                 f"{_place(way)} is {_text(description)}, and was "
@@ -102,8 +106,11 @@ class Messages:
             )
         with self._lanes[way.source].active():
             flat = [flattened(tensor.detach()) for tensor in message if tensor is not None and tensor.numel()]
-            works += [self._world.isend(tensor, to, tag) for tensor in flat]
+            works += [self._world.isend(tensor, to, tag) for to in targets for tensor in flat]
         self._sent[way] = works, flat
+
+    def _tag(self, way: Way) -> int:
+        return tag_of(way, len(self._lanes) - 1)
 
     def _describe(self, description: Description, to: int, tag: int) -> list[Any]:
         data = torch.frombuffer(bytearray(pickle.dumps((self._said, description))), dtype=torch.uint8)
@@ -132,7 +139,7 @@ class Messages:
             self._posted[way] = self._post(way)
 
     def _post(self, way: Way) -> tuple[list[torch.Tensor], list[Any]]:
-        source, tag = self._ranks[way.source], tag_of(way, len(self._ranks))
+        (source, _), tag = self._ends(way), self._tag(way)
         description, device = self._described(way, source, tag), self._lanes[way.target].device
         with self._lanes[way.target].active():
             made = [
@@ -145,10 +152,11 @@ class Messages:
 
     def recv(self, way: Way) -> Message:
         """Return what was sent, on this rank's device."""
-        if self._ranks[way.source] == self._world.rank:
+        source, _ = self._ends(way)
+        if source == self._world.rank:
             return self._inside.recv(way)
         made, works = self._posted.pop(way) if way in self._posted else self._post(way)
-        with self._lanes[way.target].active(), self._world.waiting(_place(way), self._ranks[way.source]):
+        with self._lanes[way.target].active(), self._world.waiting(_place(way), source):
             for work in works:
                 work.wait()
             arrived(self._sent, self.arrivals.get(way, ()))

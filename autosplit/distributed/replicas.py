@@ -1,4 +1,4 @@
-"""What replicas of a pipeline add up in a step, each of which had rows of its own.
+"""What replicas add up in a step: those of a pipeline, each of which had rows of its own, and those of a stage.
 
     gradients             of the replica's rows ── bucket by bucket, all_reduce ──► of all rows ─► .grad, hooks
     of sharded ones       one by one, reduce_scatter ──► this replica's shard of the sum ─► .grad of the shard
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
@@ -81,14 +82,19 @@ def _scattered(shard: DTensor, gradient: Tensor) -> Tensor:
 
 def _added(world: World, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the sums over the replicas; None where no replica has a gradient."""
-    parts = [leaf.new_zeros(leaf.numel()) if g is None else _flat(g) for leaf, g in zip(leaves, gradients, strict=True)]
-    there = torch.tensor([gradient is not None for gradient in gradients], device=leaves[0].device)
-    flat = torch.cat([*parts, there.to(leaves[0].dtype)])
+    flat = _in_a_row(leaves, gradients)
     world.add_up("gradients of other replicas", flat)
     counts = flat[-len(leaves) :].tolist()
     sums = flat[: -len(leaves)].split([leaf.numel() for leaf in leaves])
     found = zip(leaves, gradients, sums, counts, strict=True)
     return [_sum(leaf, own, total) if count else None for leaf, own, total, count in found]
+
+
+def _in_a_row(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
+    """Return the values of gradients, zeros where there is none, and then for each whether there is one."""
+    parts = [leaf.new_zeros(leaf.numel()) if g is None else _flat(g) for leaf, g in zip(leaves, gradients, strict=True)]
+    there = torch.tensor([gradient is not None for gradient in gradients], device=leaves[0].device)
+    return torch.cat([*parts, there.to(leaves[0].dtype)])
 
 
 def _sum(leaf: Tensor, own: Tensor | None, total: Tensor) -> Tensor:
@@ -111,21 +117,62 @@ def _buckets(leaves: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     yield from kinds.values()
 
 
-def join_statistics(world: World, own: dict[str, Use], named: Iterable[tuple[str, Tensor]]) -> None:
+def stage_group(world: World, ranks: Sequence[Sequence[int]]) -> Any:
+    """Return the group of the replicas of this rank's stage, None where it has one; all ranks call it alike.
+
+    ``ranks`` are those of each stage's replicas.
+    """
+    several = [tuple(own) for own in ranks if len(own) > 1]
+    for own in several:
+        if own not in world.stages:
+            world.stages[own] = dist.new_group([world.members[rank] for rank in own])
+    return next((world.stages[own] for own in several if world.rank in own), None)
+
+
+def added_in_order(group: Any, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the sums over the ranks of a group, added in their order; None where none has a gradient.
+
+    So they have the bits of one process, on every rank. Gradients are those of leaves of the same number.
+    """
+    own = {id(leaf): gradient for leaf, gradient in zip(leaves, gradients, strict=True)}
+    sums: dict[int, Tensor | None] = {}
+    for bucket in _buckets(leaf for leaf in leaves if leaf.requires_grad):
+        flat = _in_a_row(bucket, [own.pop(id(leaf)) for leaf in bucket])
+        every = [torch.empty_like(flat) for _ in range(group.size())]
+        dist.all_gather([one.view(torch.uint8) for one in every], flat.view(torch.uint8), group=group)
+        rows = [one.split([*(leaf.numel() for leaf in bucket), len(bucket)]) for one in every]
+        there = [row[-1].tolist() for row in rows]
+        for place, leaf in enumerate(bucket):
+            total = None
+            for row in (row for row, has in zip(rows, there, strict=True) if has[place]):
+                total = row[place] if total is None else total + row[place]
+            sums[id(leaf)] = None if total is None else _sum(leaf, None, total)
+    return [sums.get(id(leaf)) for leaf in leaves]
+
+
+def join_statistics(
+    world: World,
+    own: dict[str, Use],
+    named: Iterable[tuple[str, Tensor]],
+    ranks: Sequence[int],
+    *,
+    in_turn: bool = False,
+) -> None:
     """Give the norms of every replica what all of them saw, in the order of the replicas.
 
-    ``own``: what this one saw, by the name of the call; ``named``: the model's state.
+    ``own``: what this one saw, by the name of the call; ``named``: the model's state; ``ranks`` of
+    ``torch.distributed`` are the replicas. ``in_turn``: they had different microbatches of one batch.
     """
     tensors = dict(named)
     names = {id(tensor): name for name, tensor in tensors.items()}
     words = world.gather("joins statistics", {name: _packed(use, names) for name, use in own.items()})
     own.clear()
-    for members in world.layout:
-        for name, use in words[members[world.rank]].items():
+    for rank in ranks:
+        for name, use in words[rank].items():
             joined = own.setdefault(name, _unpacked(use, tensors))
-            for part in use.parts.values():
+            for microbatch, part in use.parts.items():
                 moments = (moment.to(joined.running[0].device) for moment in (part.mean, part.variance))
-                joined.parts[len(joined.parts)] = Part(part.count, *moments)
+                joined.parts[microbatch if in_turn else len(joined.parts)] = Part(part.count, *moments)
 
 
 def _packed(use: Use, names: Mapping[int, str]) -> Use:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import product
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -40,6 +41,8 @@ class Taken(NamedTuple):
 @dataclass(frozen=True)
 class RankStart(Start):
     """What the cells of one rank begin with, and the way back of the gradients.
+
+    Replicas of a stage do all this alike: what is lent comes from the first of a stage and goes to all of another.
 
     Attributes:
         stages: the rank's stages, ascending.
@@ -97,17 +100,17 @@ class RankStart(Start):
                 waiting[self.home[id(whole)]].append((whole, leaf.grad))
 
 
-def begin(step: Step, transport: Transport, ranks: Sequence[int], *, ending: bool) -> RankStart:
+def begin(step: Step, transport: Transport, *, ending: bool) -> RankStart:
     """Run what comes before the first cell of this rank.
 
-    ``ranks`` are those of the stages. ``ending``: what comes behind the last cell runs too, on the last stage's rank.
+    ``ending``: what comes behind the last cell runs too, on the last stage's rank.
     """
-    return _Beginning(step, transport, ranks, ending).run()
+    return _Beginning(step, transport, ending).run()
 
 
 class _Beginning:
-    def __init__(self, step: Step, transport: Transport, ranks: Sequence[int], ending: bool) -> None:
-        self.step, self.transport, self.ranks, self.ending = step, transport, ranks, ending
+    def __init__(self, step: Step, transport: Transport, ending: bool) -> None:
+        self.step, self.transport, self.ending = step, transport, ending
         self.lowered, self.layout = step.lowered, step.lowered.layout
         self.stages = sorted(step.stages)
         self.last = len(self.lowered.stages) - 1
@@ -223,13 +226,17 @@ def slots_of(layout: Layout, stage: int) -> list[Slot]:
     return [*layout.prologues[stage].takes, *layout.stages[stage].shared]
 
 
-def pairs_of(lowered: Lowered, ranks: Sequence[int]) -> set[tuple[int, int]]:
-    """Return the ranks between which anything travels, as sender and receiver; gradients go the other way."""
+def pairs_of(lowered: Lowered, ranks: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
+    """Return the ranks between which anything travels, as sender and receiver; gradients go the other way.
+
+    ``ranks`` are those of each stage's replicas; those of the last tell the first one their losses.
+    """
     layout, last = lowered.layout, len(ranks) - 1
     ways = {(source, stage) for stage, own in enumerate(layout.stages) for source in own.received}
     ways |= {(stage, last) for stage, own in enumerate(layout.stages) if OUT in own.sent}
     slots = [(stage, slot) for stage in range(len(ranks)) for slot in slots_of(layout, stage)]
     slots += [(last, slot) for slot in ending_slots(lowered)]
     ways |= {(layout.home[slot.value], stage) for stage, slot in slots if slot.value in layout.home}
-    pairs = {(ranks[source], ranks[target]) for source, target in ways}
+    pairs = {pair for source, target in ways for pair in product(ranks[source], ranks[target])}
+    pairs |= {(rank, ranks[last][0]) for rank in ranks[last]}
     return {pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b}

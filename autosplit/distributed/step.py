@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autosplit.distributed.messages import Descriptions, Messages, Sent, arrived
 from autosplit.distributed.order import Receive, arrivals, of_rank, step_order
-from autosplit.distributed.replicas import Share, adding_gradients, join_statistics
+from autosplit.distributed.replicas import Share, added_in_order, adding_gradients, join_statistics
 from autosplit.distributed.start import RankStart, begin
 from autosplit.distributed.world import World, as_known, attempt, known_to_all
 from autosplit.errors import DeviceError, InputError
@@ -38,7 +38,8 @@ class RankStep(Step):
 
     Attributes:
         world: the ranks.
-        ranks: the rank of each stage.
+        ranks: by stage, the ranks of its replicas.
+        group: the group of those of this rank's stage; None where it has one.
         sent: what is on its way to others.
         whole: whether what comes behind the last cell runs: the merges, and what mixes rows.
         loss: what tells steps of the same signature apart: which loss ends them.
@@ -50,7 +51,8 @@ class RankStep(Step):
     """
 
     world: World
-    ranks: Sequence[int]
+    ranks: Sequence[Sequence[int]]
+    group: Any = None
     sent: Sent = field(default_factory=dict)
     whole: bool = False
     loss: Any = None
@@ -62,8 +64,8 @@ class RankStep(Step):
 
     @property
     def last(self) -> int:
-        """The rank of the last stage."""
-        return self.ranks[-1]
+        """The rank of the last stage, of its replicas the first."""
+        return self.ranks[-1][0]
 
     @property
     def in_parts(self) -> bool:
@@ -73,7 +75,21 @@ class RankStep(Step):
     @property
     def stages(self) -> Sequence[int]:
         """The stages of this rank, ascending."""
-        return [stage for stage, rank in enumerate(self.ranks) if rank == self.world.rank]
+        return [stage for stage, own in enumerate(self.ranks) if self.world.rank in own]
+
+    def ends(self, way: Way) -> tuple[int, Sequence[int]]:
+        """Return the rank that sends what goes a way, and those that receive it.
+
+        Replicas take microbatches in turn. What goes once per step is the same on all of them. What comes behind the
+        last cell, and the losses of the last stage's replicas, are for the first of these.
+        """
+        source, targets = self.ranks[way.source], self.ranks[way.target]
+        if way.microbatch < 0:
+            return source[0], targets
+        there, back = source[way.microbatch % len(source)], targets[way.microbatch % len(targets)]
+        if way.loss and (self.whole or way.source == way.target):
+            return (self.last, (back,)) if way.backward else (there, (self.last,))
+        return there, (back,)
 
     def perform(self, schedule: Schedule, cells: Any) -> None:
         """Perform this rank's actions of a schedule, and post its receives where the global order has them."""
@@ -103,7 +119,7 @@ class RankStep(Step):
     def transport(self, *, detached: bool) -> Messages:
         """Return what brings values from stage to stage, also of other ranks."""
         known, sent = self.known, self.sent
-        return Messages(self.world, self.ranks, self.lanes, self.log, known=known, sent=sent, detached=detached)
+        return Messages(self.world, self.ends, self.lanes, self.log, known=known, sent=sent, detached=detached)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -123,12 +139,12 @@ class RankStep(Step):
         """Run what comes before this rank's first cell."""
         with self.located():
             transport = self.transport(detached=torch.is_grad_enabled())
-            start = begin(self, transport, self.ranks, ending=self.whole)
+            start = begin(self, transport, ending=self.whole)
             return replace(start, adding=self.adding_gradients)
 
     def check_free(self, leaves: Sequence[torch.Tensor]) -> None:
         """Raise InputError where the loss has parameters of its own: every rank has others."""
-        held = {id(leaf) for leaf in self.leaves}
+        held = {id(leaf) for leaf in self.leaves if len(self.ranks[-1]) == 1}
         for leaf in leaves:
             if id(leaf) not in held:
                 raise InputError(
@@ -179,6 +195,25 @@ class RankStep(Step):
                 )
             )
 
+    def summed(
+        self, stage: int, leaves: Sequence[torch.Tensor], sums: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Return the sums over the ranks of this rank's stage."""
+        if self.group is None or stage not in self.stages:
+            return sums
+        with self.world.waiting("gradients of its stage's other replicas", *set(self.ranks[stage]) - {self.world.rank}):
+            return added_in_order(self.group, leaves, sums)
+
+    def join_losses(self, cells: Any) -> None:
+        """Tell the last stage's first replica what the others know of losses."""
+        for microbatch in range(len(self.sizes)) if len(self.ranks[-1]) > 1 else ():
+            way = Way(cells.last, cells.last, microbatch, loss=True)
+            source, _ = self.ends(way)
+            if source == self.world.rank != self.last:
+                cells.transport.send(way, cells.told(microbatch))
+            elif source != self.world.rank == self.last:
+                cells.hear(microbatch, cells.transport.recv(way))
+
     def adding_gradients(self) -> AbstractContextManager[None]:
         """Add the gradients that come to this rank's parameters inside to those of the other replicas."""
         if self.world.replicas == 1 and not any(isinstance(taker, DTensor) for taker in self.takers):
@@ -190,9 +225,13 @@ class RankStep(Step):
         return not self.shares or self.shares[replica] > 0
 
     def join_statistics(self) -> None:
-        """Give this rank's norms what those of all replicas saw."""
-        if self.world.replicas > 1 and self.lowered.counts and not self.alone:
-            join_statistics(self.world, self.state.statistics, named_state(self.lowered.traced.root))
+        """Give this rank's norms what those of all replicas saw, of the pipeline or of the stage."""
+        in_turn = max(map(len, self.ranks)) > 1
+        if (self.world.replicas > 1 or in_turn) and self.lowered.counts and not self.alone:
+            alike = self.ranks[self.stages[0]] if in_turn else [self.world.rank]
+            held = [members[rank] for members in self.world.layout for rank in alike]
+            named = named_state(self.lowered.traced.root)
+            join_statistics(self.world, self.state.statistics, named, held, in_turn=in_turn)
 
     def stand_by(self) -> torch.Tensor:
         """Take part in a step of which this replica has no rows; return its loss."""
@@ -258,7 +297,7 @@ class WholeCall:
         ]
 
     def _is_own(self, way: Way) -> bool:
-        return self.step.ranks[way.source] == self.step.world.rank
+        return self.step.ends(way)[0] == self.step.world.rank
 
     def forward(self, *, attached: bool = False) -> list[Any] | None:
         """Return the model's flat outputs on the last stage's rank, None elsewhere.

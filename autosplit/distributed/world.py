@@ -62,6 +62,7 @@ class World:
         across: the group of the ranks with the same part of the model; None where there is one replica.
         tensor: the group of the ranks that share the tensors of a stage; None where there is one column.
         pairs: the groups of sender and receiver; NCCL keeps the order of a group's messages, and has no tags.
+        stages: the groups of ranks that are replicas of one stage.
         watch: ends every rank when one fails.
         hosts: the number of each rank's host, ascending, in the first replica.
     """
@@ -79,6 +80,7 @@ class World:
     tensor: Any = None
     hosts: tuple[int, ...] = ()
     pairs: dict[tuple[int, int], Any] = field(default_factory=dict)
+    stages: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:

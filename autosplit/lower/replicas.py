@@ -77,13 +77,7 @@ def replicated(
 
     Raises InputError where cells of a stage with replicas change the model.
     """
-    for stage, each in enumerate(lanes):
-        for node in lowered.layout.stages[stage].nodes if len(each) > 1 else ():
-            if renormalises(node, lowered.traced.root):
-                raise InputError(
-                    f"stage {stage} has {len(each)} replicas, and {node.meta[INFO].name!r} looks up a table with "
-                    "max_norm, which it changes for each microbatch; give that stage one replica"
-                )
+    check_cells(lowered, [len(each) for each in lanes])
     found = []
     for number in range(1, max(map(len, lanes))):
         own = {stage: each[number] for stage, each in enumerate(lanes) if number < len(each)}
@@ -97,6 +91,17 @@ def replicated(
         places = {stage: tuple(dict.fromkeys(parts.stages[stage].places())) for stage in own}
         found.append(Replicas(parts, own, places, lowered.traced.root))
     return tuple(found)
+
+
+def check_cells(lowered: Lowered, replicas: Sequence[int]) -> None:
+    """Raise InputError where cells of a stage with replicas change the model."""
+    for stage, count in enumerate(replicas):
+        for node in lowered.layout.stages[stage].nodes if count > 1 else ():
+            if renormalises(node, lowered.traced.root):
+                raise InputError(
+                    f"stage {stage} has {count} replicas, and {node.meta[INFO].name!r} looks up a table with "
+                    "max_norm, which it changes for each microbatch; give that stage one replica"
+                )
 
 
 def stand_in(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:

@@ -53,8 +53,8 @@ def dealt(
     foreign += [f"schedule={schedule!r}"] if schedule not in ("auto", "1f1b") else []
     if foreign:
         raise InputError(
-            f"replicas={replicas!r} and {foreign[0]}: stages with replicas are planned anew, under 1f1b in one "
-            "process, each device with one stage; leave one of them out"
+            f"replicas={replicas!r} and {foreign[0]}: stages with replicas are planned anew, under 1f1b, each "
+            "device with one stage; leave one of them out"
         )
     if each is None and not isinstance(recompute, str):
         raise InputError(
@@ -68,6 +68,16 @@ def dealt(
                 f"replicas={replicas!r}: {where} replicas on {' and '.join(sorted(own))}; give alike devices"
             )
     return (each, schedule) if each is None else (each if max(each) > 1 else (), "1f1b")
+
+
+def check_processes(replicas: Any, ways: Mapping[str, Any]) -> None:
+    """Raise InputError where processes cannot be replicas of a stage; ``ways``: how they work, None where left out."""
+    for name in ("a mesh of several pipelines", "parallelize", "feed"):
+        if ways[name] not in (None, "all"):
+            raise InputError(
+                f"{name} and replicas={replicas!r}: processes that are replicas of a stage have the same batch, in one "
+                "pipeline; leave one of them out, or have replicas of all stages by a mesh with a dimension dp"
+            )
 
 
 def check_loss_device(replicas: Sequence[int] | None, devices: Sequence[torch.device]) -> None:

@@ -88,9 +88,8 @@ class RankLoss:
         """Return how the loss adds up; None where that takes the whole batch's outputs, and where nothing is known."""
         if step.world.rank != step.last or not step.rows:
             return None
-        given = {"target": self.target, "loss_fn": self.loss_fn, "reduction": self.reduction, "proofs": self.proofs}
         try:
-            self.found = engine.find_loss(step, **given, whole=whole)
+            self.found = self._find(step, whole)
         except _OthersNeeded:
             return None
         number, loss = self.numbers.number_of(self.loss_fn, self.found), self.found and self.found[0]
@@ -109,6 +108,10 @@ class RankLoss:
                 )
         return Word(True, loss.wants, number, kind, divisors, f"{named} {self.reduction}")
 
+    def _find(self, step: RankStep, whole: Callable[[], Any]) -> engine.Found | None:
+        given = {"target": self.target, "loss_fn": self.loss_fn, "reduction": self.reduction, "proofs": self.proofs}
+        return engine.find_loss(step, **given, whole=whole)
+
     def agree(self, step: RankStep, words: list[Word | None] | None) -> Word | None:
         """Return what all ranks have to know of the loss; None on a replica without rows.
 
@@ -117,6 +120,10 @@ class RankLoss:
         world = step.world
         words = self._found_together(step, words or self._said(step, partial(self.find, step)))
         last = [words[members[step.last]] for members in world.layout]
+        if world.rank in step.ranks[-1][1:] and (word := last[0]) is not None and word.in_cells:
+            if self.reduction == "auto" and word.kind is not None:
+                engine.keep_kind(self.proofs, self.loss_fn, word.kind)
+            self.found = self._find(step, _ask_others)
         if world.replicas > 1:
             divisors = _added_divisors([word for word in last if word is not None])
             if self.found is not None:

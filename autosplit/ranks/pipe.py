@@ -101,7 +101,7 @@ class RankPipe(RankStreaming, PipelinedModule):
     # -- what belongs to this rank -------------------------------------------------------------------------------
     def _is_own(self, name: str) -> bool:
         recordings = self._recordings
-        return not recordings.owner or recordings.owner_of(name) == self._world.rank
+        return not recordings.owner or recordings.is_own(name)
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this rank, by their names in the model."""
@@ -213,7 +213,7 @@ class RankPipe(RankStreaming, PipelinedModule):
         Returns the step, and what each rank says of it.
         """
         recordings, alone = self._recordings, self._feed != "all"
-        first = recordings.ranks[0]
+        first = recordings.ranks[0][0]
         if alone:
             args, kwargs = like_first(self._world, doing, first, args, kwargs)
         unseen = alone and not recordings.reads_no_values(args, kwargs)
@@ -292,9 +292,9 @@ class RankPipe(RankStreaming, PipelinedModule):
                 f"an input of shape {list(wanting.shape)} requires a gradient; ranks give gradients to parameters only"
             )
         given = {own.name: getattr(step, own.name) for own in fields(PreparedStep)}
-        ranks = self._recordings.ranks
+        ranks, group = self._recordings.ranks, self._recordings.group
         step_s = 0.0 if self.plan is None else self.plan.step_s
-        made = PreparedRankStep(**given, world=self._world, ranks=ranks, step_s=step_s)
+        made = PreparedRankStep(**given, world=self._world, ranks=ranks, group=group, step_s=step_s)
         made.leaves = [own for own in (*self.parameters(), *self.buffers()) if own.requires_grad]
         named = self._core.model.named_parameters(remove_duplicate=False)
         made.part = self._recordings.part

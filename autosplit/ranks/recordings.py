@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autosplit.distributed.facts import BATCH, call_text, checksum, state_of_several
 from autosplit.distributed.materialise import materialise
 from autosplit.distributed.messages import flattened
+from autosplit.distributed.replicas import stage_group
 from autosplit.distributed.start import pairs_of
 from autosplit.distributed.world import RECORDS, World, attempt
 from autosplit.errors import InputError, TraceError
+from autosplit.lower.program import ending_slots
+from autosplit.lower.replicas import Replicas, check_cells
 from autosplit.lower.split import Lowered, named_state, names_of, owners
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
@@ -46,7 +49,9 @@ class RankRecordings(Recordings):
     """The recordings of one rank: rank 0 plans and says what its probe found; the others record the same.
 
     Attributes:
-        owner: the rank of each parameter and buffer that is used, by name; empty before the first recording.
+        owner: the rank of each parameter and buffer that is used, by name, of replicas the first; empty before the
+            first recording.
+        group: the group of the ranks of this rank's stage; None where it has one.
         sample: what is recorded in the place of a call's inputs, where a sample on meta was given.
         parallelize: what wraps this rank's part of the model; None: it stays as it is.
         part: what it has wrapped.
@@ -63,6 +68,7 @@ class RankRecordings(Recordings):
         self.world = world
         self.tensors = TensorParallel(world, plain_numbers=options.rng == "plain") if world.tensor_ranks > 1 else None
         self.owner: dict[str, int] = {}
+        self.group: Any = None
         self.sample: Sample | None = None
         self.parallelize: Parallelize | None = None
         self.part: Part | None = None
@@ -72,10 +78,10 @@ class RankRecordings(Recordings):
         """The parameters and buffers that lie on this rank's device."""
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """The rank of each stage."""
+    def ranks(self) -> tuple[Sequence[int], ...]:
+        """By stage, the ranks of its replicas."""
         assert self.plan is not None
-        return tuple(stage.lane for stage in self.plan.stages)
+        return tuple(range(stage.lane, stage.lane + stage.replicas) for stage in self.plan.stages)
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
@@ -155,6 +161,16 @@ class RankRecordings(Recordings):
                     "which may draw anew in the backward; use rng='counter', or parallelize='fsdp'"
                 )
 
+    def _replicas(self, lowered: Lowered, stage_of: Mapping[str, int]) -> tuple[Replicas, ...]:
+        """Return nothing: each of a stage's replicas is a rank, with modules of its own."""
+        check_cells(lowered, [len(each) for each in self.ranks])
+        if len(self.ranks[-1]) > 1 and (slots := ending_slots(lowered)):
+            raise InputError(
+                f"the model returns {slots[0].value!r}, which is made once per step, and the last stage has replicas "
+                "on several ranks; give that stage one replica"
+            )
+        return ()
+
     def _to_plan(self, found: Trace) -> Trace:
         if self.tensors is None:
             return found
@@ -216,9 +232,10 @@ class RankRecordings(Recordings):
     def check_stream(self) -> None:
         """Raise InputError where ranks have more in common than the stages of one pipeline."""
         super().check_stream()
-        if self.world.pipelines > 1 or self.parallelize is not None:
+        if self.world.pipelines > 1 or self.parallelize is not None or max(map(len, self.ranks)) > 1:
             raise InputError(
-                "a stream steps each stage on one rank; with dp, tp or parallelize= ranks train by train_step"
+                "a stream steps each stage on one rank; with replicas=, dp, tp or parallelize= ranks train by "
+                "train_step"
             )
 
     def notes(self) -> str:
@@ -241,7 +258,7 @@ class RankRecordings(Recordings):
 
     def _place(self, lowered: Lowered, devices: Sequence[torch.device]) -> None:
         ranks, model = self.ranks, self.model
-        own = {name: ranks[stage] for name, stage in owners(model, lowered).items()}
+        own = {name: ranks[stage][0] for name, stage in owners(model, lowered).items()}
         self.owner = self.owner or own
         held = (*dict(model.named_parameters(remove_duplicate=False)), *lowered.traced.written)
         moved = next((name for name in held if own.get(name) not in (None, self.owner_of(name))), None)
@@ -257,7 +274,8 @@ class RankRecordings(Recordings):
             )
         if self.world.device.type != "cpu":
             self.world.open(pairs_of(lowered, ranks))
-        stages = [stage for stage, rank in enumerate(ranks) if rank == self.world.rank]
+        self.group = stage_group(self.world, ranks)
+        stages = [stage for stage, each in enumerate(ranks) if self.world.rank in each]
         names = names_of(model, lowered, stages)
         new = [name for name in names if name not in self._placed]
         if self._has_part and self._placed and new:
@@ -300,7 +318,7 @@ class RankRecordings(Recordings):
     def check_fresh(self) -> None:
         """Raise TraceError where another pipe has trained a parameter or buffer on another rank than this one's."""
         for name, tensor in () if self._trained_last else named_state(self.model):
-            trained, own = _TRAINED.get(tensor), self.world.holders(self.owner_of(name))
+            trained, own = _TRAINED.get(tensor), self._holders(self.owner_of(name))
             if trained is not None and not own <= trained:
                 raise TraceError(
                     f"another pipe has trained {name!r} on rank {min(trained)}, and this one has it on rank "
@@ -313,7 +331,7 @@ class RankRecordings(Recordings):
         global _trained_last
         if not self._trained_last:
             _trained_last = weakref.ref(self)
-            holders = [self.world.holders(rank) for rank in range(self.world.size)]
+            holders = [self._holders(rank) for rank in range(self.world.size)]
             _TRAINED.update((tensor, holders[self.owner_of(name)]) for name, tensor in named_state(self.model))
 
     def share_values(self) -> None:
@@ -333,4 +351,16 @@ class RankRecordings(Recordings):
 
     def owner_of(self, name: str) -> int:
         """Return the rank that holds a parameter or buffer; the first stage's has what no stage uses."""
-        return self.owner.get(name, self.ranks[0])
+        return self.owner.get(name, self.ranks[0][0])
+
+    def is_own(self, name: str) -> bool:
+        """Tell whether this rank holds a parameter or buffer."""
+        return self.world.rank in self._alike_ranks(self.owner_of(name))
+
+    def _alike_ranks(self, rank: int) -> Sequence[int]:
+        """Return the replicas of a rank's stages."""
+        return next((each for each in self.ranks if rank in each), (rank,))
+
+    def _holders(self, rank: int) -> frozenset[int]:
+        """Return the ranks of ``torch.distributed`` that have a rank's part of the model."""
+        return frozenset[int]().union(*map(self.world.holders, self._alike_ranks(rank)))

@@ -61,7 +61,7 @@ class RankStreamStep(StreamStep, RankStep):
         """Return what brings values from stage to stage, with a description of each message."""
         known, sent = Descriptions(), self.sent
         return Messages(
-            self.world, self.ranks, self.lanes, self.log, known=known, sent=sent, detached=detached, said=self.said
+            self.world, self.ends, self.lanes, self.log, known=known, sent=sent, detached=detached, said=self.said
         )
 
     def losing(self) -> AbstractContextManager[Any]:
@@ -76,7 +76,7 @@ class RankSegment(Segment):
 
     def __init__(self, *given: Any, step: RankStreamStep) -> None:
         super().__init__(*given)
-        self._world, self._ranks, self._running_step = step.world, step.ranks, step.running
+        self._world, self._running_step = step.world, step.running
         self._told: dict[int, torch.Tensor] = {}
         """On the last stage's rank, losses that the caller has not been given."""
         self._sent: deque[Sent] = deque()

@@ -78,6 +78,7 @@ def compare(training: Training, options: Mapping[str, Any], by: Callable[[Any, T
     dist.all_gather_object(states, (pipe.state_dict(), torch.get_rng_state(), losses))
     if rank:
         return []
+    options = {name: value for name, value in options.items() if name != "replicas"}  # the plan has them
     one = autosplit(training.make(), devices=["cpu"] * world, plan=pipe.plan, **options)
     expected, expected_outputs = by(one, training)
     found = [
@@ -90,8 +91,13 @@ def compare(training: Training, options: Mapping[str, Any], by: Callable[[Any, T
     if any(not torch.equal(own, torch.get_rng_state()) for _, own, _ in states):
         found.append("the random state is another one")
     whole = {name: value for own, _, _ in states for name, value in own.items()}
-    if sum(len(own) for own, _, _ in states) != len(whole) or whole.keys() != one.state_dict().keys():
+    assert pipe.plan is not None
+    copies = [sum(name in own for own, _, _ in states) for name in whole]
+    if set(copies) != {stage.replicas for stage in pipe.plan.stages if stage.parameters} or (
+        whole.keys() != one.state_dict().keys()
+    ):
         found.append(f"state: {sorted(whole)} for {sorted(one.state_dict())}")
+    found += [f"replicas: {name}" for own, _, _ in states for name in own if not _same(own[name], whole[name])]
     found += [name for name, value in one.state_dict().items() if name in whole and not _same(whole[name], value)]
     pairs = zip(flatten(outputs), flatten(expected_outputs), strict=True)
     found += [f"output {a[0]}" for a, b in pairs if isinstance(a[1], Tensor) and not _same(a[1], b[1])]

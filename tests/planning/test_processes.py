@@ -136,6 +136,11 @@ def test_messages_wait_on_both_ends_of_a_link() -> None:
     looped = build("interleaved", stages=4, microbatches=4, virtual_stages=2)
     assert sending_pairs(sent, looped) == {(0, 1), (1, 0)}
     assert waiting_bytes(sent, looped, flows) == {0: 10, 1: 120}
+    dealt = build("1f1b", stages=3, microbatches=4, replicas=(2, 1, 1))
+    assert waiting_bytes(sent, dealt, flows) == {0: 20, 1: 20, 2: 120, 3: 20}
+    assert sending_pairs(sent, dealt) == {
+        pair for a, b in ((0, 2), (1, 2), (0, 3), (1, 3)) for pair in ((a, b), (b, a))
+    }
 
 
 def test_messages_are_part_of_the_peak_and_of_the_curves() -> None:

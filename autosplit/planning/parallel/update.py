@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from autosplit.options import Options
 from autosplit.parallel import BUCKET_BYTES
 from autosplit.planning.profiled.formulate import state_bytes
+from autosplit.planning.profiled.specs import link_seconds
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.simulate import Timeline
@@ -57,15 +58,21 @@ def _replicas_s(timeline: Timeline, sums_s: Sequence[float]) -> float:
 
 
 def summed_s(schedule: Schedule, states: Mapping[int, Sequence[StateProfile]], options: Options) -> list[float]:
-    """Return how long the replicas of each stage sum its gradients; 0 where it has one."""
-    if not schedule.replicas or options.machine is None:
+    """Return how long the replicas of each stage sum its gradients; 0 where it has one.
+
+    Processes send each other theirs, so that all add them in one order.
+    """
+    if not schedule.replicas or (options.machine is None and not options.processes):
         return [0.0] * schedule.stages
-    return [
-        group_of(options.machine, schedule.lanes_of(stage)).seconds(
-            "all_reduce", sum(state_bytes(state, options).gradient for state in states.get(stage, ()))
-        )
-        for stage in range(schedule.stages)
-    ]
+    found = []
+    for stage in range(schedule.stages):
+        lanes = schedule.lanes_of(stage)
+        count = sum(state_bytes(state, options).gradient for state in states.get(stage, ()))
+        if options.machine is None:
+            found.append((len(lanes) - 1) * link_seconds(options, count) if count else 0.0)
+        else:
+            found.append(group_of(options.machine, lanes).seconds("all_reduce", count))
+    return found
 
 
 def cut_summed_s(schedule: Schedule, costs: Profile, stage_of: Mapping[str, int], options: Options) -> float:

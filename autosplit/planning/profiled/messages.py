@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 
 from autosplit.planning.plan.record import Boundary
 from autosplit.schedule.action import Schedule
@@ -20,7 +21,12 @@ def sending_pairs(boundaries: Sequence[Boundary], schedule: Schedule) -> frozens
 
     Values that are sent once per step and tied parameters are among them.
     """
-    there = {pair for boundary in boundaries for pair in _lanes(boundary, schedule)}
+    there = {
+        pair
+        for boundary in boundaries
+        for source, target in _lanes(boundary, schedule)
+        for pair in product(source[:1] if boundary.per_step else source, target)
+    }
     return frozenset(there | {(b, a) for a, b in there if schedule.has_backward})
 
 
@@ -34,14 +40,14 @@ def waiting_bytes(boundaries: Sequence[Boundary], schedule: Schedule, flows: Map
     for boundary in boundaries:
         back = schedule.has_backward and flows.get(boundary.value, False)
         for source, target in () if boundary.per_step else _lanes(boundary, schedule):
-            waiting[target] += boundary.bytes * (2 if back else 1)
-            waiting[source] += boundary.bytes * back
+            waiting.update(dict.fromkeys(target, boundary.bytes * (2 if back else 1)))
+            waiting.update(dict.fromkeys(source, boundary.bytes * back))
     return waiting
 
 
-def _lanes(boundary: Boundary, schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """Yield the lanes that a value goes between, once per stage that takes it; the batch is on every rank."""
+def _lanes(boundary: Boundary, schedule: Schedule) -> Iterator[tuple[range, range]]:
+    """Yield the lanes of the stages that a value goes between, by the stage that takes it; all have the batch."""
     for consumer in boundary.consumers if boundary.producer >= 0 else ():
-        pair = schedule.stage_lane[boundary.producer], schedule.stage_lane[consumer]
+        pair = schedule.lanes_of(boundary.producer), schedule.lanes_of(consumer)
         if pair[0] != pair[1]:
             yield pair

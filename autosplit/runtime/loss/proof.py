@@ -20,7 +20,7 @@ from torch import nn
 from autosplit.backward import gradients
 from autosplit.compare import ROUNDING, difference
 from autosplit.errors import InputError
-from autosplit.runtime.loss.outputs import Placeholder, joined
+from autosplit.runtime.loss.outputs import Outputs, Placeholder, joined, with_placeholders
 from autosplit.runtime.loss.parts import WAY_OUT, Count, Counted, Parts, adds_up, call_loss
 from autosplit.trace.borrowed import state
 from autosplit.trace.graph import TracedGraph
@@ -226,17 +226,34 @@ class WholeCheck:
         kept = self.kept  # lanes that run the last stage at the same time keep outputs too
         if kept is None:
             return
-        tensors = [t for t in flat if isinstance(t, torch.Tensor) and not isinstance(t, Placeholder)]
+        tensors = list(filter(_has_values, flat))
         self.bytes += sum(t.numel() * t.element_size() for t in tensors)
         if self.bytes > _KEPT_BYTES:
             self.kept = None
         else:
             kept[microbatch] = [t.detach() if any(t is own for own in tensors) else t for t in flat]
 
+    def told(self, microbatch: int, device: torch.device) -> list[torch.Tensor]:
+        """Return what another process needs to check a microbatch too: its numbers of values, and its outputs."""
+        kept = [] if self.kept is None else self.kept[microbatch]
+        return [torch.tensor(self.parts.values.get(microbatch, ()), device=device), *filter(_has_values, kept)]
+
+    def hear(self, microbatch: int, told: Sequence[torch.Tensor], outputs: Outputs) -> None:
+        """Take what another process tells of a microbatch; this one has had the first."""
+        values, *tensors = told
+        if values.numel():
+            self.parts.values[microbatch] = values.tolist()
+        if self.kept is not None and tensors:
+            there = iter(tensors)
+            first = [None if isinstance(own, Placeholder) else own for own in self.kept[0]]
+            flat = [next(there) if _has_values(own) else own for own in first]
+            self.keep(with_placeholders(outputs, flat, microbatch), microbatch)
+        else:
+            self.kept = None
+
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are kept."""
-        leaves = [leaf for flat in (self.kept or {}).values() for leaf in flat]
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder)]
+        return [leaf for flat in (self.kept or {}).values() for leaf in flat if _has_values(leaf)]
 
     def compare(self, parts: Parts, losses: Sequence[torch.Tensor], traced: TracedGraph) -> None:
         """Raise InputError when the loss of the whole batch is not what the microbatches add up to.
@@ -264,6 +281,10 @@ class WholeCheck:
                 f"{total:.6g} on the whole batch, {math.fsum(values):.6g} from its microbatches; no gradient "
                 f"was added; {WAY_OUT}"
             )
+
+
+def _has_values(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder)
 
 
 def _close(values: Sequence[float], whole: float, dtype: torch.dtype) -> bool:

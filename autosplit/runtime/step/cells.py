@@ -326,7 +326,7 @@ class Cells:
         replicas = self.replicas(stage)
         free = self.free if stage == self.last else []
         wholes = (*replicas[0].parameters, *free, *self.start.shared.get(stage, ()))
-        totals = together(replicas, free, self.step.brought)
+        totals = self.step.summed(stage, wholes, together(replicas, free, self.step.brought))
         return [(whole, total) for whole, total in zip(wholes, totals, strict=True) if total is not None]
 
     def _hand(self, pairs: Pairs) -> None:

@@ -92,6 +92,15 @@ class Step:
         """Return the pieces that a replica of a stage runs."""
         return self.replicas[held.replica - 1].lowered if held.replica else self.lowered
 
+    def summed(
+        self, stage: int, leaves: Sequence[torch.Tensor], sums: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Return the sums of a stage's leaves over all processes, by those over the replicas of this one."""
+        return sums
+
+    def join_losses(self, cells: Any) -> None:
+        """Tell cells what they have to know of losses that other processes computed."""
+
     @property
     def stages(self) -> Sequence[int]:
         """The stages that run in this process: all of them."""

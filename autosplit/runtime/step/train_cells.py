@@ -51,6 +51,7 @@ def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads |
                 threads.run(cells.turns(), cells.act, ThreadState.current(), cells.hooks_held_back())
             used += cells.results()
         used.clear()
+        step.join_losses(cells)
         total: torch.Tensor = step.outcome(cells.total)
         with step.located():
             cells.hand_over()
@@ -197,6 +198,17 @@ class TrainCells(Cells):
         tensor = self.step.tensors[names.index(node.name)]
         piece = rows_along(tensor, self.step.sizes, node.meta[INFO].tensors[0].batch_dim)[microbatch]
         return transfer((piece,), self.step.lanes[-1], self.step.lane(self.last, microbatch))[0]
+
+    def told(self, microbatch: int) -> list[torch.Tensor]:
+        """Return what another process has to know of a microbatch to return the loss of the batch."""
+        loss = self.losses[microbatch]
+        return [loss] if self.check is None else [loss, *self.check.told(microbatch, loss.device)]
+
+    def hear(self, microbatch: int, told: Sequence[torch.Tensor]) -> None:
+        """Take what another process tells of a microbatch."""
+        self.losses[microbatch], *rest = told
+        if self.check is not None:
+            self.check.hear(microbatch, rest, Outputs(self.step))
 
     def total(self) -> torch.Tensor:
         """Return the loss of the batch; raise InputError where it is not that of the whole batch."""
