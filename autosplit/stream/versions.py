@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from autosplit.backward import donate_gradients
+from autosplit.errors import InputError
 from autosplit.runtime.lanes.lanes import Lane, lane
 from autosplit.stream.lowering import Places
 from autosplit.stream.optimizers import Settings, StageOptimizer
@@ -57,6 +58,17 @@ class StageWeights:
     def _keep_newest(self) -> None:
         leaves = {name: nn.Parameter(own.data) for name, own in self._parameters.items()}
         self._versions[self.updates] = self.lane.record(), leaves
+        self._changes = {name: own._version for name, own in self._parameters.items()}
+        """How often each parameter was changed in place, when the newest version was made."""
+
+    def _check_unchanged(self) -> None:
+        """Raise InputError where somebody else has changed a parameter since: which minibatches saw it is a race."""
+        for name, own in self._parameters.items():
+            if own._version != self._changes[name]:
+                raise InputError(
+                    f"{name!r} was changed in place while minibatches of the stream were in flight; call "
+                    "stream.drain() before that, or change it in a hook of the optimizer (register_step_post_hook)"
+                )
 
     def _used(self, update: int) -> int:
         return max(0, update - self._behind)
@@ -87,6 +99,7 @@ class StageWeights:
 
         ``gradients`` are those of the parameters, in their order, of so many ``minibatches``.
         """
+        self._check_unchanged()
         later = self._used(self.updates + 1)
         for version in [version for version in self._versions if version < min(later, self.updates)]:
             self._forget(version)

@@ -239,3 +239,32 @@ def test_a_parameter_that_is_read_past_the_module_that_runs(items: list[Any]) ->
             layer.register_forward_hook(lambda own, given, made: made + layer.weight.sum())
 
     refused(pair(Patched, items[0][0]), items, "does not read from the module that it is called with")
+
+
+@pytest.mark.parametrize("lanes", ["threads", "inline"])
+def test_a_parameter_that_is_changed_in_the_middle(items: list[Any], lanes: str) -> None:
+    """Which minibatches see it is a race, so it needs a drain; a hook of the optimizer's step is no race."""
+    own = pair(Skipping, items[0][0], lanes=lanes)
+    weight = own.model.get_parameter("blocks.0.0.weight")
+
+    def clipped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = sgd(parameters)
+        made.register_step_post_hook(lambda *_: [_clip(each) for each in parameters])
+        return made
+
+    stream = own.pipe.train_stream(items, loss_fn=cross_entropy, optimizer=clipped)
+    next(stream)
+    stream.drain()
+    _clip(weight)
+    for _ in range(stream.minibatches):  # those that were drained but one, and one that is filled in behind them
+        next(stream)
+    _clip(weight)
+    _, error = losses_until(stream)
+    assert isinstance(error, InputError)
+    assert "'blocks.0.0.weight' was changed in place while minibatches" in str(error)
+    assert "stages have stepped" in error.__notes__[-1]
+
+
+@torch.no_grad()
+def _clip(parameter: Tensor) -> None:
+    parameter.clamp_(-0.1, 0.1)
