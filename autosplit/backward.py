@@ -110,8 +110,9 @@ def leaves_under(value: torch.Tensor, made: Sequence[torch.Tensor] = ()) -> list
 def check_parameters(values: Iterable[Sequence[torch.Tensor]], given: Iterable[Sequence[torch.Tensor]]) -> None:
     """Raise InputError for parameters under values that were not given: their gradients would be lost."""
     known = list(chain(*given))
+    ids = set(map(id, known))
     for leaf in (leaf for value in chain(*values) for leaf in leaves_under(value, known)):
-        if isinstance(leaf, nn.Parameter) and not any(leaf is own for own in known):
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in ids:
             raise InputError(
                 f"a hook, or a forward that no graph follows, computes with a parameter of shape {list(leaf.shape)} "
                 "that its module does not have, or that it does not read from the module that it is called with; "
