@@ -24,6 +24,7 @@ from autosplit.lower.region import Place
 from autosplit.lower.split import Lowered, lower
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import transfer
+from autosplit.runtime.step.attributes import STANDS_FOR, StandsFor
 from autosplit.trace.graph import INFO
 from autosplit.trace.rows.kinds import renormalises
 
@@ -110,6 +111,8 @@ def stand_in(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
         return made[id(module)]
     twin: nn.Module = module._replicate_for_data_parallel()
     made[id(module)] = twin
+    own = vars(module).get(STANDS_FOR)
+    twin.__dict__[STANDS_FOR] = StandsFor(own.module if own else module, dict(vars(module)))
     twin.__dict__["_buffers"] = module._buffers
     twin.__dict__["_parameters"] = dict(module._parameters)
     twin.__dict__["_modules"] = {n: None if m is None else stand_in(m, made) for n, m in module._modules.items()}

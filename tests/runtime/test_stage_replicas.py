@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from autosplit import autosplit, recordings
 from autosplit.errors import InputError
@@ -189,6 +190,43 @@ def test_a_table_that_its_stage_changes_has_one_replica():
     with pytest.raises(InputError, match=r"stage 0 has 2 replicas, and '.*' looks up a table with max_norm"):
         autosplit(Table(), 3, 4, replicas=[2, 1], sample=value)
     assert autosplit(Table(), 3, 4, replicas=[1, 2], sample=value)(value).shape == (8, 3)
+
+
+@pytest.mark.parametrize("lanes", ["threads", "inline"])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_hook_that_sets_an_attribute_has_one_replica(when: str, lanes: str):
+    def keep(module: nn.Module, given: Any, made: Any) -> None:
+        module.kept = made
+
+    def split(replicas: list[int]) -> tuple[nn.Module, Any]:
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+        layer = model[1]
+        layer.register_forward_hook(keep) if when == "forward" else layer.register_full_backward_hook(keep)
+        return layer, autosplit(model, sum(replicas), 4, replicas=replicas, lanes=lanes)
+
+    value = batch(8)[0]
+    _, pipe = split([2])
+    with pytest.raises(InputError, match="module '1' set kept on it, and the 2 replicas of stage 0"):
+        pipe.train_step(value, target=value, loss_fn=nn.MSELoss())
+    assert all(own.grad is None for own in pipe.parameters())
+    layer, pipe = split([1])
+    pipe.train_step(value, target=value, loss_fn=nn.MSELoss())
+    assert len(layer.kept if when == "forward" else layer.kept[0]) == 2
+
+
+def test_a_weight_that_a_hook_computes():
+    one, other = (nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double() for _ in range(2))
+    other.load_state_dict(one.state_dict())
+    for model in (one, other):
+        prune.l1_unstructured(model[0], "weight", 0.5)
+    value = batch(8)[0]
+    pipe = autosplit(one, 3, 4, replicas=[2, 1])
+    for _ in range(2):
+        loss = pipe.train_step(value, target=value, loss_fn=nn.MSELoss())
+        plain = nn.functional.mse_loss(other(value), value)
+        plain.backward()
+        torch.testing.assert_close(loss, plain.detach(), rtol=0, atol=1e-12)
+        assert_same(one, other)
 
 
 def test_parameters_may_be_computed_for_one_call():

@@ -27,6 +27,7 @@ from tests.stream.streams import (
     run,
     sgd,
     stream_of,
+    words,
 )
 
 
@@ -308,3 +309,52 @@ def test_batch_norm_in_eval_mode_and_a_frozen_layer() -> None:
     pipe = autosplit(model, devices=[CPU] * 3, chunks=2, sample=items[0][0])
     list(pipe.train_stream(items, loss_fn=cross_entropy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)))
     torch.testing.assert_close(model.layers[1].state_dict(), frozen, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("staleness", "lanes"), [("stash", "threads"), ("2bw", "inline")])
+def test_attributes_that_hooks_set_are_the_models(staleness: str, lanes: str) -> None:
+    """Also where kinds of minibatches, each with stand-ins of its own, take turns."""
+    torch.manual_seed(3)
+    items = [item for count in (6, 4) for item in words(2, rows=(count,))]
+    items = [
+        (inputs[:, : 5 - number % 2], target[:, : 5 - number % 2]) for number, (inputs, target) in enumerate(items)
+    ]
+    own = pair(Watched, items[0][0], lanes=lanes)
+    list(own.pipe.train_stream(items, loss_fn=cross_entropy, optimizer=still, staleness=staleness))
+    for inputs, _ in items:
+        for part in inputs.chunk(2 if staleness == "2bw" else 1):
+            own.plain(part).sum().backward()
+    for module, plain in zip(own.model.modules(), own.plain.modules(), strict=True):
+        assert module.__dict__.keys() == plain.__dict__.keys()
+        for name in vars(module).keys() & {"seen", "calls", "steps"}:
+            torch.testing.assert_close(getattr(module, name), getattr(plain, name))
+    assert all(
+        layer.calls == layer.steps == len(items) * (2 if staleness == "2bw" else 1) for layer in own.model.hooked
+    )
+
+
+class Watched(Skipping):
+    """Keeps what layers of its first and its last block give, and counts their forwards and backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked = [self.blocks[0][0], self.blocks[5][0]]
+        for layer in self.hooked:
+            layer.register_forward_hook(_keep)
+            layer.register_full_backward_hook(_count)
+
+
+def _keep(module: Any, given: Any, made: torch.Tensor) -> None:
+    module.seen, module.calls = made.detach().clone(), getattr(module, "calls", 0) + 1
+    module.first = module.calls == 1
+    if not module.first:
+        del module.first
+
+
+def _count(module: Any, *gradients: Any) -> None:
+    module.steps = getattr(module, "steps", 0) + 1
+
+
+def still(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer that leaves parameters as they are."""
+    return torch.optim.SGD(parameters, lr=0.0)

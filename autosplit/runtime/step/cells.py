@@ -4,9 +4,8 @@
     backward of a cell    gradients of the outputs ─► autograd.grad ─► gradients of what came in, and of the parameters
     or in two parts       input gradient: of what came in; weight gradients: what was put off (autosplit.backward)
 
-Any thread may run a cell, one after another or at the same time, as long as what it takes is there: a transport brings
-it. What a replica of a stage sums up belongs to its own lane. Contributions add in the order of its backwards, so the
-order is the same on any cut.
+Any thread may run a cell as long as what it takes is there: a transport brings it. What a replica of a stage sums up
+belongs to its own lane. Contributions add in the order of its backwards, so the order is the same on any cut.
 """
 
 from __future__ import annotations
@@ -116,7 +115,8 @@ class Cells:
             if log is not None:
                 log.begins(action)
             perform = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradients}
-            perform[action.kind](action.stage, action.microbatch)
+            with self.step.attributes(self.step.holder(action.stage, action.microbatch)):
+                perform[action.kind](action.stage, action.microbatch)
             if log is not None:
                 log.ends(action)
         except BaseException as error:

@@ -14,6 +14,7 @@ from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.threads import forwards
 from autosplit.runtime.norms import Part
 from autosplit.runtime.ops import Bundle, CallState, enter, leave, transfer
+from autosplit.runtime.step.attributes import StandInAttributes
 from autosplit.runtime.step.sums import Held
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.transport import SharedMemory, Transport
@@ -159,6 +160,16 @@ class Step:
     def given(self) -> tuple[Any, ...]:
         """Return what the program takes."""
         return (*self.tensors, self.rows, *self.lengths.values(), self.sizes, self.lanes, self.state)
+
+    def attributes(self, held: Held) -> AbstractContextManager[Any]:
+        """Return what a cell runs in, so that attributes set on stand-ins of modules get to the modules."""
+
+        def made() -> StandInAttributes:
+            replicas = sum(held.stage == other.stage for other in self.held)
+            return StandInAttributes(self.program(held).stages[held.stage], stage=held.stage, replicas=replicas)
+
+        own = self.once(("attributes", held), made)
+        return own.shared() if own.stand_ins else contextlib.nullcontext()
 
     def start(self) -> Start:
         """Run what comes before the first cell, in the caller's thread and graph."""
