@@ -239,8 +239,9 @@ def alias(value: torch.Tensor) -> torch.Tensor:
 
     What one use sends back is summed in its view before it meets the other uses' gradients, so that the order of
     additions, and with it every bit, is the same wherever the cut falls.
+    It may be sparse, unlike that of a ``view``.
     """
-    return value.view_as(value) if torch.is_grad_enabled() and value.requires_grad else value
+    return value[...] if torch.is_grad_enabled() and value.requires_grad else value
 
 
 def fork(value: torch.Tensor, uses: int) -> Bundle:
@@ -269,8 +270,13 @@ class _Fork(torch.autograd.Function):
         for gradient in reversed(gradients):
             if gradient is not None:
                 gradient = gradient.to(ctx.device)
-                total = gradient if total is None else total + gradient
+                total = gradient if total is None else plus(total, gradient)
         return total, None
+
+
+def plus(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two gradients, of which either may be sparse; torch adds a sparse one to a dense one only."""
+    return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
 def draw(key: CellContext, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -27,7 +28,7 @@ from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.threads import LaneThreads, Turn
 from autosplit.runtime.loss.proof import WholeCheck
 from autosplit.runtime.norms import update_statistics
-from autosplit.runtime.ops import CellContext, transfer
+from autosplit.runtime.ops import CellContext, plus, transfer
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.step.sums import Held, together
 from autosplit.runtime.step.train_cells import TrainCells
@@ -370,5 +371,5 @@ def _mean(parts: Sequence[tuple[int, list[torch.Tensor | None]]]) -> list[torch.
         own = [
             gradient * (rows / total) for (rows, _), gradient in zip(parts, each, strict=True) if gradient is not None
         ]
-        found.append(sum(own[1:], own[0]) if own else None)
+        found.append(reduce(plus, own) if own else None)
     return found

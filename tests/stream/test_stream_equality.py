@@ -11,7 +11,7 @@ from torch import nn
 from autosplit import Sample
 from autosplit.schedule.stream import STALENESS
 from tests.models.named import CASES
-from tests.stream.streams import Normed, Skipping, adamw, expected, pair, run, sgd, vectors, words
+from tests.stream.streams import Normed, Skipping, adamw, cross_entropy, expected, pair, run, sgd, vectors, words
 
 MAKES = {"sgd": sgd, "adamw": adamw}
 
@@ -74,6 +74,58 @@ def test_a_first_stage_without_parameters() -> None:
     assert run(own, items, "stash", adamw) == pytest.approx(expected(own, items, "stash", adamw), rel=1e-12)
     assert set(own.stage_of.values()) == {1, 2}
     own.assert_equal()
+
+
+class Sparse(Skipping):
+    """A table with sparse gradients that is looked up twice; the head's matrix too, or dense before."""
+
+    def __init__(self, words: int, *, first: bool) -> None:
+        super().__init__(words)
+        self.table, self.first = nn.Embedding(words, 6, sparse=True), first
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        value = self.table.weight[:6].mean(1)[:5, None] if self.first else 0.0
+        value = value + self.table(tokens)
+        for block in self.blocks:
+            value = block(value)
+        value = value + self.table(tokens)
+        return value @ self.positions.weight.T if self.first else self.head(value)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "replicas", "size", "first"),
+    [
+        ("stash", None, 11, False),
+        ("2bw", None, 2000, False),
+        ("2bw", None, 11, True),
+        ("stash", [2, 1], 2000, True),
+        ("2bw", [1, 2], 11, False),
+    ],
+)
+def test_sparse_gradients(staleness: str, replicas: list[int] | None, size: int, first: bool) -> None:
+    items = [(tokens, target % 8) for tokens, target in words(6)]
+    own = pair(lambda: Sparse(size, first=first), items[0][0], stages=2, replicas=replicas, lanes="inline")
+    found = run(own, items, staleness, plain_sgd)
+    assert found == pytest.approx(expected(own, items, staleness, plain_sgd), rel=1e-12)
+    own.assert_equal()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_sparse_gradients_of_a_step(first: bool) -> None:
+    (tokens, target), *_ = words(1)
+    own = pair(lambda: Sparse(11, first=first), tokens, stages=2)
+    own.pipe.train_step(tokens, target=target % 8, loss_fn=cross_entropy)
+    cross_entropy(own.plain(tokens), target % 8).backward()
+    for parameter, plain in zip(own.model.parameters(), own.plain.parameters(), strict=True):
+        assert (parameter.grad is None) == (plain.grad is None)
+        if plain.grad is not None:
+            torch.testing.assert_close(parameter.grad.to_dense(), plain.grad.to_dense(), rtol=1e-12, atol=1e-12)
+
+
+def plain_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return SGD without momentum."""
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def _plain(value: Any) -> Any:

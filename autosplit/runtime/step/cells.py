@@ -27,7 +27,7 @@ from autosplit.backward import (
     gradients,
 )
 from autosplit.runtime.lanes.ambient import any_autocast
-from autosplit.runtime.ops import OUT, Bundle, CellContext, transfer
+from autosplit.runtime.ops import OUT, Bundle, CellContext, plus, transfer
 from autosplit.runtime.step.step import Pairs, Start, Step
 from autosplit.runtime.step.sums import Held, Sums, together
 from autosplit.runtime.transport import Message, Way
@@ -274,7 +274,7 @@ class Cells:
         for leaf, total in made:
             if total is not None:
                 before = totals.get(id(leaf)) if id(leaf) in self.apart else None
-                totals[id(leaf)] = total if before is None else before + total
+                totals[id(leaf)] = total if before is None else plus(before, total)
 
     def _deferred(
         self, roots: Sequence[torch.Tensor], stage: int, microbatch: int, leaves: Sequence[torch.Tensor]

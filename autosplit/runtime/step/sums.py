@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from autosplit.runtime.ops import plus
+
 
 class Held(NamedTuple):
     """A stage as one of its replicas has it, numbered from 0."""
@@ -62,7 +64,7 @@ class Sums:
         elif key in self.own:
             self.totals[key] += gradient
         else:
-            self.totals[key] = self.totals[key] + gradient
+            self.totals[key] = plus(self.totals[key], gradient)
 
 
 def together(
@@ -79,6 +81,6 @@ def together(
             gradient = own.totals.pop(id(leaf), None)
             if gradient is not None:
                 gradient = brought(own.held, gradient)
-                total = gradient if total is None else total + gradient
+                total = gradient if total is None else plus(total, gradient)
         found.append(total)
     return found
