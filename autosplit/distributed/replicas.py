@@ -164,11 +164,23 @@ def join_statistics(
     ``torch.distributed`` are the replicas. ``in_turn``: they had different microbatches of one batch.
     """
     tensors = dict(named)
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    words = world.gather("joins statistics", {name: _packed(use, names) for name, use in own.items()})
+    words = world.gather("joins statistics", packed(own, tensors))
     own.clear()
-    for rank in ranks:
-        for name, use in words[rank].items():
+    join(own, [words[rank] for rank in ranks], tensors, in_turn=in_turn)
+
+
+def packed(own: Mapping[str, Use], named: Mapping[str, Tensor]) -> dict[str, Use]:
+    """Return what norms saw as another process can read it: with names for the tensors of the model."""
+    names = {id(tensor): name for name, tensor in named.items()}
+    return {name: _packed(use, names) for name, use in own.items()}
+
+
+def join(
+    own: dict[str, Use], words: Iterable[Mapping[str, Use]], tensors: Mapping[str, Tensor], *, in_turn: bool
+) -> None:
+    """Add to what norms saw, by the name of the call, what :func:`packed` said on replicas."""
+    for word in words:
+        for name, use in word.items():
             joined = own.setdefault(name, _unpacked(use, tensors))
             for microbatch, part in use.parts.items():
                 moments = (moment.to(joined.running[0].device) for moment in (part.mean, part.variance))

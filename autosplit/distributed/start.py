@@ -229,7 +229,7 @@ def slots_of(layout: Layout, stage: int) -> list[Slot]:
 def pairs_of(lowered: Lowered, ranks: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
     """Return the ranks between which anything travels, as sender and receiver; gradients go the other way.
 
-    ``ranks`` are those of each stage's replicas; those of the last tell the first one their losses.
+    ``ranks`` are those of each stage's replicas, which tell each other losses and gradients.
     """
     layout, last = lowered.layout, len(ranks) - 1
     ways = {(source, stage) for stage, own in enumerate(layout.stages) for source in own.received}
@@ -238,5 +238,5 @@ def pairs_of(lowered: Lowered, ranks: Sequence[Sequence[int]]) -> set[tuple[int,
     slots += [(last, slot) for slot in ending_slots(lowered)]
     ways |= {(layout.home[slot.value], stage) for stage, slot in slots if slot.value in layout.home}
     pairs = {pair for source, target in ways for pair in product(ranks[source], ranks[target])}
-    pairs |= {(rank, ranks[last][0]) for rank in ranks[last]}
+    pairs |= {pair for own in ranks for pair in product(own, own)}
     return {pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b}

@@ -232,10 +232,9 @@ class RankRecordings(Recordings):
     def check_stream(self) -> None:
         """Raise InputError where ranks have more in common than the stages of one pipeline."""
         super().check_stream()
-        if self.world.pipelines > 1 or self.parallelize is not None or max(map(len, self.ranks)) > 1:
+        if self.world.pipelines > 1 or self.parallelize is not None:
             raise InputError(
-                "a stream steps each stage on one rank; with replicas=, dp, tp or parallelize= ranks train by "
-                "train_step"
+                "a stream has one pipeline of whole stages; with dp, tp or parallelize= ranks train by train_step"
             )
 
     def notes(self) -> str:

@@ -2,15 +2,18 @@
 
     every rank   takes the same minibatch from its own loader ─► its forwards and backwards, 1F1B ─► the same loss
 
-Ranks do not wait for each other's callers, but for messages; that is what keeps stages busy at different minibatches. A
-rank returns a loss when its own backward is done, so that all ranks can get to where they meet: at a new kind of
-minibatch, at the loader's end, and where the pipeline is drained. Each message says of which minibatch it is.
+Ranks do not wait for each other's callers, but for messages; that is what keeps stages busy at different minibatches.
+Before a rank returns a loss it does all that it can with the minibatches that it has taken. So no other rank waits for
+it when it waits for all ranks: in the caller's loop, at a new kind of minibatch, at the loader's end, and where the
+pipeline is drained. Each message says of which minibatch it is.
 """
 
 from __future__ import annotations
 
+import pickle
 import zlib
 from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -19,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from autosplit.distributed.facts import checksum, program_text
-from autosplit.distributed.messages import Descriptions, Messages, Sent, arrived, tag_of
+from autosplit.distributed.messages import SHARED, Descriptions, Messages, Sent, arrived, tag_of
+from autosplit.distributed.replicas import join, packed
 from autosplit.distributed.step import RankStep, hang_limit
 from autosplit.distributed.world import known_to_all
 from autosplit.errors import InputError
@@ -28,9 +32,12 @@ from autosplit.options import Sample
 from autosplit.ranks.loss import ReadsHere
 from autosplit.ranks.recordings import RankRecordings
 from autosplit.recorded import FoundCall, Recorded
-from autosplit.runtime.transport import Way
+from autosplit.runtime.lanes.threads import Turn
+from autosplit.runtime.step.sums import Held
+from autosplit.runtime.transport import Message, Way
 from autosplit.schedule.action import Action
-from autosplit.schedule.stream import StreamAction
+from autosplit.schedule.stream import StreamAction, replica_actions, updates_behind
+from autosplit.stream.cells import Minibatch, StreamCells
 from autosplit.stream.lowering import StreamProgram
 from autosplit.stream.minibatches import StreamStep
 from autosplit.stream.segment import Segment
@@ -64,23 +71,70 @@ class RankStreamStep(StreamStep, RankStep):
             self.world, self.ends, self.lanes, self.log, known=known, sent=sent, detached=detached, said=self.said
         )
 
+    @property
+    def counts(self) -> list[int]:
+        """How many replicas each stage has."""
+        return [len(own) for own in self.ranks]
+
+    @property
+    def last(self) -> int:
+        """The rank of the last stage that has the minibatch's last microbatch; it tells the loss."""
+        return self.ends(Way(len(self.ranks) - 1, 0, len(self.sizes) - 1))[0]
+
+    def ends(self, way: Way) -> tuple[int, Sequence[int]]:
+        """Return the rank that sends what goes a way, and those that receive it.
+
+        Replicas take the microbatches of the stream in turn. What goes from a stage to itself is for its other
+        replicas, and the loss for the rank that tells it.
+        """
+        replicas, targets = self.ranks[way.source], self.ranks[way.target]
+        number = self.first + way.microbatch
+        there = replicas[number % len(replicas)]
+        if way.source != way.target:
+            return there, (targets[number % len(targets)],)
+        return there, (self.last,) if way.loss else [rank for rank in replicas if rank != there]
+
     def losing(self) -> AbstractContextManager[Any]:
         """Return what a loss is called in: it reads no parameter of another rank."""
         return ReadsHere(self.elsewhere)
 
 
 class RankSegment(Segment):
-    """Runs one rank's stage of the minibatches."""
+    """Runs what one rank does of the minibatches.
+
+    Replicas of a stage send each other the gradients of their parts of a minibatch, and what norms saw of it. Each
+    makes all updates, so that they keep the same weights.
+    """
 
     is_shared = True
 
     def __init__(self, *given: Any, step: RankStreamStep) -> None:
-        super().__init__(*given)
         self._world, self._running_step = step.world, step.running
+        super().__init__(*given)
+        (stage,) = self._stages
+        self._behind = updates_behind(self.staleness, self._replicas)[stage]
         self._told: dict[int, torch.Tensor] = {}
-        """On the last stage's rank, losses that the caller has not been given."""
+        """On the rank that tells them, losses that the caller has not been given, by minibatch."""
+        self._parts: deque[tuple[int, StreamCells, Way, Message]] = deque()
+        """What the stage's other replicas were sent: the update that it is for, its minibatch, and where it went."""
         self._sent: deque[Sent] = deque()
-        """What the last minibatches have sent: other ranks have taken it when so many more have come."""
+        """What the last minibatches have sent."""
+
+    def _here(self) -> dict[int, Held]:
+        (stage,) = self._stages
+        return {self._world.rank: Held(stage, 0)}
+
+    def _turns_of(self, stage: int, lane: int) -> Iterator[Any]:
+        """Yield what this rank does; for what comes from other ranks it waits where it takes it."""
+        replica = self._dealt.lanes_of(stage).index(lane)
+        for cell in replica_actions(stage, replica, self._replicas, self.staleness, self._microbatches):
+            self._now[lane], self.goes_on = cell, cell is not None
+            yield cell and Turn(Action(stage, cell.kind, cell.microbatch), 0, (), ())
+
+    def put(self, minibatch: Minibatch) -> bool:
+        """Take one more minibatch."""
+        self.goes_on = True
+        return super().put(minibatch)
 
     def meet(self, doing: str) -> None:
         """Meet the other ranks; raise InputError where they have taken another number of minibatches."""
@@ -95,42 +149,99 @@ class RankSegment(Segment):
     def _fail(self, minibatch: int, error: BaseException) -> NoReturn:
         raise error  # other ranks have gone on: it ends them all
 
-    def _tell(self, number: int, loss: torch.Tensor) -> None:
-        self._told[number] = loss
+    def _end_forwards(self, stage: int, cell: StreamAction) -> None:
+        cells = self._minibatches[cell.minibatch].cells
+        if self._replicas[stage] == 1 and cell.place + 1 == len(cells.step.sizes):
+            cells.end_forwards(stage)
+
+    def _backward(self, held: Held, cell: StreamAction, cells: StreamCells) -> None:
+        super()._backward(held, cell, cells)
+        stage, count, step = held.stage, self._replicas[held.stage], _step_of(cells)
+        if cell.place + count < len(step.sizes):
+            return  # it has more microbatches of this minibatch
+        if count > 1:
+            way = Way(stage, stage, cell.place).back
+            self._parts.append((cell.update, cells, way, self._part(stage, cells)))
+            cells.transport.send(way, self._parts[-1][-1])
+        if stage == self._count - 1:
+            step.join_losses(cells)
+            if self._world.rank == step.last:
+                self._tell(cell.minibatch, cells.total())
+
+    def _part(self, stage: int, cells: StreamCells) -> Message:
+        """Return what this rank has of a minibatch: gradients of the stage's weights, and what norms saw as bytes."""
+        gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in super()._gradients(stage, cells)]
+        saw = pickle.dumps(packed(cells.statistics(stage), cells.named()))
+        return [*gradients, torch.frombuffer(bytearray(saw), dtype=torch.uint8).to(self._world.device)]
+
+    def _gradients(self, stage: int, cells: StreamCells) -> list[torch.Tensor | None]:
+        """Return the sums of what the replicas have, in their order; norms see what all of them saw."""
+        count, step = self._replicas[stage], _step_of(cells)
+        if count == 1:
+            return super()._gradients(stage, cells)
+        own = {way: part for _, of, way, part in self._parts if of is cells}
+        last = range(max(0, len(step.sizes) - count), len(step.sizes))  # of each replica its last microbatch
+        ways = [Way(stage, stage, place).back for place in sorted(last, key=lambda at: (step.first + at) % count)]
+        parts = [own[way] if way in own else cells.transport.recv(way) for way in ways]
+        words = [pickle.loads(data.cpu().numpy().tobytes()) for *_, data in parts if data is not None]
+        saw = cells.statistics(stage)
+        saw.clear()
+        join(saw, words, cells.named(), in_turn=True)
+        cells.end_forwards(stage)
+        total, *others = (gradients for *gradients, _ in parts)
+        for gradients in others:
+            total = [a if b is None else b if a is None else a + b for a, b in zip(total, gradients, strict=True)]
+        return total
 
     def _update(self, stage: int, cell: StreamAction) -> None:
-        step = self._minibatches[cell.minibatch].cells.step
+        begin = self._stages[stage].minibatches
+        parts = sum(len(self._minibatches[n].cells.step.sizes) for n in range(begin, cell.minibatch + 1))
         super()._update(stage, cell)
-        assert isinstance(step, RankStreamStep)
+        while parts >= self._replicas[stage] and self._parts and self._parts[0][0] < cell.update - self._behind:
+            _, cells, way, _ = self._parts.popleft()  # the others have begun a round that needs that update
+            arrived(_step_of(cells).sent, [way])
+
+    def _tell(self, number: int, loss: torch.Tensor) -> None:
+        """Tell the other ranks the loss of a minibatch."""
+        self._told[number], step = loss, _step_of(self._minibatches[number].cells)
+        said = torch.tensor([loss.item(), _DTYPES.index(loss.dtype)], dtype=torch.float64)
+        way, group = self._loss_way, self._world.control
+        tag = tag_of(way, self._count)
+        works = [dist.isend(said, group=group, group_dst=rank, tag=tag) for rank in self._world.others()]
+        step.sent[way] = works, [said]
+
+    @property
+    def _loss_way(self) -> Way:
+        return Way(self._count - 1, self._count - 1, SHARED, loss=True)
+
+    def _stepped(self, number: int) -> None:
+        step = _step_of(self._minibatches[number].cells)
         self._sent.append(step.sent)
-        self.losses.put(self._shared(cell.minibatch, step))
-        if len(self._sent) > 2 * self._count:
+        self.losses.put(self._told.pop(number) if number in self._told else self._heard(step.last))
+        if len(self._sent) > 2 * (len(self._dealt.lanes) + max(self._replicas)):  # other ranks are not so far behind
             arrived(sent := self._sent.popleft(), list(sent))
 
-    def _shared(self, number: int, step: RankStreamStep) -> torch.Tensor:
-        """Return a minibatch's loss, which the last stage's rank tells the others."""
-        world, control = self._world, self._world.control
-        way = Way(self._count - 1, self._count - 1, 0, loss=True)
-        tag = tag_of(way, self._count)
-        if world.rank == step.last:
-            loss = self._told.pop(number)
-            said = torch.tensor([loss.item(), _DTYPES.index(loss.dtype)], dtype=torch.float64)
-            works = [dist.isend(said, group=control, group_dst=rank, tag=tag) for rank in world.others()]
-            step.sent[way] = works, [said]
-            return loss
-        said = torch.zeros(2, dtype=torch.float64)
-        with world.waiting("the loss", step.last):
-            dist.recv(said, group=control, group_src=step.last, tag=tag)
+    def _heard(self, source: int) -> torch.Tensor:
+        """Return the loss that a rank tells."""
+        world, said = self._world, torch.zeros(2, dtype=torch.float64)
+        with world.waiting("the loss", source):
+            dist.recv(said, group=world.control, group_src=source, tag=tag_of(self._loss_way, self._count))
         value, dtype = said.tolist()
         return torch.tensor(value, dtype=_DTYPES[int(dtype)], device=world.device)
 
     def _finish(self) -> None:
+        self.goes_on = False
         if self.broken is None:
             with self._running_step(), self._world.waiting("its messages to arrive", *self._world.others()):
                 for sent in self._sent:
                     arrived(sent, list(sent))
         self._sent.clear()
         super()._finish()
+
+
+def _step_of(cells: StreamCells) -> RankStreamStep:
+    assert isinstance(cells.step, RankStreamStep)
+    return cells.step
 
 
 _TAKEN = "how many minibatches they have taken"
@@ -200,4 +311,4 @@ class RankStream(Stream):
         assert isinstance(step, RankStreamStep)
         self._recordings.check_fresh()
         self._recordings.trains()
-        return RankSegment(self._stages, [1] * len(step.lowered.stages), self._staleness, step=step)
+        return RankSegment(self._stages, step.counts, self._staleness, step=step)

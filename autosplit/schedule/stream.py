@@ -88,6 +88,55 @@ def weight_version(staleness: str, replicas: Sequence[int], stage: int, minibatc
     return max(0, minibatch // round_size(staleness, replicas[stage]) - updates_behind(staleness, replicas)[stage])
 
 
+def replica_actions(
+    stage: int, replica: int, replicas: Sequence[int], staleness: str, microbatches: Callable[[int], int | None]
+) -> Iterator[StreamAction | None]:
+    """Yield what a replica does that has weights of its own: it makes every update of the stage.
+
+    It does so when it needs the update, and where it knows no next minibatch, by when the others have surely done
+    their parts: each holds back the last ones that it knows.
+    """
+    count, size = replicas[stage], round_size(staleness, replicas[stage])
+    held_back = held_per_replica(replicas)[stage] * count - 1
+    known = made = total = 0
+    ends: deque[int] = deque()  # how many microbatches there are up to the end of each round that was not made
+
+    def told(minibatch: int) -> int | None:
+        nonlocal known, total
+        if cells := microbatches(minibatch):
+            known, total = minibatch + 1, total + cells
+            if not known % size:
+                ends.append(total)
+        return cells
+
+    def updates(until: int) -> Iterator[StreamAction]:
+        nonlocal made
+        for update in range(made, until):
+            if ends:
+                ends.popleft()
+            yield StreamAction("U", min((update + 1) * size, known) - 1, 0, replica, update, replica)
+        made = max(made, until)
+
+    for cell in stream_actions(stage, replica, replicas, staleness, told):
+        if cell is None:
+            yield from updates(made + sum(end + held_back <= total for end in ends))
+            yield None
+        elif cell.kind == "U":
+            yield from updates(cell.update + 1)
+        else:
+            yield from updates(max((number + 1 for kind, number in cell.needs if kind == "U"), default=0))
+            yield cell
+    yield from updates(math.ceil(known / size))
+
+
+def ahead(staleness: str, replicas: Sequence[int]) -> tuple[int, int]:
+    """Return how many minibatches, and how many microbatches of those behind them, are in flight before a loss is due.
+
+    With these every stage can step by the first one: it is a whole round, and no replica holds its part back.
+    """
+    return max(round_size(staleness, count) for count in replicas), held_per_replica(replicas)[0] * replicas[0]
+
+
 def stream_actions(
     stage: int, replica: int, replicas: Sequence[int], staleness: str, microbatches: Callable[[int], int | None]
 ) -> Iterator[StreamAction | None]:

@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from autosplit.errors import InputError
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import leave
+from autosplit.stream.cells import Minibatch
 from autosplit.stream.optimizers import StageOptimizer
 from autosplit.stream.segment import Segment
 from autosplit.stream.versions import StageWeights
@@ -66,12 +68,18 @@ class Flight:
         *,
         before: int,
         trained: Any,
+        ahead: tuple[int, int],
     ) -> None:
-        """``before`` is how many minibatches of the stream came before; ``lanes`` are the stages' and the caller's."""
+        """``before`` is how many minibatches of the stream came before; ``lanes`` are the stages' and the caller's.
+
+        ``ahead`` says how many are in flight before a loss is due (:func:`autosplit.schedule.stream.ahead`).
+        """
         self.segment, self.losses, self.trained = segment, losses, trained
         self._open, self._stages, self._optimizers, self._before = open_stream, stages, optimizers, before
         self._caller, self._lanes = lanes[-1], list(dict.fromkeys(lanes[:-1]))
-        self._received = 0
+        self._ahead = ahead
+        self._flying: deque[int] = deque()
+        """How many microbatches the minibatches have that came in and gave no loss yet."""
         self._hooks: list[Any] = []
         self.rounds: Iterator[None] | None = None
         self.error: BaseException | None = None
@@ -84,9 +92,15 @@ class Flight:
             for register in (own.register_state_dict_pre_hook, own.register_load_state_dict_pre_hook):
                 self._hooks.append(register(_Drains(self._open)))
 
-    def in_flight(self) -> int:
-        """Return how many minibatches came in and gave no loss yet."""
-        return self.segment.put_in - self._received
+    def put(self, minibatch: Minibatch) -> bool:
+        """Put one more minibatch in flight; return False where an error has ended the segment."""
+        self._flying.append(minibatch.microbatches)
+        return self.segment.put(minibatch)
+
+    def wants_more(self) -> bool:
+        """Tell whether stages may need more minibatches to step by the first in flight."""
+        first, behind = self._ahead
+        return sum(islice(self._flying, first, None)) < behind
 
     def finish(self) -> None:
         """Finish what is in flight; no more comes in.
@@ -107,12 +121,12 @@ class Flight:
     def receive(self) -> None:
         """Take the next loss, or end."""
         with torch.inference_mode(False), torch.enable_grad():
-            while self.rounds is not None and self.segment.losses.empty():
+            while self.rounds is not None and (self.segment.losses.empty() or self.segment.goes_on):
                 next(self.rounds, None)
         loss = self.segment.wait()
         leave(self._caller, self._lanes, [loss])
         if loss is not None:
-            self._received += 1
+            self._flying.popleft()
             self.losses.append(loss)
         else:
             self._end()

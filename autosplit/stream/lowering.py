@@ -21,7 +21,7 @@ from torch import fx, nn
 from autosplit.errors import InputError
 from autosplit.lower.layout import tensor_operands
 from autosplit.lower.program import emit_setup
-from autosplit.lower.replicas import Replicas, replicated, stand_in
+from autosplit.lower.replicas import Replicas, check_cells, replicated, stand_in
 from autosplit.lower.split import Lowered, lower, owners
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.apply import DataflowIndex, assign
@@ -83,7 +83,8 @@ def stream_program(
     every = [
         [lane, *(own.lanes[i] for own in recorded.replicas if i in own.lanes)] for i, lane in enumerate(recorded.lanes)
     ]
-    _check_replicas(traced, stage_of, every)
+    counts = [stage.replicas for stage in plan.stages]
+    _check_replicas(traced, stage_of, every, counts)
     if not alone:
         _check_parts(traced)
     traced, stage_of = _in_stages(traced, stage_of, alone=alone)
@@ -97,6 +98,7 @@ def stream_program(
         compiled=compiled,
     )
     parts = {f"stage{i}": on_lane(run, lanes[i]) for i, run in enumerate(lowered.runs)}
+    check_cells(lowered, counts)
     replicas = replicated(lowered, stage_of, every, compiled=compiled)
     roots = [traced.root, *(own.lowered.traced.root for own in replicas)]
     for twins in zip(*(root.modules() for root in roots), strict=True):
@@ -106,7 +108,9 @@ def stream_program(
     return StreamProgram(lowered, replicas, every, emit_setup(lowered, parts), _places(model, lowered, roots), alone)
 
 
-def _check_replicas(traced: TracedGraph, stage_of: Mapping[str, int], lanes: Sequence[Sequence[Lane]]) -> None:
+def _check_replicas(
+    traced: TracedGraph, stage_of: Mapping[str, int], lanes: Sequence[Sequence[Lane]], counts: Sequence[int]
+) -> None:
     """Raise InputError for replicas on several devices, and for what they would change in no order."""
     for stage, own in enumerate(lanes):
         if len({lane.device for lane in own}) > 1:
@@ -115,7 +119,7 @@ def _check_replicas(traced: TracedGraph, stage_of: Mapping[str, int], lanes: Seq
                 "weights on one; give them one device, or leave replicas out"
             )
     for _, info in traced.compute_nodes():
-        if info.writes and info.node_class is not NodeClass.MICRO and len(lanes[stage_of[info.name]]) > 1:
+        if info.writes and info.node_class is not NodeClass.MICRO and counts[stage_of[info.name]] > 1:
             raise InputError(
                 f"{info.name} changes {info.writes[0]!r}, which replicas of a stage would do in no order; give stage "
                 f"{stage_of[info.name]} one device"

@@ -49,6 +49,11 @@ class StreamStep(Step):
         """All lanes but the caller's."""
         return list(chain(*self.every_lane))
 
+    @property
+    def counts(self) -> list[int]:
+        """How many replicas each stage has."""
+        return [len(lanes) for lanes in self.every_lane]
+
     def holder(self, stage: int, microbatch: int) -> Held:
         """Return which of a stage's replicas runs a microbatch: they take those of the stream in turn."""
         return Held(stage, (self.first + microbatch) % len(self.every_lane[stage]))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -24,73 +23,16 @@ from typing import Any
 import torch
 
 from autosplit.runtime.lanes.ambient import ThreadState
-from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.threads import LaneThreads, Turn
-from autosplit.runtime.loss.proof import WholeCheck
-from autosplit.runtime.norms import update_statistics
-from autosplit.runtime.ops import CellContext, plus, transfer
-from autosplit.runtime.step.step import Step
-from autosplit.runtime.step.sums import Held, together
-from autosplit.runtime.step.train_cells import TrainCells
+from autosplit.runtime.ops import plus
+from autosplit.runtime.step.sums import Held
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.stream import StreamAction, round_size, stream_actions
-from autosplit.stream.minibatches import StreamStep
-from autosplit.stream.optimizers import Settings
+from autosplit.stream.cells import Minibatch, StreamCells
 from autosplit.stream.versions import StageWeights
 
 _LOOK_S = 0.2
 """How long the caller waits at a time: a signal to another thread does not end a wait."""
-
-
-class Minibatch:
-    """One minibatch in flight."""
-
-    def __init__(self, cells: StreamCells, settings: Sequence[Settings], sources: Sequence[set[int]]) -> None:
-        """``cells`` run its stages; ``settings`` are the options of each stage's optimizer as it came in.
-
-        ``sources`` are the stages of which each stage takes values.
-        """
-        self.cells, self.settings, self.sources = cells, settings, sources
-        self.users = [{t for t, taken in enumerate(sources) if s in taken} for s in range(len(sources))]
-        self.microbatches = len(cells.step.sizes)
-        self.open = [self.microbatches] * len(sources)
-        """How many forwards of each stage are not over."""
-        stages = cells.step.stages
-        self.left = len(stages) + sum(len(cells.step.every_lane[stage]) for stage in stages)
-        """How many stages of this process have not stepped by it, and how many of their lanes do not know of it."""
-
-
-class StreamCells(TrainCells):
-    """The cells of one minibatch: every stage computes with that version of its weights which is the minibatch's."""
-
-    step: StreamStep
-
-    def __init__(self, step: StreamStep, loss: Any, check: WholeCheck | None) -> None:
-        super().__init__(step, loss, check)
-        self._states = [replace(step.state, statistics={}) for _ in step.lowered.stages]
-
-    def _trained(self, step: Step) -> Mapping[Held, Sequence[torch.Tensor]]:
-        """Return none: each stage says which version it computes with."""
-        return {}
-
-    def context(self, stage: int, microbatch: int) -> CellContext:
-        """Return where operations of a cell draw and leave what norms see; a stage updates its own norms."""
-        return CellContext(self._states[stage], microbatch)
-
-    def end_forwards(self, stage: int) -> None:
-        """Update a stage's running statistics, when its last forward is over."""
-        update_statistics(self._states[stage], self.step.stage_lanes)
-
-    def gradients(self, stage: int, lane: Lane) -> list[torch.Tensor | None]:
-        """Return the gradients of a stage's weights on a lane, and let go of both."""
-        used = {held: own for held, own in self.sums.items() if held.stage == stage and own.parameters}
-        for held, own in used.items():
-            moved = transfer(tuple(own.totals.values()), self.step.lane_of(held), lane)
-            own.totals = dict(zip(own.totals, moved, strict=True))
-        found = together(list(used.values()), (), self.step.brought)
-        for own in used.values():
-            own.use(())
-        return found
 
 
 class Segment:
@@ -98,9 +40,11 @@ class Segment:
 
     Attributes:
         is_shared: whether other processes have stages too.
+        goes_on: whether more is to be done before the next loss is returned.
     """
 
     is_shared = False
+    goes_on = False
 
     def __init__(self, stages: Mapping[int, StageWeights], replicas: Sequence[int], staleness: str) -> None:
         """``stages`` are those that run in this process; ``replicas`` are those of all stages."""
@@ -113,7 +57,8 @@ class Segment:
         self._inside = threading.local()
         self._minibatches: dict[int, Minibatch] = {}
         self._change = threading.Condition()
-        self._running = {lane: threading.Lock() for stage in stages for lane in self._dealt.lanes_of(stage)}
+        self._held = self._here()
+        self._running = {lane: threading.Lock() for lane in self._held}
         """Held by a lane while it runs a cell."""
         self._ended = False
         self._next = 0
@@ -131,6 +76,12 @@ class Segment:
         """What stopped all lanes."""
         self.losses: SimpleQueue[torch.Tensor | None] = SimpleQueue()
         """The losses, in order; None when the lanes are done."""
+
+    def _here(self) -> dict[int, Held]:
+        """Return the lanes of this process, and what each has of which stage."""
+        return {
+            lane: Held(stage, own) for stage in self._stages for own, lane in enumerate(self._dealt.lanes_of(stage))
+        }
 
     # -- the caller's side ---------------------------------------------------------------------------------------
     def put(self, minibatch: Minibatch) -> bool:
@@ -240,16 +191,12 @@ class Segment:
 
     def _turns(self) -> dict[int, Iterator[Any]]:
         """Return what each lane does."""
-        return {
-            lane: self._turns_of(stage, own)
-            for stage in self._stages
-            for own, lane in enumerate(self._dealt.lanes_of(stage))
-        }
+        return {lane: self._turns_of(held.stage, lane) for lane, held in self._held.items()}
 
-    def _turns_of(self, stage: int, replica: int) -> Iterator[Any]:
+    def _turns_of(self, stage: int, lane: int) -> Iterator[Any]:
         """Yield what a lane does, and what it waits for; None where the next minibatch is not known yet."""
         lane_of, lanes = self._dealt.lane_of, self._dealt.lanes_of(stage)
-        siblings = tuple(lane for lane in lanes if lane != lanes[replica])
+        replica, siblings = lanes.index(lane), tuple(other for other in lanes if other != lane)
 
         def name(other: int, kind: str, number: int) -> int:
             return (number * self._count + other) * 3 + "FBU".index(kind)
@@ -258,7 +205,7 @@ class Segment:
             if cell is None:
                 yield None
                 continue
-            self._now[lanes[replica]] = cell
+            self._now[lane] = cell
             action = Action(stage, cell.kind, cell.microbatch)
             needs = [name(stage, *need) for need in cell.needs]
             if cell.kind == "U":
@@ -269,13 +216,13 @@ class Segment:
             needs += [name(other, cell.kind, cell.microbatch) for other in sorted(before[stage] & self._stages.keys())]
             tells = [lane_of(other, cell.microbatch) for other in after[stage] & self._stages.keys()]
             if cell.kind == "B" and cell.microbatch + len(lanes) > cell.last:
-                tells += {lane_of(stage, cell.last)} - {lanes[replica]}
+                tells += {lane_of(stage, cell.last)} - {lane}
             yield Turn(action, name(*action), tuple(needs), tuple(tells))
 
     def _act(self, action: Action) -> None:
         """Run what a lane has come to; nothing where its minibatch is dropped."""
         lane = self._dealt.lane_of(action.stage, action.microbatch)
-        cell, held = self._now[lane], Held(action.stage, lane - self._dealt.stage_lane[action.stage])
+        cell, held = self._now[lane], self._held[lane]
         assert cell is not None
         with self._running[lane], self._in_cell():
             if cell.kind == "U":
@@ -303,12 +250,12 @@ class Segment:
         except Exception as error:
             self._fail(cell.minibatch, error)
         else:
-            self._end_forwards(held.stage, cell.minibatch)
+            self._end_forwards(held.stage, cell)
 
-    def _end_forwards(self, stage: int, minibatch: int) -> None:
+    def _end_forwards(self, stage: int, cell: StreamAction) -> None:
         """Note that a forward is over; go on with what comes behind all forwards of minibatches, in their order."""
         with self._order[stage]:
-            self._minibatches[minibatch].open[stage] -= 1
+            self._minibatches[cell.minibatch].open[stage] -= 1
             while not self._is_dropped(number := self._through[stage]):
                 if (own := self._minibatches.get(number)) is None or own.open[stage]:
                     break
@@ -339,10 +286,18 @@ class Segment:
             return
         own = [self._minibatches[number] for number in numbers]
         with weights.lane.active():
-            parts = [(each.cells.step.rows, each.cells.gradients(stage, weights.lane)) for each in own]
+            parts = [(each.cells.step.rows, self._gradients(stage, each.cells)) for each in own]
             weights.step(_mean(parts), own[-1].settings[stage], minibatches=len(own))
         for number in numbers:
+            self._stepped(number)
             self._let_go(number)
+
+    def _gradients(self, stage: int, cells: StreamCells) -> list[torch.Tensor | None]:
+        """Return the gradients of a stage's weights by a minibatch."""
+        return cells.gradients(stage, self._stages[stage].lane)
+
+    def _stepped(self, number: int) -> None:
+        """Note that a stage has stepped by a minibatch."""
 
     def _fail(self, minibatch: int, error: BaseException) -> None:
         """Drop a minibatch whose forward raised, and all behind it."""

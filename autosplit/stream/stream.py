@@ -7,7 +7,6 @@ in flight, and everything that reads or changes the model meanwhile, drains the 
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,13 +25,13 @@ from autosplit.recorded import FoundCall, Recorded
 from autosplit.runtime.lanes.ambient import ThreadState, needs_one_thread
 from autosplit.runtime.ops import enter
 from autosplit.runtime.step import engine
-from autosplit.schedule.orders import held_per_replica
-from autosplit.schedule.stream import STALENESS, updates_behind
+from autosplit.schedule.stream import STALENESS, ahead, updates_behind
+from autosplit.stream.cells import Minibatch, StreamCells
 from autosplit.stream.flight import Flight
 from autosplit.stream.lowering import Places, StreamProgram, stream_program
 from autosplit.stream.minibatches import StreamStep, checked, inputs_and_target, loss_in, step_of
 from autosplit.stream.optimizers import Given, StageOptimizer, check_optimizer, stage_optimizers
-from autosplit.stream.segment import Minibatch, Segment, StreamCells
+from autosplit.stream.segment import Segment
 from autosplit.stream.versions import StageWeights
 from autosplit.trace.inputs.objects import mapped
 
@@ -126,7 +125,7 @@ class Stream(Iterator[torch.Tensor]):
                 raise error
             if flight is None and self._exhausted:
                 raise StopIteration
-            while not self._exhausted and (self._flight is None or self._flight.in_flight() < self._depth):
+            while not self._exhausted and (self._flight is None or self._flight.wants_more()):
                 self._take()
             if self._flight is not None and not self._flight.ended:
                 self._flight.receive()
@@ -246,7 +245,7 @@ class Stream(Iterator[torch.Tensor]):
             flight = self._current() or self._fill(step)
             enter(step.lanes[-1], step.stage_lanes)
             settings = [[] if own is None else own.settings() for own in self._optimizers]
-            if not flight.segment.put(Minibatch(StreamCells(step, *loss), settings, program.sources)):
+            if not flight.put(Minibatch(StreamCells(step, *loss), settings, program.sources)):
                 self._exhausted = True
 
     def _step(self, found: FoundCall, program: StreamProgram, target: Any) -> StreamStep:
@@ -257,7 +256,7 @@ class Stream(Iterator[torch.Tensor]):
         return self._pipe._call(self._pipe._prepare(sample.args, sample.kwargs))
 
     def _segment(self, step: StreamStep) -> Segment:
-        return Segment(self._stages, [len(lanes) for lanes in step.every_lane], self._staleness)
+        return Segment(self._stages, step.counts, self._staleness)
 
     def _program(self, recorded: Recorded) -> StreamProgram:
         """Return what runs a recording; its parameters are those of the stream from then on."""
@@ -298,7 +297,7 @@ class Stream(Iterator[torch.Tensor]):
         """Begin to fill the pipeline; raise InputError where its stages cannot be trained one by one."""
         core, every = self._core, self._trained()
         trained = [own if stage in step.stages else {} for stage, own in enumerate(every)]
-        replicas = [len(lanes) for lanes in step.every_lane]
+        replicas = step.counts
         behind = updates_behind(self._staleness, replicas)
         if self._staleness == "2bw" and any(core.options.chunks % own for own in replicas):
             raise InputError(
@@ -331,7 +330,6 @@ class Stream(Iterator[torch.Tensor]):
             )
             for stage in step.stages
         }
-        self._depth = math.ceil(held_per_replica(replicas)[0] * replicas[0] / len(step.sizes)) + 1
         segment = self._segment(step)
         flight = self._flight = Flight(
             core.stream,
@@ -342,6 +340,7 @@ class Stream(Iterator[torch.Tensor]):
             self._losses,
             before=self._before,
             trained=self._trained_by(every),
+            ahead=ahead(self._staleness, replicas),
         )
         flight.watch([core.model, *self.optimizers])
         if core.threads is not None and not needs_one_thread():

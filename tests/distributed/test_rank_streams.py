@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -45,11 +45,19 @@ def stream(pipe: Any, training: Training, staleness: str, make: str, whole: bool
     return losses, [pipe.eval_step(*batch.args, **batch.kwargs)]
 
 
-def streamed(name: str, minibatches: int, staleness: str, make: str = "sgd", whole: bool = False) -> list[str]:
+def streamed(
+    name: str,
+    minibatches: int,
+    staleness: str,
+    make: str = "sgd",
+    whole: bool = False,
+    rows: Sequence[int] = (),
+    **options: Any,
+) -> list[str]:
     """Compare a stream of one of the trainings; called in every process."""
     training = TRAININGS[name]
-    training = replace(training, rows=tuple(islice(cycle(training.rows), minibatches)))
-    return compare(training, {}, partial(stream, staleness=staleness, make=make, whole=whole))
+    training = replace(training, rows=tuple(islice(cycle(rows or training.rows), minibatches)))
+    return compare(training, options, partial(stream, staleness=staleness, make=make, whole=whole))
 
 
 @pytest.mark.quick
@@ -63,14 +71,26 @@ def test_other_models(ranks: Pool, name: str) -> None:
     assert ranks(2).run(streamed, name, 7, "stash")[0] == []
 
 
-def interrupted() -> list[str]:
+FEW_ROWS = (9, 1, 1, 1, 9, 2, 1, 1, 3, 1, 9, 1)
+
+
+@pytest.mark.quick
+def test_minibatches_that_are_cut_into_few_microbatches(ranks: Pool) -> None:
+    assert ranks(3).run(streamed, "dropout", 12, "2bw", "sgd", False, FEW_ROWS)[0] == []
+
+
+def interrupted(**options: Any) -> list[str]:
     """Train on a stream with what a loop does beside it; return where that is not the same in one process."""
 
     def loop(pipe: Any, training: Training) -> Trained:
         optimizer = adamw(list(pipe.parameters()))
         given = {"loss_fn": training.loss, "optimizer": optimizer}
         first = pipe.train_stream(_items(training), **given)
-        losses = [next(first) for _ in range(3)]
+        losses = []
+        for _ in range(3):
+            losses.append(next(first))
+            if getattr(pipe, "_world", None) is not None:
+                dist.barrier()  # a loop may wait for all ranks
         pipe.state_dict()  # the same on all ranks, it drains
         losses += [next(first)]
         optimizer.param_groups[0]["lr"] /= 2
@@ -89,7 +109,7 @@ def interrupted() -> list[str]:
         return losses, [pipe.eval_step(*batch.args, **batch.kwargs)]
 
     training = TRAININGS["dropout"]
-    return compare(replace(training, rows=(9, 9, 7, 9, 9, 9, 9)), {}, loop)
+    return compare(replace(training, rows=(9, 9, 7, 9, 9, 9, 9)), options, loop)
 
 
 @pytest.mark.quick
@@ -111,15 +131,15 @@ def test_a_model_that_is_taken_back_has_the_values_of_all_ranks(ranks: Pool) -> 
     assert all(own == first for own in others)
 
 
-def _saving(devices: Any) -> tuple[Training, Any, torch.optim.Optimizer]:
-    training = replace(TRAININGS["dropout"], rows=(9, 9, 7, 9, 9, 9, 7, 9, 9))
-    pipe = autosplit(training.make(), devices=devices, chunks=4, sample=training.batch(9).args)
+def _saving(devices: Any, **options: Any) -> tuple[Training, Any, torch.optim.Optimizer]:
+    training = replace(TRAININGS["dropout"], rows=(9, 9, 7, 9, 9, 9, 7, 9, 9, 9, 7))
+    pipe = autosplit(training.make(), devices=devices, chunks=4, sample=training.batch(9).args, **options)
     return training, pipe, adamw(list(pipe.parameters()))
 
 
-def saved(folder: str) -> tuple[int, list[float]]:
+def saved(folder: str, **options: Any) -> tuple[int, list[float]]:
     """Save in the middle of a stream; return how many minibatches came before, and the losses of what follows."""
-    training, pipe, optimizer = _saving("torchrun")
+    training, pipe, optimizer = _saving("torchrun", **options)
     stream = pipe.train_stream(_items(training), loss_fn=training.loss, optimizer=optimizer)
     before = [next(stream) for _ in range(3)]
     stream.drain()
@@ -129,9 +149,9 @@ def saved(folder: str) -> tuple[int, list[float]]:
     return done, [loss.item() for loss in stream][done - len(before) :]
 
 
-def resumed(folder: str, done: int, devices: Any = "torchrun") -> list[float]:
+def resumed(folder: str, done: int, devices: Any = "torchrun", **options: Any) -> list[float]:
     """Go on with what was saved; return the losses."""
-    training, pipe, optimizer = _saving(devices)
+    training, pipe, optimizer = _saving(devices, **options)
     checkpoint.restore(folder, pipe, optimizer)
     torch.manual_seed(6)
     items = islice(_items(training), done, None)

@@ -1,0 +1,79 @@
+"""One minibatch in flight: the cells of its stages, each of which computes with its own version of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autosplit.lower.split import named_state
+from autosplit.runtime.lanes.lanes import Lane
+from autosplit.runtime.loss.proof import WholeCheck
+from autosplit.runtime.norms import Use, update_statistics
+from autosplit.runtime.ops import CellContext, transfer
+from autosplit.runtime.step.step import Step
+from autosplit.runtime.step.sums import Held, together
+from autosplit.runtime.step.train_cells import TrainCells
+from autosplit.stream.minibatches import StreamStep
+from autosplit.stream.optimizers import Settings
+
+
+class Minibatch:
+    """One minibatch in flight."""
+
+    def __init__(self, cells: StreamCells, settings: Sequence[Settings], sources: Sequence[set[int]]) -> None:
+        """``cells`` run its stages; ``settings`` are the options of each stage's optimizer as it came in.
+
+        ``sources`` are the stages of which each stage takes values.
+        """
+        self.cells, self.settings, self.sources = cells, settings, sources
+        self.users = [{t for t, taken in enumerate(sources) if s in taken} for s in range(len(sources))]
+        self.microbatches = len(cells.step.sizes)
+        self.open = [self.microbatches] * len(sources)
+        """How many forwards of each stage are not over."""
+        stages = cells.step.stages
+        self.left = len(stages) + sum(len(cells.step.every_lane[stage]) for stage in stages)
+        """How many stages of this process have not stepped by it, and how many of their lanes do not know of it."""
+
+
+class StreamCells(TrainCells):
+    """The cells of one minibatch: every stage computes with that version of its weights which is the minibatch's."""
+
+    step: StreamStep
+
+    def __init__(self, step: StreamStep, loss: Any, check: WholeCheck | None) -> None:
+        super().__init__(step, loss, check)
+        self._states = [replace(step.state, statistics={}) for _ in step.lowered.stages]
+
+    def _trained(self, step: Step) -> Mapping[Held, Sequence[torch.Tensor]]:
+        """Return none: each stage says which version it computes with."""
+        return {}
+
+    def context(self, stage: int, microbatch: int) -> CellContext:
+        """Return where operations of a cell draw and leave what norms see; a stage updates its own norms."""
+        return CellContext(self._states[stage], microbatch)
+
+    def statistics(self, stage: int) -> dict[str, Use]:
+        """Return what a stage's norms saw."""
+        return self._states[stage].statistics
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Return the model's state by name, where norms take statistics of it."""
+        return dict(named_state(self.lowered.traced.root) if self.lowered.counts else ())
+
+    def end_forwards(self, stage: int) -> None:
+        """Update a stage's running statistics, when its last forward is over."""
+        update_statistics(self._states[stage], self.step.stage_lanes)
+
+    def gradients(self, stage: int, lane: Lane) -> list[torch.Tensor | None]:
+        """Return the gradients of a stage's weights on a lane, and let go of both."""
+        used = {held: own for held, own in self.sums.items() if held.stage == stage and own.parameters}
+        for held, own in used.items():
+            moved = transfer(tuple(own.totals.values()), self.step.lane_of(held), lane)
+            own.totals = dict(zip(own.totals, moved, strict=True))
+        found = together(list(used.values()), (), self.step.brought)
+        for own in used.values():
+            own.use(())
+        return found
