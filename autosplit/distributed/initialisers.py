@@ -30,6 +30,7 @@ from torch.fx.node import map_aggregate
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from autosplit.distributed import constructors
 from autosplit.distributed.places import Entry, replacement
 from autosplit.errors import InputError, listed
 
@@ -39,6 +40,7 @@ _OWN = ("reset_parameters", "_reset_parameters"), ("init_non_persistent_buffers"
 """Methods for what a module holds itself: of torch and others, and of timm."""
 _WHOLE = "initialize_weights", "init_weights"
 """Methods for all that is in a module: of transformers and MAE, and of timm, torchtitan and others."""
+_INITIALISERS = (*_OWN[0], *_OWN[1], *_WHOLE, "_init_weights")
 _WAY_OUT = (
     "give weights= that hold it, or give the model an init_weights() that sets all it has, or build it on a real device"
 )
@@ -47,7 +49,8 @@ _WAY_OUT = (
 class _Call(NamedTuple):
     """A call of a module's initialiser, which writes to what is in the module ``name``.
 
-    ``tied``: constructors make it after they have tied tensors.
+    ``tied``: constructors make it after they have tied tensors; ``counted``: the module's constructor names it, so that
+    the number of its writes tells whether it made it, with these arguments.
     """
 
     name: str
@@ -55,6 +58,7 @@ class _Call(NamedTuple):
     method: str
     arguments: tuple[Any, ...] = ()
     tied: bool = False
+    counted: bool = False
 
 
 def initial_values(
@@ -73,19 +77,19 @@ def initial_values(
     for entry in entries:
         groups[_owner(model, entry)].append(entry)
     calls = list(_calls(model))
+    kinds = {kind for kind in set(map(type, model.modules())) if constructors.writes_data(kind, _INITIALISERS)}
+    hidden = [name for name, module in model.named_modules() if type(module) in kinds]
     values: dict[Entry, Tensor] = {}
     unfilled: list[str] = []
     unknown: list[str] = []
     with _on_meta(entries):
         for owner in dict.fromkeys(_owner(model, entry) for entry in wanted):
-            drafts = [_Draft(entry) for entry in groups[owner]]
-            with _seeded(f"{seed}:{owner}"):
-                _fill(model, drafts, calls)
+            drafts = _filled(model, groups[owner], calls, f"{seed}:{owner}")
             for draft in drafts:
                 entry = draft.entry
                 if entry in wanted and not draft.is_filled:
                     unfilled.append(entry.shown)
-                elif entry in wanted and draft.is_behind:
+                elif entry in wanted and (draft.written_more > 0 or any(_is_inside(owner, name) for name in hidden)):
                     unknown.append(entry.shown)
                 elif entry in wanted:
                     value = draft.value.detach().to(device, entry.tensor.dtype)
@@ -94,8 +98,8 @@ def initial_values(
         raise InputError(f"no initialiser fills {listed(unfilled)} of a model on meta: {_WAY_OUT}")
     if unknown:
         raise InputError(
-            f"the constructor of a model on meta, or who called it, has written to {listed(unknown)} more often than "
-            f"its initialisers do, and what was written is not known: {_WAY_OUT}"
+            f"the constructor of a model on meta, or who called it, has written to {listed(unknown)} by .data, or "
+            f"more often than its initialisers do, and what was written is not known: {_WAY_OUT}"
         )
     return values
 
@@ -117,6 +121,7 @@ def _calls(model: nn.Module) -> Iterator[_Call]:
     by timm's ``named_apply``; ``init_weights()`` stands for that where there is one.
     """
     hf = [module for module in model.modules() if hasattr(module, "_initialize_weights")]
+    copies = any(map(constructors.copies, set(map(type, model.modules()))))
     in_hf = {inner for outer in hf for inner in outer.modules() if inner is not outer}
     for name, module in _children_first("", model):
         for methods in _OWN:
@@ -124,11 +129,19 @@ def _calls(model: nn.Module) -> Iterator[_Call]:
         if module in in_hf:
             continue
         if whole := [method for method in _WHOLE if _required(module, method) == 0]:
-            yield _Call(name, module, whole[0], tied=module not in hf)
+            plain = module not in hf
+            yield _Call(
+                name,
+                module,
+                whole[0],
+                tied=plain,
+                counted=plain and not copies and constructors.calls(type(module), whole[0]),
+            )
         elif (number := _required(module, "_init_weights")) in (1, 2):
+            counted = not copies and constructors.calls(type(module), "_init_weights")
             for path, inner in _children_first("", module):
                 full = f"{name}.{path}".strip(".")
-                yield _Call(full, module, "_init_weights", (inner, path)[:number], tied=True)
+                yield _Call(full, module, "_init_weights", (inner, path)[:number], tied=True, counted=counted)
 
 
 def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -149,8 +162,8 @@ def _required(module: nn.Module, method: str) -> int | None:
 class _Draft:
     """The value of a tensor while initialisers run: on the CPU, NaN at first where its dtype has that."""
 
-    def __init__(self, entry: Entry) -> None:
-        start = torch.full_like(entry.tensor, float("nan") if entry.tensor.dtype in _WITH_NAN else 0, device=_CPU)
+    def __init__(self, entry: Entry, device: torch.device) -> None:
+        start = torch.full_like(entry.tensor, float("nan") if entry.tensor.dtype in _WITH_NAN else 0, device=device)
         self.entry, self._meta = entry, entry.places[0].get()
         self.value = self._start = replacement(entry.tensor, start)
 
@@ -164,11 +177,11 @@ class _Draft:
         return self.value is not self._start or self._start._version > 0
 
     @property
-    def is_behind(self) -> bool:
-        """Whether the constructor wrote more often."""
+    def written_more(self) -> int:
+        """How much more often the constructor wrote; 0 where that is not known."""
         tensor, paths = self.entry.tensor, self.entry.name.split(".")
         counted = self.value is self._start and "parametrizations" not in paths and not tensor.is_inference()
-        return counted and tensor._version > self._start._version
+        return tensor._version - self._start._version if counted else 0
 
     def put(self, *, tied: bool) -> None:
         """Let initialisers write to the tensor, in the first place only where it is not tied yet."""
@@ -180,6 +193,37 @@ class _Draft:
         if (now := self.entry.places[0].get()) is not self._meta:
             self.value = now
         self.entry.put(self._meta)
+
+
+def _filled(model: nn.Module, entries: list[Entry], calls: list[_Call], seed: str) -> list[_Draft]:
+    """Return the tensors of one module as those calls leave them that the constructor made.
+
+    Where it wrote to a tensor on meta as often as these do without those that it names, and less often than with them,
+    it did not make these, or with arguments by which they leave the tensor as it is.
+    """
+    drafts = _written(model, entries, calls, seed)
+    sure = [call for call in calls if not call.counted]
+    if len(sure) == len(calls) or all(draft.written_more >= 0 for draft in drafts):
+        return drafts
+    on_meta = [[own.written_more for own in _written(model, entries, some, seed, _META)] for some in (calls, sure)]
+    fewer = _written(model, entries, sure, seed)
+    numbers = zip(*on_meta, fewer, drafts, strict=True)
+    return [few if more < 0 and not less and few.is_filled else own for more, less, few, own in numbers]
+
+
+def _written(
+    model: nn.Module, entries: list[Entry], calls: list[_Call], seed: str, device: torch.device = _CPU
+) -> list[_Draft]:
+    """Return the tensors of one module as calls leave them; on meta they have numbers of writes, and no values."""
+    drafts = [_Draft(entry, device) for entry in entries]
+    with _seeded(seed):
+        _fill(model, drafts, calls)
+    return drafts
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    """Tell whether a module is another one, or in it."""
+    return f"{name}.".startswith(f"{outer}." if outer else "")
 
 
 def _fill(model: nn.Module, drafts: list[_Draft], calls: list[_Call]) -> None:

@@ -8,6 +8,7 @@ from os import PathLike
 import torch
 from torch import Tensor, nn
 
+from autosplit.distributed import constructors
 from autosplit.distributed.initialisers import initial_values
 from autosplit.distributed.places import Entry, entries_of, replacement
 from autosplit.distributed.weights import Weights, common_prefix, open_weights
@@ -24,11 +25,13 @@ def initialise(model: nn.Module, seed: int = 0) -> nn.Module:
     save a checkpoint of a model that was built on the CPU. A tied tensor gets what its first module gives it. Tensors
     that have values keep them. The caller's random state is not touched.
 
-    What meta does not show is not known: a constructor that leaves one of these methods out, gives it other arguments
-    than its defaults, or writes by ``.data``. Compare with a model on the CPU where in doubt.
+    A method that a constructor names and did not call, as the number of writes tells, is left out. What meta does not
+    show is not known: other arguments than a method's defaults, by which it writes other values as often. Compare with
+    a model on the CPU where in doubt.
 
-    Raises InputError, before anything changes, for a tensor that no method fills, and for one that the constructor or
-    the caller has written to more often than the methods do, as what was written is not known.
+    Raises InputError, before anything changes, for a tensor that no method fills, for one that the constructor or the
+    caller has written to more often than the methods do, or by ``.data``, as what was written is not known, and for a
+    parameter that ``torch.FloatTensor`` or the like has made on the CPU, where nothing was written to it.
     """
     names = [entry.name for entry in entries_of(model) if entry.tensor.is_meta]
     materialise(model, names, device=torch.device("cpu"), seed=seed)
@@ -68,6 +71,17 @@ def materialise(
             f"weights hold no values of {listed(lacking)}; they hold {listed(source.shapes)}. Add them, or leave "
             "weights out, then all is initialised"
         )
+    on_meta = any(entry.tensor.is_meta for entry in entries)
+    if unset := [
+        entry.shown
+        for entry in (entries if weights is None else wanted)
+        if entry not in keys and on_meta and _unset(entry)
+    ]:
+        raise InputError(
+            f"{listed(unset)} of a model that was built on meta is memory on the CPU that nothing was written to: the "
+            "constructor made it by torch.FloatTensor or the like; give weights= that hold it, or build the model on a "
+            "real device"
+        )
     with torch.inference_mode(False), torch.no_grad():
         values = initial_values(model, entries, unread, seed, device, kept)
         for some in [keys] if kept is None else [{entry: key} for entry, key in keys.items()]:
@@ -76,6 +90,13 @@ def materialise(
             values |= read if kept is None else {entry: kept(entry.name, value) for entry, value in read.items()}
         for entry in wanted:
             entry.put(replacement(entry.tensor, values.get(entry, entry.tensor).to(device)))
+
+
+def _unset(entry: Entry) -> bool:
+    """Tell whether a parameter is off meta because its constructor has no device, and was never written to."""
+    tensor = entry.tensor
+    fresh = isinstance(tensor, nn.Parameter) and not (tensor.is_meta or tensor.is_inference() or tensor._version)
+    return fresh and constructors.leaves_unset(type(entry.places[0].module))
 
 
 def _keys(source: Weights, prefix: str, wanted: list[Entry]) -> dict[Entry, str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
+import transformers
 from scipy.stats import ks_2samp
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -202,6 +205,84 @@ def test_a_model_whose_own_method_does_what_its_constructor_did_can_be_initialis
     model = initialise(on_meta(Model))
     assert model[1].weight.eq(0).all()
     assert model[0].weight.ne(0).all()
+
+
+class Chooses(nn.Module):
+    """Its constructor calls its method for some choices only, or not with the defaults."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
+        if how == "all":
+            self.init_weights()
+        elif how == "norm kept":
+            self.init_weights(last=False)
+
+    def init_weights(self, last: bool = True) -> None:
+        nn.init.normal_(self.conv.weight, std=9.0)
+        if last:
+            nn.init.zeros_(self.norm.weight)
+
+
+@pytest.mark.parametrize(("how", "wide", "zero"), [("all", 1, 1), ("norm kept", 1, 0), ("none", 0, 0)])
+def test_a_method_that_the_constructor_does_not_call(how: str, wide: int, zero: int):
+    model = initialise(on_meta(lambda: Chooses(how)))
+    assert (model.conv.weight.std() > 3) == wide
+    assert (model.norm.weight == 1 - zero).all()
+
+
+@pytest.mark.parametrize("draw", [nn.init.trunc_normal_, nn.init.ones_])
+def test_a_method_whose_writes_meta_does_not_count(draw: Any):
+    """Truncated draws do nothing there, and copies start anew."""
+
+    class Clones(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.Linear(64, 64, bias=False)
+            copied = draw is nn.init.ones_
+            self.layers = nn.ModuleList(copy.deepcopy(layer) if copied else nn.Linear(64, 64) for _ in range(2))
+            self.init_weights()
+
+        def init_weights(self) -> None:
+            for layer in self.layers:
+                draw(layer.weight)
+
+    assert all(layer.weight.abs().max() >= 1 for layer in initialise(on_meta(Clones)).layers)
+
+
+def _normal(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.weight.data.normal_(0, 9.0)
+
+
+class WritesData(nn.Sequential):
+    """Writes to weights past their count of changes, itself or by a function."""
+
+    def __init__(self, *, itself: bool) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Tanh())
+        if itself:
+            for module in self.modules():
+                if isinstance(module, nn.Linear):
+                    module.weight.data[:2] = 0
+        else:
+            self.apply(_normal)
+
+
+@pytest.mark.parametrize("itself", [True, False])
+def test_a_constructor_that_writes_by_data_is_an_error(itself: bool):
+    with pytest.raises(InputError, match=r"written to 0.weight \(of Linear\).*by \.data"):
+        initialise(on_meta(lambda: WritesData(itself=itself)))
+
+
+def test_memory_that_a_constructor_makes_on_the_cpu_is_an_error():
+    def build() -> nn.Module:
+        return transformers.XLNetModel(transformers.XLNetConfig(vocab_size=96, d_model=32, n_layer=1, n_head=4))
+
+    with pytest.raises(InputError, match=r"rel_attn.q .*nothing was written to.*torch.FloatTensor"):
+        initialise(on_meta(build))
+    model, plain = on_meta(build), build()
+    materialise(model, list(tensors(model)), device=CPU, weights=plain.state_dict())
+    assert all(same(tensor, tensors(plain)[name]) for name, tensor in tensors(model).items())
 
 
 def test_a_parametrization_without_an_inverse_is_an_error():
