@@ -6,7 +6,7 @@ import platform
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,19 +25,30 @@ BATCH = "the batch's values (give every rank of a pipeline the same batch, or fe
 _MANY_BYTES, _ROW_BYTES = 1 << 16, 512
 
 
-def state_of_several(lowered: Lowered, ranks: Sequence[Sequence[int]]) -> str | None:
-    """Return a buffer that one rank changes and one of another stage uses; ``ranks`` are those of the stages."""
+class StateUse(NamedTuple):
+    """The ranks of a stage use, or change, a parameter or buffer."""
+
+    name: str
+    ranks: tuple[int, ...]
+    changes: bool
+
+
+def uses_of_state(lowered: Lowered, ranks: Sequence[Sequence[int]]) -> set[StateUse]:
+    """Return what stages do with parameters and buffers; ``ranks`` are those of the stages."""
     layout = lowered.layout
-    placed = [(rank, node) for rank, own in zip(ranks, layout.stages, strict=True) for node in own.nodes]
-    placed += [(rank, node) for rank, own in zip(ranks, layout.prologues, strict=True) for node in own.nodes]
-    changed: dict[str, set[Sequence[int]]] = {}
-    used: dict[str, set[Sequence[int]]] = {}
-    for rank, node in (*placed, *((ranks[-1], node) for node in layout.epilogue)):
-        for name in node.meta[INFO].writes:
-            changed.setdefault(name, set()).add(rank)
-        for name in (*node.meta[INFO].reads, *node.meta[INFO].writes):
-            used.setdefault(name, set()).add(rank)
-    return next((name for name in changed if len(used[name]) > 1), None)
+    nodes = [(own, node) for own, part in zip(ranks, layout.stages, strict=True) for node in part.nodes]
+    nodes += [(own, node) for own, part in zip(ranks, layout.prologues, strict=True) for node in part.nodes]
+    infos = [(tuple(own), node.meta[INFO]) for own, node in (*nodes, *((ranks[-1], node) for node in layout.epilogue))]
+    used = {StateUse(name, own, changes=False) for own, info in infos for name in info.reads}
+    return used | {StateUse(name, own, changes=True) for own, info in infos for name in info.writes}
+
+
+def state_of_several(uses: Iterable[StateUse]) -> str | None:
+    """Return what the ranks of one stage change and those of another one use."""
+    ranks: dict[str, set[Sequence[int]]] = {}
+    for use in uses:
+        ranks.setdefault(use.name, set()).add(use.ranks)
+    return min((use.name for use in uses if use.changes and len(ranks[use.name]) > 1), default=None)
 
 
 def program_text(lowered: Lowered) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autosplit.distributed.facts import BATCH, call_text, checksum, state_of_several
+from autosplit.distributed.facts import BATCH, StateUse, call_text, checksum, state_of_several, uses_of_state
 from autosplit.distributed.materialise import materialise
 from autosplit.distributed.messages import flattened
 from autosplit.distributed.replicas import stage_group
@@ -76,6 +76,10 @@ class RankRecordings(Recordings):
         self._findings: Findings | None = None
         self._placed: set[str] = set()
         """The parameters and buffers that lie on this rank's device."""
+        self._buffers: set[str] = set()
+        """The buffers that this rank uses."""
+        self._uses: set[StateUse] = set()
+        """What all kinds of calls do with parameters and buffers."""
 
     @property
     def ranks(self) -> tuple[Sequence[int], ...]:
@@ -266,7 +270,8 @@ class RankRecordings(Recordings):
                 f"{moved!r} belongs to rank {self.world.members[self.owner_of(moved)]}, and in this kind of call rank "
                 f"{self.world.members[own[moved]]} uses it first; plan on a sample of a call that uses all parameters"
             )
-        if (shared := state_of_several(lowered, ranks)) is not None:
+        uses = self._uses | uses_of_state(lowered, ranks)
+        if (shared := state_of_several(uses)) is not None:
             raise TraceError(
                 f"{shared!r} is changed on one rank and used on another, which would not see it; give modules that "
                 "share state one stage by plan=, or run them in one process"
@@ -293,6 +298,12 @@ class RankRecordings(Recordings):
             self.tensors.cut({name: named[name] for name in new}, sizes)
         move((named[name], self.world.device) for name in new)
         self._placed.update(new)
+        buffers = {name for name, own in named.items() if not isinstance(own, nn.Parameter) and not own.requires_grad}
+        self._buffers.update(buffers.intersection(new))
+        if self._uses and not self._has_part:  # some were loaded, or changed, where they were used so far
+            for name in sorted(buffers & {use.name for use in uses - self._uses}):
+                self._share(name, named[name])
+        self._uses = uses
 
     def check_reads(self, recorded: Recorded) -> None:
         """Raise TraceError where Python reads a value that one rank changes, on which all ranks have to decide."""
@@ -341,20 +352,23 @@ class RankRecordings(Recordings):
             if (part := PARTS.pop(tensor, None)) is not None:
                 tensor.data, gradient = part.whole(tensor), tensor.grad
                 tensor.grad = None if gradient is None else part.whole(gradient)
-            value = tensor.detach().to(self.world.device, copy=True, memory_format=torch.contiguous_format)
-            self.world.broadcast(flattened(value), self.owner_of(name))
-            if self.owner_of(name) != self.world.rank:
-                with torch.no_grad():
-                    tensor.copy_(value)
+            self._share(name, tensor)
             _TRAINED.pop(tensor, None)
+
+    def _share(self, name: str, tensor: torch.Tensor) -> None:
+        value = tensor.detach().to(self.world.device, copy=True, memory_format=torch.contiguous_format)
+        self.world.broadcast(flattened(value), self.owner_of(name))
+        if self.owner_of(name) != self.world.rank:
+            with torch.no_grad():
+                tensor.copy_(value)
 
     def owner_of(self, name: str) -> int:
         """Return the rank that holds a parameter or buffer; the first stage's has what no stage uses."""
         return self.owner.get(name, self.ranks[0][0])
 
     def is_own(self, name: str) -> bool:
-        """Tell whether this rank holds a parameter or buffer."""
-        return self.world.rank in self._alike_ranks(self.owner_of(name))
+        """Tell whether this rank holds a parameter, or uses a buffer."""
+        return name in self._buffers or self.world.rank in self._alike_ranks(self.owner_of(name))
 
     def _alike_ranks(self, rank: int) -> Sequence[int]:
         """Return the replicas of a rank's stages."""

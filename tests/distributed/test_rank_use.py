@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit import autosplit, initialise
+from autosplit.distributed import checkpoint
 from autosplit.distributed.join import join
+from autosplit.errors import TraceError
 from autosplit.options import Sample
 from tests.distributed.models import TRAININGS, TiedGPT, few_targets, flat, next_token, tokens
 from tests.distributed.processes import Pool
@@ -199,3 +202,69 @@ def by_pairs() -> list[str]:
 
 def test_a_group_for_each_sender_and_receiver(ranks: Pool) -> None:
     assert ranks(3).run(by_pairs)[0] == []
+
+
+class Scaled(nn.Module):
+    """Layers that a buffer scales, which a call in training mode changes where it is asked to."""
+
+    def __init__(self, *, moves: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8).double() for _ in range(4))
+        self.register_buffer("scale", torch.ones(8, dtype=torch.float64))
+        self.moves = moves
+
+    def forward(self, value: Tensor) -> Tensor:
+        scale = self.scale
+        if self.moves and self.training:
+            scale = self.scale.mul_(0.9)
+            value = value * scale
+        for layer in self.layers:
+            value = layer(value).tanh()
+            value = value if self.training and self.moves else value * scale
+        return value
+
+
+def scaled(folder: str, replicas: list[int] | None) -> list[float]:
+    """Load a buffer that all stages use, by a state and a checkpoint; return how far outputs are from the model's."""
+    value = torch.rand(8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    state = {name: own.clone() for name, own in Scaled().state_dict().items()}
+    state["scale"] *= 2
+    plain = Scaled()
+    plain.load_state_dict(state)
+    how: Any = {"devices": "torchrun", "chunks": 4, "sample": value, "outputs": "all", "replicas": replicas}
+    found, pipes = [], [autosplit(Scaled(), **how) for _ in range(3)]
+    pipes[0].load_state_dict(state)
+    checkpoint.save(folder, 1, pipes[0])
+    checkpoint.restore(folder, pipes[1])
+    for buffer in pipes[2].buffers():
+        buffer.mul_(2)
+    for pipe in pipes:
+        assert "scale" in pipe.state_dict()
+        found.append((pipe.eval_step(value) - plain(value)).abs().max().item())
+    return found
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("replicas", [None, [2, 1], [1, 2]], ids=str)
+def test_a_buffer_of_several_stages_has_its_value_on_all(
+    ranks: Pool, tmp_path: Path, replicas: list[int] | None
+) -> None:
+    size = 2 if replicas is None else sum(replicas)
+    for off in ranks(size).run(scaled, str(tmp_path), replicas):
+        assert max(off) < 1e-12
+
+
+def moved() -> str:
+    """Train a model that changes a buffer in one stage and, in eval mode, reads it in others."""
+    value = torch.rand(8, 8, dtype=torch.float64)
+    pipe = autosplit(Scaled(moves=True), devices="torchrun", chunks=4, sample=value, outputs="all")
+    pipe.train_step(value, target=value, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(TraceError) as refused:
+        pipe.eval_step(value)
+    return str(refused.value)
+
+
+def test_a_buffer_that_one_kind_of_call_changes_and_another_reads_elsewhere(ranks: Pool) -> None:
+    for said in ranks(2).run(moved):
+        assert "'scale' is changed on one rank and used on another" in said
