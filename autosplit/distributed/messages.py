@@ -80,7 +80,7 @@ class Messages:
     ) -> None:
         """``lanes`` are the stages' and the caller's; ``said`` goes with descriptions, and both sides say the same."""
         self._world, self._ends, self._lanes, self._detached = world, ends, lanes, detached
-        self._known, self._sent, self._said = known, sent, said
+        self.known, self._sent, self._said = known, sent, said
         self.arrivals: Mapping[Way, Iterable[Way]] = {}
         """For each message, those of this rank that have arrived when it is there."""
         self._inside = SharedMemory(lambda stage, _: lanes[stage], log, detached=detached)
@@ -96,13 +96,13 @@ class Messages:
             return
         description = tuple([None if tensor is None else described(tensor) for tensor in message])
         tag, works = self._tag(way), []
-        if not self._known.complete:
-            self._known.of[way] = description
+        if not self.known.complete:
+            self.known.of[way] = description
             works += [work for to in targets for work in self._describe(description, to, tag)]
-        elif self._known.of.get(way) != description:
+        elif self.known.of.get(way) != description:
             raise ScheduleError(
                 f"{_place(way)} is {_text(description)}, and was "
-                f"{_text(self._known.of.get(way, ()))} when this kind of step ran first; ranks agree on that once"
+                f"{_text(self.known.of.get(way, ()))} when this kind of step ran first; ranks agree on that once"
             )
         with self._lanes[way.source].active():
             flat = [flattened(tensor.detach()) for tensor in message if tensor is not None and tensor.numel()]
@@ -119,23 +119,23 @@ class Messages:
 
     def _described(self, way: Way, source: int, tag: int) -> Description:
         """Return what comes; at the first step of a kind the sender says it."""
-        if not self._known.complete:
+        if not self.known.complete:
             length = torch.zeros(1, dtype=torch.int64)
             with self._world.waiting(_place(way), source):
                 dist.recv(length, group=self._world.control, group_src=source, tag=tag)
                 data = torch.zeros(int(length), dtype=torch.uint8)
                 dist.recv(data, group=self._world.control, group_src=source, tag=tag)
-            said, self._known.of[way] = pickle.loads(data.numpy().tobytes())
+            said, self.known.of[way] = pickle.loads(data.numpy().tobytes())
             if said != self._said:
                 raise InputError(
                     f"{_place(way)} came from a rank that has {said}, and this one has {self._said}; every rank takes "
                     "the same minibatches, with the same seed"
                 )
-        return self._known.of[way]
+        return self.known.of[way]
 
     def expect(self, way: Way) -> None:
         """Post the receive of a message that is yet to be made, where it is known what comes."""
-        if self._known.complete:
+        if self.known.complete:
             self._posted[way] = self._post(way)
 
     def _post(self, way: Way) -> tuple[list[torch.Tensor], list[Any]]:
@@ -164,7 +164,7 @@ class Messages:
         wants = self._detached and not way.backward
         return [
             None if one is None else next(there).requires_grad_(wants and one.requires_grad)
-            for one in self._known.of[way]
+            for one in self.known.of[way]
         ]
 
     def clear(self) -> None:

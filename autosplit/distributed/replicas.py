@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,9 @@ from autosplit.distributed.world import World
 from autosplit.parallel import BUCKET_BYTES
 from autosplit.runtime.norms import Part, Use
 from autosplit.runtime.step.cells import held_back
+
+_SPARSE = -256
+"""Stands for a sparse gradient where dense ones count 1: the sum is below zero where there is any."""
 
 
 class Share(NamedTuple):
@@ -87,23 +91,30 @@ def _added(world: World, leaves: Sequence[Tensor], gradients: Sequence[Tensor | 
     counts = flat[-len(leaves) :].tolist()
     sums = flat[: -len(leaves)].split([leaf.numel() for leaf in leaves])
     found = zip(leaves, gradients, sums, counts, strict=True)
-    return [_sum(leaf, own, total) if count else None for leaf, own, total, count in found]
+    return [
+        _sparse_sum(world.across, leaf, own) if count < 0 else _sum(leaf, own, total) if count else None
+        for leaf, own, total, count in found
+    ]
+
+
+def _sparse_sum(group: Any, leaf: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return the sum of sparse gradients over the ranks of a group, added in their order."""
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, None if gradient is None else gradient.cpu(), group=group)
+    return reduce(torch.add, (one for one in every if one is not None)).to(leaf.device)
 
 
 def _in_a_row(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return the values of gradients, zeros where there is none, and then for each whether there is one."""
-    parts = [leaf.new_zeros(leaf.numel()) if g is None else _flat(g) for leaf, g in zip(leaves, gradients, strict=True)]
-    there = torch.tensor([gradient is not None for gradient in gradients], device=leaves[0].device)
-    return torch.cat([*parts, there.to(leaves[0].dtype)])
+    """Return the values of gradients, zeros for none and for sparse ones, and then for each what it is."""
+    there = [0 if gradient is None else _SPARSE if gradient.is_sparse else 1 for gradient in gradients]
+    dense = zip(leaves, gradients, there, strict=True)
+    parts = [leaf.new_zeros(leaf.numel()) if has < 1 or g is None else g.reshape(-1) for leaf, g, has in dense]
+    return torch.cat([*parts, leaves[0].new_tensor(there, requires_grad=False)])
 
 
 def _sum(leaf: Tensor, own: Tensor | None, total: Tensor) -> Tensor:
     """Return a sum in the memory of the replica's own gradient, where there is one."""
-    return (torch.empty_like(leaf) if own is None or own.is_sparse else own).copy_(total.view(leaf.shape))
-
-
-def _flat(gradient: Tensor) -> Tensor:
-    return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+    return (torch.empty_like(leaf) if own is None else own).copy_(total.view(leaf.shape))
 
 
 def _buckets(leaves: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -134,15 +145,18 @@ def added_in_order(group: Any, leaves: Sequence[Tensor], gradients: Sequence[Ten
 
     So they have the bits of one process, on every rank. Gradients are those of leaves of the same number.
     """
-    own = {id(leaf): gradient for leaf, gradient in zip(leaves, gradients, strict=True)}
+    given = {id(leaf): gradient for leaf, gradient in zip(leaves, gradients, strict=True)}
     sums: dict[int, Tensor | None] = {}
     for bucket in _buckets(leaf for leaf in leaves if leaf.requires_grad):
-        flat = _in_a_row(bucket, [own.pop(id(leaf)) for leaf in bucket])
+        flat = _in_a_row(bucket, [given[id(leaf)] for leaf in bucket])
         every = [torch.empty_like(flat) for _ in range(group.size())]
         dist.all_gather([one.view(torch.uint8) for one in every], flat.view(torch.uint8), group=group)
         rows = [one.split([*(leaf.numel() for leaf in bucket), len(bucket)]) for one in every]
         there = [row[-1].tolist() for row in rows]
         for place, leaf in enumerate(bucket):
+            if any(has[place] < 0 for has in there):
+                sums[id(leaf)] = _sparse_sum(group, leaf, given[id(leaf)])
+                continue
             total = None
             for row in (row for row, has in zip(rows, there, strict=True) if has[place]):
                 total = row[place] if total is None else total + row[place]

@@ -12,9 +12,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
 
-from autosplit.distributed.step import RankStep, WholeCall
+from autosplit.distributed.step import RankStep
 from autosplit.distributed.world import as_known, attempt
 from autosplit.errors import InputError
+from autosplit.ranks.call import WholeCall
 from autosplit.recorded import Recent
 from autosplit.runtime.loss.proof import Proofs, identity
 from autosplit.runtime.step import engine

@@ -32,6 +32,7 @@ from autosplit.runtime.optimizers import move
 from autosplit.runtime.tree import TreeRun
 from autosplit.tensor.part import PARTS
 from autosplit.trace.borrowed.blank import has_meta, without_values
+from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.inputs.objects import take_apart, tensors_in
 from autosplit.trace.inputs.signature import Key, Shapes
@@ -168,11 +169,21 @@ class RankRecordings(Recordings):
     def _replicas(self, lowered: Lowered, stage_of: Mapping[str, int]) -> tuple[Replicas, ...]:
         """Return nothing: each of a stage's replicas is a rank, with modules of its own."""
         check_cells(lowered, [len(each) for each in self.ranks])
-        if len(self.ranks[-1]) > 1 and (slots := ending_slots(lowered)):
-            raise InputError(
-                f"the model returns {slots[0].value!r}, which is made once per step, and the last stage has replicas "
-                "on several ranks; give that stage one replica"
-            )
+        if (count := len(self.ranks[-1])) > 1:
+            whose = f"behind all microbatches, on the first of the last stage's {count} replicas"
+            weights = dict(self.model.named_parameters(remove_duplicate=False))
+            for info in (node.meta[INFO] for node in lowered.layout.epilogue):
+                if used := [*info.writes, *(name for name in info.reads if name in weights)]:
+                    does = "changes" if info.writes else "uses"
+                    raise InputError(
+                        f"{info.name!r} {does} {used[0]!r} once per step, {whose}, which each have their own; give "
+                        "that stage one replica"
+                    )
+            if slots := ending_slots(lowered):
+                raise InputError(
+                    f"{slots[0].value!r}, which is made once per step, is returned or used {whose}; give that stage "
+                    "one replica"
+                )
         return ()
 
     def _to_plan(self, found: Trace) -> Trace:

@@ -169,10 +169,14 @@ class RankSegment(Segment):
                 self._tell(cell.minibatch, cells.total())
 
     def _part(self, stage: int, cells: StreamCells) -> Message:
-        """Return what this rank has of a minibatch: gradients of the stage's weights, and what norms saw as bytes."""
-        gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in super()._gradients(stage, cells)]
-        saw = pickle.dumps(packed(cells.statistics(stage), cells.named()))
-        return [*gradients, torch.frombuffer(bytearray(saw), dtype=torch.uint8).to(self._world.device)]
+        """Return this rank's gradients of the stage's weights, and as bytes what norms saw and the sparse ones."""
+        gradients = super()._gradients(stage, cells)
+        sparse = {place: g.cpu() for place, g in enumerate(gradients) if g is not None and g.is_sparse}
+        saw = pickle.dumps((packed(cells.statistics(stage), cells.named()), sparse))
+        return [
+            *(None if place in sparse else g for place, g in enumerate(gradients)),
+            torch.frombuffer(bytearray(saw), dtype=torch.uint8).to(self._world.device),
+        ]
 
     def _gradients(self, stage: int, cells: StreamCells) -> list[torch.Tensor | None]:
         """Return the sums of what the replicas have, in their order; norms see what all of them saw."""
@@ -186,9 +190,12 @@ class RankSegment(Segment):
         words = [pickle.loads(data.cpu().numpy().tobytes()) for *_, data in parts if data is not None]
         saw = cells.statistics(stage)
         saw.clear()
-        join(saw, words, cells.named(), in_turn=True)
+        join(saw, (seen for seen, _ in words), cells.named(), in_turn=True)
         cells.end_forwards(stage)
-        total, *others = (gradients for *gradients, _ in parts)
+        total, *others = (
+            [sparse[place].to(self._world.device) if place in sparse else g for place, g in enumerate(gradients)]
+            for (*gradients, _), (_, sparse) in zip(parts, words, strict=True)
+        )
         for gradients in others:
             total = [a if b is None else b if a is None else a + b for a, b in zip(total, gradients, strict=True)]
         return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from autosplit.distributed import checkpoint
 from autosplit.errors import InputError
 from tests.distributed.models import TRAININGS, WIDTH, Dropping, flat
 from tests.distributed.processes import Pool
-from tests.distributed.replicas import doubled, mesh_of
+from tests.distributed.replicas import doubled, mesh_of, replica_of
 from tests.distributed.training import Trained, Training, compare, without_gradients
 
 NAMES = ("tied gpt with dropout", "batch norm", "relative bias", "skips", "ragged", "passthrough")
@@ -212,7 +212,6 @@ def refused() -> list[str]:
         lambda: autosplit(model(), **{**sample, "replicas": [2, 2]}),
         lambda: autosplit(Table(renormalises=True, returns=False), **sample),
         lambda: autosplit(Table(renormalises=False, returns=True), **{**sample, "replicas": [1, 2]}),
-        lambda: next(pipe.train_stream([(value, target)], loss_fn=F.mse_loss, optimizer=torch.optim.SGD)),
     ]
     said = []
     for call in calls:
@@ -232,9 +231,96 @@ def test_what_is_refused_on_all_ranks(ranks: Pool) -> None:
         r"a mesh of several pipelines and replicas=\(2, 1\)",
         r"replicas=\[2, 2\] are 4 devices in 2 stages, and devices names 3",
         r"stage 0 has 2 replicas, and 'table#0' looks up a table with max_norm",
-        r"the model returns '\w*softmax\w*', which is made once per step, and the last stage has replicas",
-        r"with replicas=, dp, tp or parallelize= ranks train by train_step",
+        r"'\w*softmax\w*', which is made once per step, is returned or used .* the last stage's 2 replicas",
     ]
     for said in ranks(3).run(refused):
         for text, own in zip(said, words, strict=True):
             assert re.search(own, text), text
+
+
+class Moves(nn.Module):
+    """In training it moves a running mean, or takes off the batch's, behind what reads every row."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.head = nn.Identity() if writes else nn.Linear(8, 8)
+        self.register_buffer("centre", torch.zeros(8))
+        self.writes = writes
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.layers(value)
+        if not self.writes:
+            return self.head(value - value.mean(0) if self.training else value)
+        output = torch.tanh(value - self.centre)
+        if self.training:
+            self.centre.mul_(0.5).add_(value.detach().mean(0), alpha=0.5)
+        return output
+
+
+def moved_later(replicas: list[int], writes: bool) -> Any:
+    """Plan in eval mode, then train; return what is refused, or the buffer as it is then."""
+    value = flat(8).args[0]
+    pipe = autosplit(Moves(writes=writes).eval(), devices="torchrun", chunks=4, sample=value, replicas=replicas)
+    try:
+        pipe.train().train_step(value, target=value, loss_fn=F.mse_loss)
+    except InputError as error:
+        return str(error)
+    return pipe.unsplit().get_buffer("centre").tolist()
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_what_one_replica_alone_would_do_is_refused_in_a_later_kind_of_call(ranks: Pool, writes: bool) -> None:
+    does = "changes 'centre'" if writes else "uses 'head.weight'"
+    for said in ranks(3).run(moved_later, [1, 2], writes):
+        assert re.search(f"{does} once per step, .* the last stage's 2 replicas.* give that stage one replica", said)
+    plain = Moves(writes=writes)
+    plain(flat(8).args[0])
+    for found in ranks(3).run(moved_later, [2, 1], writes):
+        assert found == pytest.approx(plain.centre.tolist(), abs=1e-6)
+
+
+class Seen(torch.optim.SGD):
+    """Notes the layouts of gradients."""
+
+    layouts: ClassVar[set[Any]] = set()
+
+    def step(self, closure: Any = None) -> Any:
+        """Note them, and update."""
+        self.layouts.update(p.grad.layout for group in self.param_groups for p in group["params"] if p.shape[0] == 9)
+        return super().step(closure)
+
+
+def looked_up(way: str, replicas: list[int]) -> tuple[list[float], set[Any]]:
+    """Train a table with sparse gradients; return the losses, and the layouts of its gradients on this rank."""
+    value, target = torch.arange(16).view(8, 2) % 7, torch.zeros(8, WIDTH)
+    options: dict[str, Any] = {"devices": "torchrun", "chunks": 4, "replicas": replicas}
+    if way == "dp":
+        options = {"mesh": (mesh := mesh_of(2, 1)), "chunks": 2}
+        value, target = (own[4 * replica_of(mesh) :][:4] for own in (value, target))
+    if way == "plain":
+        options = {"devices": ["cpu"] * sum(replicas), "chunks": 4, "replicas": replicas}
+    model = Table(renormalises=False, returns=False)
+    model.table.sparse = True
+    pipe = autosplit(model, sample=value, **options)
+    Seen.layouts.clear()
+    make = partial(Seen, lr=0.5)
+    if way == "stream":
+        items = [(value, target)] * 3
+        return [loss.item() for loss in pipe.train_stream(items, loss_fn=F.mse_loss, optimizer=make)], {*Seen.layouts}
+    optimizer, losses = make(pipe.parameters()), []
+    for _ in range(3):
+        losses.append(pipe.train_step(value, target=target, loss_fn=F.mse_loss).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {*Seen.layouts}
+
+
+@pytest.mark.parametrize(("way", "replicas"), [("step", [2, 1]), ("dp", [1, 1]), ("stream", [2, 1])])
+def test_sparse_gradients_stay_sparse(ranks: Pool, way: str, replicas: list[int]) -> None:
+    found = ranks(sum(replicas)).run(looked_up, way, replicas)
+    assert set[Any]().union(*(layouts for _, layouts in found)) == {torch.sparse_coo}
+    if way != "stream":  # whose later losses are of earlier weights
+        losses, _ = looked_up("plain", replicas)
+        assert all(own == pytest.approx(losses, rel=1e-5) for own, _ in found)

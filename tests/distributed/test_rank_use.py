@@ -268,3 +268,50 @@ def moved() -> str:
 def test_a_buffer_that_one_kind_of_call_changes_and_another_reads_elsewhere(ranks: Pool) -> None:
     for said in ranks(2).run(moved):
         assert "'scale' is changed on one rank and used on another" in said
+
+
+class Two(nn.Module):
+    """Two outputs, of the first stage and of the last; random slopes that hang on values."""
+
+    def __init__(self, *, draws: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layers = nn.Linear(8, 8), nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.draws = draws
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.first(value))
+        output = self.layers(hidden)
+        return nn.functional.rrelu(output, training=self.draws), hidden
+
+
+def one_after_the_other(draws: bool) -> list[tuple[Tensor, Tensor]]:
+    """Differentiate other outputs, and in other layouts, step by step; return all gradients and the plain model's."""
+    plain, own = Two(draws=draws), Two(draws=draws)
+    value = flat(8).args[0]
+    pipe = autosplit(own, devices="torchrun", chunks=4, sample=value, outputs="all")
+    losses: list[Any] = [
+        lambda out: out[0].square().mean(),
+        lambda out: out[1].square().mean(),
+        lambda out: (out[0].t() @ out[1]).sum(),
+        lambda out: out[0].sum(),
+        lambda out: out[1].square().mean(),
+    ]
+    found = []
+    for step, loss in enumerate(losses):
+        next_numbers = []
+        for model in (plain, pipe):
+            torch.manual_seed(step)
+            loss(model(value)).backward()
+            next_numbers.append(torch.rand(1))
+        named = dict(plain.named_parameters())
+        found += [(p.grad.clone(), named[n].grad.clone()) for n, p in pipe.named_parameters() if p.grad is not None]
+        found.append((next_numbers[0], next_numbers[1]))
+    return found
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_backward_may_begin_with_other_outputs_than_the_one_before(ranks: Pool, draws: bool) -> None:
+    for found in ranks(2).run(one_after_the_other, draws):
+        for own, plain in found:
+            torch.testing.assert_close(own, plain)

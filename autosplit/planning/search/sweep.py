@@ -158,8 +158,8 @@ class Sweep:
             return list(dict.fromkeys(own if max(own, default=1) > 1 else () for own in ((), best, alone)))
         if asked and asked[-1] > 1 and full:
             raise InputError(
-                f"replicas={list(asked)}: {full[0].name!r} mixes the rows of a batch, so it runs once per step, on one "
-                "device of the last stage; give that stage one replica"
+                f"replicas={list(asked)}: {full[0].name!r} mixes the rows of a batch, or changes what they have read, "
+                "so it runs once per step, on one device of the last stage; give that stage one replica"
             )
         return [asked]
 
