@@ -25,7 +25,7 @@ from autosplit.distributed.facts import checksum, program_text
 from autosplit.distributed.messages import SHARED, Descriptions, Messages, Sent, arrived, tag_of
 from autosplit.distributed.replicas import join, packed
 from autosplit.distributed.step import RankStep, hang_limit
-from autosplit.distributed.world import known_to_all
+from autosplit.distributed.world import as_known, known_to_all
 from autosplit.errors import InputError
 from autosplit.lower.split import named_state
 from autosplit.options import Sample
@@ -198,7 +198,8 @@ class RankSegment(Segment):
         )
         for gradients in others:
             total = [a if b is None else b if a is None else a + b for a, b in zip(total, gradients, strict=True)]
-        return total
+        sent = {id(gradient) for part in own.values() for gradient in part}  # an optimizer may change its gradients
+        return [gradient.clone() if gradient is not None and id(gradient) in sent else gradient for gradient in total]
 
     def _update(self, stage: int, cell: StreamAction) -> None:
         begin = self._stages[stage].minibatches
@@ -242,8 +243,26 @@ class RankSegment(Segment):
             with self._running_step(), self._world.waiting("its messages to arrive", *self._world.others()):
                 for sent in self._sent:
                     arrived(sent, list(sent))
+        if self.broken is None and max(self._replicas) > 1:
+            with self._running_step():
+                self.broken = self._unlike()
         self._sent.clear()
         super()._finish()
+
+    def _unlike(self) -> BaseException | None:
+        """Return what to say of replicas that have come to have different weights."""
+        ((stage, weights),) = self._stages.items()
+        words = self._world.agree("ends a stream", {}, word=(stage, checksum(weights.parameters)))
+        first = dict(reversed([(word[0], (rank, word[1])) for rank, word in enumerate(words)]))
+        for rank, (stage, own) in enumerate(words):
+            if own != first[stage][1]:
+                return as_known(
+                    InputError(
+                        f"ranks {first[stage][0]} and {rank} are replicas of stage {stage}, and have different weights "
+                        "after the same minibatches: their optimizers or hooks differ; give all ranks the same"
+                    )
+                )
+        return None
 
 
 def _step_of(cells: StreamCells) -> RankStreamStep:
@@ -280,7 +299,8 @@ class RankStream(Stream):
         if self._exhausted and not (self._error is not None and known_to_all(self._error)):
             try:
                 with self._world.watch.step(hang_limit(self._step_s)):
-                    self._world.agree("takes no more minibatches", {_TAKEN: self._taken}, self._error)
+                    why = "" if self._error is None else f": {type(self._error).__name__}: {self._error}"
+                    self._world.agree(f"takes no more minibatches{why}", {_TAKEN: self._taken}, self._error)
             except Exception as error:
                 self._error = error
 

@@ -70,6 +70,11 @@ class StageWeights:
                     "stream.drain() before that, or change it in a hook of the optimizer (register_step_post_hook)"
                 )
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The stage's parameters."""
+        return list(self._parameters.values())
+
     def _used(self, update: int) -> int:
         return max(0, update - self._behind)
 

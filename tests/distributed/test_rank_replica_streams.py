@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch.distributed as dist
 
 from autosplit import autosplit
+from autosplit.errors import InputError
 from tests.distributed import test_rank_streams as streams
 from tests.distributed.launching import causes, launch
 from tests.distributed.models import TRAININGS
 from tests.distributed.processes import Pool
+from tests.distributed.training import Trained, Training, compare
 from tests.stream.streams import sgd
 
 LAYOUTS = [
@@ -92,7 +95,7 @@ def failing(replicas: list[int]) -> None:
     """Train on a stream of which one replica's loop raises."""
     training = TRAININGS["dropout"]
     pipe = autosplit(training.make(), devices="torchrun", chunks=4, sample=training.batch(9).args, replicas=replicas)
-    items = partial(streams._items, streams.replace(training, rows=(9,) * 12))
+    items = partial(streams.items_of, replace(training, rows=(9,) * 12))
     for number, _ in enumerate(pipe.train_stream(items(), loss_fn=training.loss, optimizer=sgd)):
         if number == 4 and dist.get_rank() == 1:
             raise OSError("no space left")
@@ -106,3 +109,46 @@ def test_a_replica_that_ends_ends_all_ranks(replicas: list[int]) -> None:
     assert all(run.codes)
     assert all("rank 1" in cause for cause in causes(run).values()), run.stderr
     assert "no space left" in run.stderr
+
+
+def halved(replicas: list[int]) -> list[str]:
+    """Train by an optimizer that changes gradients in place, to a round that is not whole."""
+
+    def loop(pipe: Any, training: Training) -> Trained:
+        optimizer = sgd(list(pipe.parameters()))
+
+        class Halving(type(optimizer)):  # type: ignore[misc]
+            def step(self, *given: Any) -> Any:
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            parameter.grad.mul_(0.5)
+                return super().step(*given)
+
+        optimizer.__class__ = Halving
+        given = {"loss_fn": training.loss, "optimizer": optimizer}
+        losses = list(pipe.train_stream(streams.items_of(training), **given))
+        return losses, []
+
+    return compare(replace(TRAININGS["dropout"], rows=(9, 3) * 4 + (9,)), {"replicas": replicas}, loop)
+
+
+@pytest.mark.parametrize("replicas", [[2, 1], [1, 2]], ids=str)
+def test_an_optimizer_that_changes_its_gradients(ranks: Pool, replicas: list[int]) -> None:
+    assert ranks(3).run(halved, replicas)[0] == []
+
+
+def unlike() -> str:
+    """Train on a stream with another learning rate on one replica."""
+    training = replace(TRAININGS["dropout"], rows=(9,) * 6)
+    pipe = autosplit(training.make(), devices="torchrun", chunks=4, sample=training.batch(9).args, replicas=[2, 1])
+    optimizer = sgd(list(pipe.parameters()))
+    optimizer.param_groups[0]["lr"] *= 1 + dist.get_rank()
+    with pytest.raises(InputError) as refused:
+        list(pipe.train_stream(streams.items_of(training), loss_fn=training.loss, optimizer=optimizer))
+    return str(refused.value)
+
+
+def test_replicas_with_other_optimizers_end_the_stream(ranks: Pool) -> None:
+    for said in ranks(3).run(unlike):
+        assert "ranks 0 and 1 are replicas of stage 0, and have different weights after the same minibatches" in said

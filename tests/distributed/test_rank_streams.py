@@ -29,7 +29,8 @@ from tests.stream.streams import adamw, sgd
 MAKES = {"sgd": sgd, "adamw": adamw}
 
 
-def _items(training: Training) -> Iterator[Any]:
+def items_of(training: Training) -> Iterator[Any]:
+    """Yield the minibatches of a training."""
     for number, rows in enumerate(training.rows):
         batch = without_gradients(training.batch(rows))
         inputs = Sample(*batch.args, **batch.kwargs)
@@ -40,7 +41,9 @@ def stream(pipe: Any, training: Training, staleness: str, make: str, whole: bool
     """Train a pipe on a stream, with an optimizer per stage or one for the whole rank."""
     optimizer: Any = MAKES[make](list(pipe.parameters())) if whole else MAKES[make]
     torch.manual_seed(5)
-    losses = list(pipe.train_stream(_items(training), loss_fn=training.loss, optimizer=optimizer, staleness=staleness))
+    losses = list(
+        pipe.train_stream(items_of(training), loss_fn=training.loss, optimizer=optimizer, staleness=staleness)
+    )
     batch = without_gradients(training.batch(training.rows[0]))
     return losses, [pipe.eval_step(*batch.args, **batch.kwargs)]
 
@@ -85,7 +88,7 @@ def interrupted(**options: Any) -> list[str]:
     def loop(pipe: Any, training: Training) -> Trained:
         optimizer = adamw(list(pipe.parameters()))
         given = {"loss_fn": training.loss, "optimizer": optimizer}
-        first = pipe.train_stream(_items(training), **given)
+        first = pipe.train_stream(items_of(training), **given)
         losses = []
         for _ in range(3):
             losses.append(next(first))
@@ -100,9 +103,9 @@ def interrupted(**options: Any) -> list[str]:
         losses.append(pipe.train_step(*batch.args, target=training.target(batch, 0), loss_fn=training.loss))
         optimizer.step()
         pipe.zero_grad()
-        second = pipe.train_stream(_items(training), staleness="2bw", **given)
+        second = pipe.train_stream(items_of(training), staleness="2bw", **given)
         losses += [next(second), next(second)]
-        third = pipe.train_stream(_items(training), **given)
+        third = pipe.train_stream(items_of(training), **given)
         losses += [next(third), next(second), next(third)]
         second.close()
         third.close()
@@ -121,7 +124,7 @@ def taken_back() -> list[float]:
     """Leave a stream and take the model back; return the sums of its parameters."""
     training = TRAININGS["dropout"]
     pipe = autosplit(training.make(), devices="torchrun", chunks=4, sample=training.batch(9).args)
-    stream = pipe.train_stream(_items(training), loss_fn=training.loss, optimizer=sgd)
+    stream = pipe.train_stream(items_of(training), loss_fn=training.loss, optimizer=sgd)
     next(stream)
     return [parameter.sum().item() for parameter in pipe.unsplit().parameters()]
 
@@ -140,7 +143,7 @@ def _saving(devices: Any, **options: Any) -> tuple[Training, Any, torch.optim.Op
 def saved(folder: str, **options: Any) -> tuple[int, list[float]]:
     """Save in the middle of a stream; return how many minibatches came before, and the losses of what follows."""
     training, pipe, optimizer = _saving("torchrun", **options)
-    stream = pipe.train_stream(_items(training), loss_fn=training.loss, optimizer=optimizer)
+    stream = pipe.train_stream(items_of(training), loss_fn=training.loss, optimizer=optimizer)
     before = [next(stream) for _ in range(3)]
     stream.drain()
     checkpoint.save(folder, stream.minibatches, pipe, optimizer)
@@ -154,7 +157,7 @@ def resumed(folder: str, done: int, devices: Any = "torchrun", **options: Any) -
     training, pipe, optimizer = _saving(devices, **options)
     checkpoint.restore(folder, pipe, optimizer)
     torch.manual_seed(6)
-    items = islice(_items(training), done, None)
+    items = islice(items_of(training), done, None)
     return [loss.item() for loss in pipe.train_stream(items, loss_fn=training.loss, optimizer=optimizer)]
 
 
@@ -172,7 +175,7 @@ def failed_loaders() -> list[str]:
     given = {"loss_fn": training.loss, "optimizer": sgd}
 
     def loader() -> Iterator[Any]:
-        yield from islice(_items(training), 3)
+        yield from islice(items_of(training), 3)
         raise OSError("no such file")
 
     stream = pipe.train_stream(loader(), **given)
@@ -189,7 +192,7 @@ def failed_loaders() -> list[str]:
     alone = autosplit(training.make(), devices="torchrun", chunks=4, sample=batch.args, feed="first_last")
     for of, how in ((alone, {}), (pipe, {"loss_fn": lambda o, t: (o - t).square().mean(), "staleness": "2bw"})):
         with pytest.raises(InputError) as refused:
-            next(of.train_stream(_items(training), **{**given, **how}))
+            next(of.train_stream(items_of(training), **{**given, **how}))
         said.append(str(refused.value))
     return said
 
