@@ -216,4 +216,4 @@ def test_a_tensor_that_was_kept_under_inference_mode_is_restored() -> None:
     kept = model.last
     pipe.train_step(X, target=torch.zeros_like(model(X)), loss_fn=nn.functional.mse_loss)
     assert kept.is_inference()
-    assert torch.equal(model.last, model.a(X))
+    torch.testing.assert_close(model.last, model.a(X))  # of microbatches: on some CPUs other bits
