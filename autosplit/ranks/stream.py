@@ -33,6 +33,7 @@ from autosplit.ranks.loss import ReadsHere
 from autosplit.ranks.recordings import RankRecordings
 from autosplit.recorded import FoundCall, Recorded
 from autosplit.runtime.lanes.threads import Turn
+from autosplit.runtime.ops import plus
 from autosplit.runtime.step.sums import Held
 from autosplit.runtime.transport import Message, Way
 from autosplit.schedule.action import Action
@@ -197,7 +198,7 @@ class RankSegment(Segment):
             for (*gradients, _), (_, sparse) in zip(parts, words, strict=True)
         )
         for gradients in others:
-            total = [a if b is None else b if a is None else a + b for a, b in zip(total, gradients, strict=True)]
+            total = [a if b is None else b if a is None else plus(a, b) for a, b in zip(total, gradients, strict=True)]
         sent = {id(gradient) for part in own.values() for gradient in part}  # an optimizer may change its gradients
         return [gradient.clone() if gradient is not None and id(gradient) in sent else gradient for gradient in total]
 
@@ -213,8 +214,7 @@ class RankSegment(Segment):
         """Tell the other ranks the loss of a minibatch."""
         self._told[number], step = loss, _step_of(self._minibatches[number].cells)
         said = torch.tensor([loss.item(), _DTYPES.index(loss.dtype)], dtype=torch.float64)
-        way, group = self._loss_way, self._world.control
-        tag = tag_of(way, self._count)
+        way, tag, group = self._loss_way, tag_of(self._loss_way, self._count), self._world.control
         works = [dist.isend(said, group=group, group_dst=rank, tag=tag) for rank in self._world.others()]
         step.sent[way] = works, [said]
 
