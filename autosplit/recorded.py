@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -59,7 +59,7 @@ class Recent(OrderedDict[_Key, _Value]):
 
     def use(self, key: _Key) -> None:
         """Make an entry, where there is one, the last to be forgotten."""
-        if key in self:
+        if len(self) > 1 and key in self:
             self.move_to_end(key)
 
 
@@ -300,7 +300,7 @@ class PythonRuns:
         """Return the signatures that a call had before the last recordings touched more attributes."""
         return [self._key_of(*take_apart((sample.args, sample.kwargs)), known) for known in self._touched[:-1]]
 
-    def _key_of(self, leaves: Sequence[Any], spec: Any, known: Collection[Place] | None) -> Key:
+    def _key_of(self, leaves: Sequence[Any], spec: Any, known: frozenset[Place] | None) -> Key:
         return key_of(self.model, leaves, spec, outside=self._outside, without=self._changing, touched=known)
 
     @contextlib.contextmanager

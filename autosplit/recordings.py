@@ -141,7 +141,8 @@ class Recordings:
                     self._collapses.note(why, OWN_PYTHON.format(why))
                     return self._tree(sample, why)
                 self._collapses.check(key.rest, found.traced, found.kind.rows_in(key))
-        if why := refusal(found.traced, tensors_in((sample.args, sample.kwargs)), self.model):
+        changes = found.lowered.changes_inputs
+        if changes and (why := refusal(found.traced, tensors_in((sample.args, sample.kwargs)), self.model)):
             self._collapses.note(why, OWN_PYTHON.format(why))
             with RECORDING:
                 return self._tree(sample, why)

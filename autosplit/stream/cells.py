@@ -16,6 +16,7 @@ from autosplit.runtime.ops import CellContext, transfer
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.step.sums import Held, together
 from autosplit.runtime.step.train_cells import TrainCells
+from autosplit.stream.lowering import Ways
 from autosplit.stream.minibatches import StreamStep
 from autosplit.stream.optimizers import Settings
 
@@ -23,15 +24,11 @@ from autosplit.stream.optimizers import Settings
 class Minibatch:
     """One minibatch in flight."""
 
-    def __init__(self, cells: StreamCells, settings: Sequence[Settings], sources: Sequence[set[int]]) -> None:
-        """``cells`` run its stages; ``settings`` are the options of each stage's optimizer as it came in.
-
-        ``sources`` are the stages of which each stage takes values.
-        """
-        self.cells, self.settings, self.sources = cells, settings, sources
-        self.users = [{t for t, taken in enumerate(sources) if s in taken} for s in range(len(sources))]
+    def __init__(self, cells: StreamCells, settings: Mapping[int, Settings], ways: Ways) -> None:
+        """``cells`` run its stages; ``settings`` are options as it came in, by the identity of their optimizer."""
+        self.cells, self.settings, self.ways = cells, settings, ways
         self.microbatches = len(cells.step.sizes)
-        self.open = [self.microbatches] * len(sources)
+        self.open = [self.microbatches] * len(ways.sources)
         """How many forwards of each stage are not over."""
         stages = cells.step.stages
         self.left = len(stages) + sum(len(cells.step.every_lane[stage]) for stage in stages)
@@ -45,7 +42,8 @@ class StreamCells(TrainCells):
 
     def __init__(self, step: StreamStep, loss: Any, check: WholeCheck | None) -> None:
         super().__init__(step, loss, check)
-        self._states = [replace(step.state, statistics={}) for _ in step.lowered.stages]
+        apart = self.lowered.counts
+        self._states = [replace(step.state, statistics={}) if apart else step.state for _ in step.lowered.stages]
 
     def _trained(self, step: Step) -> Mapping[Held, Sequence[torch.Tensor]]:
         """Return none: each stage says which version it computes with."""
@@ -65,15 +63,16 @@ class StreamCells(TrainCells):
 
     def end_forwards(self, stage: int) -> None:
         """Update a stage's running statistics, when its last forward is over."""
-        update_statistics(self._states[stage], self.step.stage_lanes)
+        if self.lowered.counts:
+            update_statistics(self._states[stage], self.step.stage_lanes)
 
     def gradients(self, stage: int, lane: Lane) -> list[torch.Tensor | None]:
         """Return the gradients of a stage's weights on a lane, and let go of both."""
-        used = {held: own for held, own in self.sums.items() if held.stage == stage and own.parameters}
-        for held, own in used.items():
-            moved = transfer(tuple(own.totals.values()), self.step.lane_of(held), lane)
+        used = [own for own in self.replicas(stage) if own.parameters]
+        for own in used:
+            moved = transfer(tuple(own.totals.values()), self.step.lane_of(own.held), lane)
             own.totals = dict(zip(own.totals, moved, strict=True))
-        found = together(list(used.values()), (), self.step.brought)
-        for own in used.values():
+        found = together(used, (), self.step.brought)
+        for own in used:
             own.use(())
         return found

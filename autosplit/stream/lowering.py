@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
@@ -29,6 +30,14 @@ from autosplit.recorded import Recorded
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import OUT, alias, on_lane
 from autosplit.trace.graph import INFO, NodeClass, Size, TensorInfo, TracedGraph, TracedNode
+
+
+class Ways(NamedTuple):
+    """By stage, in order: those of which it takes values, and those that take its values."""
+
+    sources: list[list[int]]
+    users: list[list[int]]
+
 
 Places = list[list[tuple[nn.Module, str]]]
 """Where stand-ins of modules hold a parameter: by replica, modules and attributes."""
@@ -56,13 +65,14 @@ class StreamProgram:
     orders: dict[Any, Any] = field(default_factory=dict)
     """What calls keep."""
 
-    @property
-    def sources(self) -> list[set[int]]:
-        """The stages of which each stage takes values; the last one also takes what earlier ones give the loss."""
+    @cached_property
+    def ways(self) -> Ways:
+        """How values go; the last stage also takes what earlier ones give the loss."""
         stages = self.lowered.layout.stages
         found = [set(stage.received) for stage in stages]
         found[-1] |= {number for number, stage in enumerate(stages[:-1]) if stage.sent.get(OUT)}
-        return found
+        users = [[t for t, taken in enumerate(found) if s in taken] for s in range(len(found))]
+        return Ways(list(map(sorted, found)), users)
 
 
 def stream_program(

@@ -44,14 +44,11 @@ class StageOptimizer:
         """The options that steps change."""
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def settings(self) -> Settings:
-        """Return the options as they are now."""
-        return [{k: _kept(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-
-    def step(self, gradients: Mapping[int, torch.Tensor], settings: Settings) -> None:
-        """Step by gradients, by the identity of parameters, with the options of when the minibatch came in."""
+    def step(self, gradients: Mapping[int, torch.Tensor], settings: Mapping[int, Settings]) -> None:
+        """Step by gradients, by the identity of parameters; ``settings`` are options by the identity of optimizers."""
+        options = settings[id(self.optimizer)]
         for place, group in zip(self.groups, self._stage.param_groups, strict=True):
-            group.update({k: v for k, v in settings[place].items() if k not in self._counted})
+            group.update({k: v for k, v in options[place].items() if k not in self._counted})
         state, self._stage.state = self.optimizer.state, defaultdict(dict)
         for parameter, twin in self._twins:
             twin.data, twin.grad = parameter.data, gradients.get(id(parameter))
@@ -73,6 +70,11 @@ class StageOptimizer:
             self.optimizer.param_groups[place].update({k: group[k] for k in self._counted})
         kept = {"state", "param_groups"}
         self.optimizer.__dict__.update({k: v for k, v in self._stage.__dict__.items() if k not in kept})
+
+
+def settings_of(optimizer: Optimizer) -> Settings:
+    """Return the options of an optimizer's groups as they are now."""
+    return [{k: _kept(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 def groups_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> dict[int, list[nn.Parameter]]:

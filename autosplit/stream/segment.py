@@ -54,7 +54,8 @@ class Segment:
         """Knows the lane of an action."""
         self._waits = True
         """Whether a lane waits until a minibatch comes in."""
-        self._inside = threading.local()
+        self._inside: set[int] = set()
+        """The threads that run a cell."""
         self._minibatches: dict[int, Minibatch] = {}
         self._change = threading.Condition()
         self._held = self._here()
@@ -157,7 +158,7 @@ class Segment:
 
     def runs_here(self) -> bool:
         """Tell whether this thread runs a cell."""
-        return getattr(self._inside, "cell", False)
+        return threading.get_ident() in self._inside
 
     def wait(self) -> torch.Tensor | None:
         """Return the next loss; None when the lanes are done."""
@@ -211,10 +212,10 @@ class Segment:
             if cell.kind == "U":
                 yield Turn(action, name(stage, "U", cell.update), tuple(needs), siblings)
                 continue
-            minibatch = self._minibatches[cell.minibatch]
-            before, after = (minibatch.sources, minibatch.users)[:: 1 if cell.kind == "F" else -1]
-            needs += [name(other, cell.kind, cell.microbatch) for other in sorted(before[stage] & self._stages.keys())]
-            tells = [lane_of(other, cell.microbatch) for other in after[stage] & self._stages.keys()]
+            sources, users = self._minibatches[cell.minibatch].ways
+            before, after = (sources, users) if cell.kind == "F" else (users, sources)
+            needs += [name(other, cell.kind, cell.microbatch) for other in before[stage]]
+            tells = [lane_of(other, cell.microbatch) for other in after[stage]]
             if cell.kind == "B" and cell.microbatch + len(lanes) > cell.last:
                 tells += {lane_of(stage, cell.last)} - {lane}
             yield Turn(action, name(*action), tuple(needs), tuple(tells))
@@ -224,24 +225,20 @@ class Segment:
         lane = self._dealt.lane_of(action.stage, action.microbatch)
         cell, held = self._now[lane], self._held[lane]
         assert cell is not None
-        with self._running[lane], self._in_cell():
-            if cell.kind == "U":
-                self._update(action.stage, cell)
-            elif not self._is_dropped(cell.minibatch):
-                minibatch = self._minibatches[cell.minibatch]
-                with minibatch.cells.step.lane_of(held).active():
-                    (self._forward if cell.kind == "F" else self._backward)(held, cell, minibatch.cells)
+        with self._running[lane]:
+            self._inside.add(threading.get_ident())
+            try:
+                if cell.kind == "U":
+                    self._update(action.stage, cell)
+                elif not self._is_dropped(cell.minibatch):
+                    cells = self._minibatches[cell.minibatch].cells
+                    with cells.step.lane_of(held).active():
+                        (self._forward if cell.kind == "F" else self._backward)(held, cell, cells)
+            finally:
+                self._inside.discard(threading.get_ident())
 
     def _is_dropped(self, minibatch: int) -> bool:
         return self.failed is not None and minibatch >= self.failed[0]
-
-    @contextlib.contextmanager
-    def _in_cell(self) -> Iterator[None]:
-        self._inside.cell = True
-        try:
-            yield
-        finally:
-            self._inside.cell = False
 
     def _forward(self, held: Held, cell: StreamAction, cells: StreamCells) -> None:
         try:
@@ -287,7 +284,7 @@ class Segment:
         own = [self._minibatches[number] for number in numbers]
         with weights.lane.active():
             parts = [(each.cells.step.rows, self._gradients(stage, each.cells)) for each in own]
-            weights.step(_mean(parts), own[-1].settings[stage], minibatches=len(own))
+            weights.step(_mean(parts), own[-1].settings, minibatches=len(own))
         for number in numbers:
             self._stepped(number)
             self._let_go(number)

@@ -30,7 +30,7 @@ from autosplit.stream.cells import Minibatch, StreamCells
 from autosplit.stream.flight import Flight
 from autosplit.stream.lowering import Places, StreamProgram, stream_program
 from autosplit.stream.minibatches import StreamStep, checked, inputs_and_target, loss_in, step_of
-from autosplit.stream.optimizers import Given, StageOptimizer, check_optimizer, stage_optimizers
+from autosplit.stream.optimizers import Given, StageOptimizer, check_optimizer, settings_of, stage_optimizers
 from autosplit.stream.segment import Segment
 from autosplit.stream.versions import StageWeights
 from autosplit.trace.inputs.objects import mapped
@@ -238,14 +238,15 @@ class Stream(Iterator[torch.Tensor]):
                 )
             whole = partial(self._whole, sample)
             loss = loss_in(step, self._loss_fn, target, core.proofs, whole, first=not self._stages)
-            if (flight := self._current()) is not None and flight.trained != self._trained_by(self._trained()):
+            if (flight := self._current()) is not None and flight.trained != self._trained_by():
                 self.drain()
-            if self._current() is None and self._error is not None:
+            flight = self._current()
+            if flight is None and self._error is not None:
                 return
-            flight = self._current() or self._fill(step)
+            flight = flight or self._fill(step)
             enter(step.lanes[-1], step.stage_lanes)
-            settings = [[] if own is None else own.settings() for own in self._optimizers]
-            if not flight.put(Minibatch(StreamCells(step, *loss), settings, program.sources)):
+            settings = {id(own): settings_of(own) for own in self.optimizers}
+            if not flight.put(Minibatch(StreamCells(step, *loss), settings, program.ways)):
                 self._exhausted = True
 
     def _step(self, found: FoundCall, program: StreamProgram, target: Any) -> StreamStep:
@@ -285,18 +286,16 @@ class Stream(Iterator[torch.Tensor]):
                 trained[stage][name] = named[name]
         return trained
 
-    def _trained_by(self, trained: Sequence[Mapping[str, nn.Parameter]]) -> Any:
+    def _trained_by(self) -> Any:
         """Return which parameters are trained, and the groups of an optimizer for all stages, by identities."""
         groups = self._given.param_groups if isinstance(self._given, Optimizer) else ()
-        return [
-            [{name: id(own) for name, own in stage.items()} for stage in trained],
-            [list(map(id, group["params"])) for group in groups],
-        ]
+        trained = [id(own) for own in self._core.model.parameters() if own.requires_grad]
+        return len(self._stage_of), trained, [list(map(id, group["params"])) for group in groups]
 
     def _fill(self, step: StreamStep) -> Flight:
         """Begin to fill the pipeline; raise InputError where its stages cannot be trained one by one."""
-        core, every = self._core, self._trained()
-        trained = [own if stage in step.stages else {} for stage, own in enumerate(every)]
+        core = self._core
+        trained = [own if stage in step.stages else {} for stage, own in enumerate(self._trained())]
         replicas = step.counts
         behind = updates_behind(self._staleness, replicas)
         if self._staleness == "2bw" and any(core.options.chunks % own for own in replicas):
@@ -339,7 +338,7 @@ class Stream(Iterator[torch.Tensor]):
             [*step.stage_lanes, step.lanes[-1]],
             self._losses,
             before=self._before,
-            trained=self._trained_by(every),
+            trained=self._trained_by(),
             ahead=ahead(self._staleness, replicas),
         )
         flight.watch([core.model, *self.optimizers])

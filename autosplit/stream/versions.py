@@ -93,13 +93,18 @@ class StageWeights:
     def _put(self, replica: int, leaves: Mapping[str, nn.Parameter]) -> None:
         for name, leaf in leaves.items():
             for module, attribute in self._places[name][replica]:
-                setattr(module, attribute, leaf)
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    module._parameters[attribute] = leaf
+                else:  # recurrent layers keep lists of their weights
+                    setattr(module, attribute, leaf)
 
     def release(self, replica: int) -> None:
         """Have a replica's stand-ins hold no older version."""
         self._put(replica, self._parameters)
 
-    def step(self, gradients: Sequence[torch.Tensor | None], settings: Settings, *, minibatches: int) -> None:
+    def step(
+        self, gradients: Sequence[torch.Tensor | None], settings: Mapping[int, Settings], *, minibatches: int
+    ) -> None:
         """Step the newest weights by the gradients of a round, and let go of versions that no later one uses.
 
         ``gradients`` are those of the parameters, in their order, of so many ``minibatches``.

@@ -149,10 +149,11 @@ class TrainCells(Cells):
             sums = self._sums(stage, microbatch)
             free = self._free_leaves(state, sums, [t for name, t in values.items() if name not in given_names], value)
             self.step.check_free(free)
-            self._held_back.enter_context(held_back(free))
-            sums.free += free
-            sums.leaves += free
-            self.apart |= {id(leaf) for leaf in free}
+            if free:
+                self._held_back.enter_context(held_back(free))
+                sums.free += free
+                sums.leaves += free
+                self.apart |= {id(leaf) for leaf in free}
         return state
 
     def roots_of(self, state: CellState, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

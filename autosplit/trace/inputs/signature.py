@@ -46,6 +46,13 @@ class Key:
     rest: Any
     shapes: Shapes
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.rest, self.shapes))
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -112,7 +119,7 @@ def key_of(
     *,
     outside: OutsideValues,
     without: Collection[Place] = (),
-    touched: Collection[Place] | None = None,
+    touched: frozenset[Place] | None = None,
 ) -> Key:
     """Return a call's signature from the flattened inputs and their structure.
 
@@ -127,10 +134,12 @@ def key_of(
     paths = list(model.named_modules())
     walk = _Walk.of(module for _, module in paths)
     ties = walk.ties
+    names = None if touched is None else _by_path(touched)
     for path, module in paths:
+        own = module.__dict__
         modes.append(module.training)
         for table in HOOK_TABLES:
-            if hooks := module.__dict__.get(table):
+            if hooks := own.get(table):
                 structure += map(_hook, hooks.values())
         structure.append(type(module))
         structure += [(name, None if m is None else ties[id(m)]) for name, m in module._modules.items()]
@@ -138,15 +147,14 @@ def key_of(
             tie = None if parameter is None else ties.setdefault(id(parameter), len(ties))
             structure.append(tie if parameter is None else (*_held(parameter), tie))
         structure += [(name, buffer if buffer is None else _held(buffer)) for name, buffer in module._buffers.items()]
-        for key, value in module.__dict__.items():
-            if key in _OWN:
-                continue
-            if touched is not None and (path, key) not in touched and (path, "") not in touched:
-                continue
+        known = None if names is None else names.get(path, ())
+        if known is None or "" in known:
+            known = [key for key in own if key not in _OWN]
+        for key in (key for key in known if key in own):
             if (path, key) in without:
-                _content(value, replace(walk, ties={}))  # nor is it part of it where another module has the same object
+                _content(own[key], replace(walk, ties={}))  # nor where another module has the same object
             else:
-                structure.append((key, _content(value, walk)))
+                structure.append((key, _content(own[key], walk)))
     found = (*walk.modules.values(), *walk.seen.values())
     named = frozenset(value if isinstance(value, types.FunctionType) else type(value) for value in found)
     structure.append(outside.signature(named, without))
@@ -154,6 +162,16 @@ def key_of(
     kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
     structure.append(one_tensor(leaves))
     return Key((tuple(modes), tuple(structure), spec, kinds), shapes)
+
+
+@functools.lru_cache(maxsize=16)
+def _by_path(places: frozenset[Place]) -> Mapping[str, Collection[str]]:
+    """Return the attributes among places by the path of their module, without those that every module has."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path, name in sorted(places):
+        if name not in _OWN:
+            found[path].append(name)
+    return dict(found)
 
 
 def _hook(hook: Any) -> Any:
