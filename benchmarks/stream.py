@@ -1,15 +1,15 @@
 """A stream of minibatches against its bound: how fast `train_stream` is, and what its versions of the weights take.
 
-    python -m benchmarks.stream [--json FILE] [--repeats 9] [--minibatches 64] [--rows 256 1024] [--only throughput]
+    python -m benchmarks.stream [--json FILE] [--repeats 5] [--rows 256 1024 4096] [--only throughput]
 
 **Throughput.** Two stages of the same work on two lanes, each with a thread of its own. The hand loop is a thread per
-stage that runs its layers forward and backward and its optimizer's step on the same minibatch over and over, and waits
-for nobody: the slower one's seconds per minibatch are the bound, one minibatch per bottleneck time. Readings are taken
-in turn; a ratio is of neighbours. Asked: at least 0.97 of the bound, and at least what synchronous 1F1B reaches with
-microbatches of the same size, of which ``chunks`` make a step. What the machine leaves of the bound says a third
-contender, the same two threads as a pipeline written by hand: 1F1B with stashed weights through two queues. A stage
-may then be ahead by no more than its warm-up, so each wait of one thread is soon one of both. ``--rows`` are those of
-a minibatch: with more of them a stage computes for longer.
+stage that runs its layers (the last one the loss too) forward and backward and its optimizer's step on the same
+minibatch over and over, and waits for nobody: the slower one's seconds per minibatch are the bound, one minibatch per
+bottleneck time. Readings are taken in turn; a ratio is of neighbours. Asked: at least 0.97 of the bound, and at least
+what synchronous 1F1B reaches with microbatches of the same size, of which ``chunks`` make a step. What the machine
+leaves of the bound says a third contender, the same two threads as a pipeline written by hand: 1F1B with stashed
+weights through two queues. A stage may then be ahead by no more than its warm-up, so each wait of one thread is soon
+one of both. ``--rows`` are those of a minibatch: with more of them a stage computes for longer.
 
 **Memory.** Live tensors are counted when the pipeline is full and all lanes pause, and again when it is drained; the
 difference is the versions beside the newest, and what minibatches in flight keep, which is small here (they are not
@@ -38,6 +38,8 @@ from benchmarks import pairs
 
 CPU = torch.device("cpu")
 CHUNKS = 8
+ROWS = 64 * 256
+"""How many rows a reading takes; two synchronous steps at least."""
 ASKED_BOUND, ASKED_MEMORY = 0.97, 0.03
 
 
@@ -53,8 +55,8 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 class Throughput:
     """The contenders on one model; each call of a contender is seconds per minibatch."""
 
-    def __init__(self, minibatches: int, *, width: int = 256, rows: int = 256, layers: int = 8) -> None:
-        self.minibatches = minibatches
+    def __init__(self, *, width: int = 256, rows: int = 256, layers: int = 8) -> None:
+        self.minibatches = max(2 * CHUNKS, ROWS // rows)
         self.model = _layers(width, layers)
         self.batch, self.target = torch.randn(rows, width), torch.randn(rows, width)
         self.optimizer = _sgd(self.model.parameters())
@@ -69,20 +71,23 @@ class Throughput:
         """Run each stage by itself in a thread, both at the same time; the slower one's seconds."""
         seconds: list[float] = []
 
-        def work(stage: nn.Sequential) -> None:
+        def work(stage: nn.Sequential, last: bool) -> None:
             torch.set_num_threads(1)
             optimizer = _sgd(stage.parameters())
             gradient = torch.randn_like(self.batch)
             start = time.perf_counter()
             for _ in range(self.minibatches):
-                value = self.batch.detach().requires_grad_()
-                stage(value).backward(gradient)
+                output = stage(self.batch.detach().requires_grad_())
+                if last:
+                    self.loss(output, self.target).backward()
+                else:
+                    output.backward(gradient)
                 optimizer.step()
                 optimizer.zero_grad()
             seconds.append(time.perf_counter() - start)
 
         copies = [nn.Sequential(*half) for half in self.halves]
-        threads = [threading.Thread(target=work, args=(copy,)) for copy in copies]
+        threads = [threading.Thread(target=work, args=(copy, copy is copies[-1])) for copy in copies]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -165,9 +170,9 @@ class Throughput:
         return (time.perf_counter() - start) / steps / CHUNKS
 
 
-def throughput(repeats: int, minibatches: int, rows: int) -> tuple[list[dict[str, Any]], list[pairs.Check]]:
+def throughput(repeats: int, rows: int) -> tuple[list[dict[str, Any]], list[pairs.Check]]:
     """Return a row per contender, as shares of the bound, and what is asked."""
-    bench = Throughput(minibatches, rows=rows)
+    bench = Throughput(rows=rows)
     contenders: dict[str, Callable[[], float]] = {
         **{f"stream {name}": (lambda name=name: bench.stream(name)) for name in STALENESS},
         "synchronous 1f1b": bench.synchronous,
@@ -240,16 +245,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the tables and what is asked; write them with ``--json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--minibatches", type=int, default=64)
-    parser.add_argument("--rows", type=int, nargs="+", default=[256, 1024])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows", type=int, nargs="+", default=[256, 1024, 4096])
     parser.add_argument("--only", choices=("throughput", "memory"))
     given = parser.parse_args(arguments)
     figures: list[dict[str, Any]] = []
     checks: list[pairs.Check] = []
-    benches = [
-        ("throughput", lambda rows=rows: throughput(given.repeats, given.minibatches, rows)) for rows in given.rows
-    ]
+    benches = [("throughput", lambda rows=rows: throughput(given.repeats, rows)) for rows in given.rows]
     for name, run in (*benches, ("memory", memory)):
         if given.only in (None, name):
             rows, own = run()
@@ -258,7 +260,7 @@ def main(arguments: list[str] | None = None) -> None:
             checks += own
     print(pairs.checks_text(checks))
     if given.json:
-        settings = {"repeats": given.repeats, "minibatches": given.minibatches}
+        settings = {"repeats": given.repeats, "rows": given.rows}
         machine = pairs.facts()
         pairs.write(given.json, benchmark="stream", settings=settings, machine=machine, figures=figures, checks=checks)
 
