@@ -46,13 +46,6 @@ class Key:
     rest: Any
     shapes: Shapes
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.rest, self.shapes))
-
 
 @dataclass(frozen=True)
 class Kind:
