@@ -137,6 +137,11 @@ class RankSegment(Segment):
         self.goes_on = True
         return super().put(minibatch)
 
+    def end(self) -> None:
+        """Say that no minibatch follows: what is in flight can be done then."""
+        self.goes_on = self.goes_on or (not self._ended and self.broken is None)
+        super().end()
+
     def meet(self, doing: str) -> None:
         """Meet the other ranks; raise InputError where they have taken another number of minibatches."""
         with self._running_step():

@@ -120,6 +120,23 @@ def test_what_a_loop_does_beside_a_stream(ranks: Pool) -> None:
     assert ranks(2).run(interrupted)[0] == []
 
 
+def met(minibatches: int, **options: Any) -> int:
+    """Train on a stream whose loop waits for all ranks after every loss; return how many losses there were."""
+    training = replace(TRAININGS["dropout"], rows=(9,) * minibatches)
+    pipe = autosplit(training.make(), devices="torchrun", chunks=4, sample=training.batch(9).args, **options)
+    number = 0
+    for _ in pipe.train_stream(items_of(training), loss_fn=training.loss, optimizer=sgd):
+        dist.barrier()
+        number += 1
+    return number
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("minibatches", [1, 8])
+def test_a_loop_that_waits_for_all_ranks_to_the_end(ranks: Pool, minibatches: int) -> None:
+    assert ranks(3).run(met, minibatches) == [minibatches] * 3
+
+
 def taken_back() -> list[float]:
     """Leave a stream and take the model back; return the sums of its parameters."""
     training = TRAININGS["dropout"]
