@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from autosplit.errors import listed
 from autosplit.options import Options
 from autosplit.planning.request import sizes_of
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
@@ -96,15 +97,8 @@ def _outside(graph: TracedGraph, model: nn.Module, rows: int, *, told: bool) -> 
 
 def _causes(graph: TracedGraph) -> str:
     """Name the first operations that see the whole batch."""
-    full = ((node, info) for node, info in graph.compute_nodes() if info.node_class is NodeClass.FULL)
-    first = [_place(node, info) for node, info in full if not any(map(_is_full, node.all_input_nodes))]
-    more = f" and {len(first) - _NAMED} more" if len(first) > _NAMED else ""
-    return ", ".join(first[:_NAMED]) + more
-
-
-def _is_full(node: fx.Node) -> bool:
-    info = node.meta.get(INFO)
-    return isinstance(info, TracedNode) and info.node_class is NodeClass.FULL
+    full = {node: info for node, info in graph.compute_nodes() if info.node_class is NodeClass.FULL}
+    return listed(_place(node, info) for node, info in full.items() if full.keys().isdisjoint(node.all_input_nodes))
 
 
 def _place(node: fx.Node, info: TracedNode) -> str:

@@ -231,7 +231,8 @@ def least_issue_s(logs: Iterable[StepLog]) -> dict[Action, float]:
     for log in logs:
         _, last, ends = _actions(log)
         for action, end in ends.items():
-            issue_s = end.host_s - last[action].host_s if _is_issued(log, action) else 0.0
+            waits = log.lane(action.stage, action.microbatch).asynchronous
+            issue_s = end.host_s - last[action].host_s if waits else 0.0
             found[action] = min(found.get(action, issue_s), issue_s)
     return found
 
@@ -278,11 +279,6 @@ def _ends(log: StepLog, copy: Copied) -> tuple[Lane, Lane]:
 
 def _copies(log: StepLog) -> list[Copied]:
     return [event for event in log.events if isinstance(event, Copied)]
-
-
-def _is_issued(log: StepLog, action: Action) -> bool:
-    """Tell whether an action may still run when it is issued."""
-    return log.lane(action.stage, action.microbatch).asynchronous
 
 
 def _host_s(log: StepLog, lane: Lane, stamp: Any) -> float:

@@ -93,7 +93,11 @@ class Chain(nn.Module):
         value: Any = inputs
         held: dict[Key, Any] = {}
         for partition in cast(Iterable[Partition], self.partitions):
-            given = tuple(value) if value is inputs or (partition.spreads and _is_list(value)) else (value,)
+            given = (
+                tuple(value)
+                if value is inputs or (partition.spreads and isinstance(value, (tuple, list)))
+                else (value,)
+            )
             if partition.stashes() or partition.pops():
                 value, stashed = partition(*given, skips=tuple(held.pop(key) for key in partition.pops()))
                 held.update(zip(partition.stashes(), stashed, strict=True))
@@ -101,10 +105,6 @@ class Chain(nn.Module):
                 value = partition(*given)
             self.check(value)
         return value
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (tuple, list))
 
 
 @dataclass

@@ -23,7 +23,7 @@ from autosplit.runtime.step.step import Step
 from autosplit.runtime.tape import Tape
 from autosplit.runtime.transport import Way
 from autosplit.schedule.action import Action, Schedule
-from autosplit.trace.graph import NodeClass, TracedNode
+from autosplit.trace.graph import NodeClass
 
 _HANG_S, _STEPS, _FIRST_S = 10.0, 5, 600.0
 """An action hangs after so long, or so many predicted steps; the first step of a kind may take the third."""
@@ -182,7 +182,8 @@ class RankStep(Step):
 
     def check_empty(self, *, changes_python: bool) -> None:
         """Raise InputError where a replica has no rows and a call changes state once, whatever its rows."""
-        written = [name for _, info in self.lowered.traced.compute_nodes() if _is_once(info) for name in info.writes]
+        nodes = self.lowered.traced.compute_nodes()
+        written = [name for _, info in nodes if info.node_class is NodeClass.SHARED for name in info.writes]
         if 0 in self.shares and (written or changes_python):
             raise as_known(
                 InputError(
@@ -260,7 +261,3 @@ class RankStep(Step):
 def hang_limit(step_s: float) -> float:
     """Return how many seconds an action may take, by those of a step."""
     return max(_HANG_S, _STEPS * step_s)
-
-
-def _is_once(info: TracedNode) -> bool:
-    return info.node_class is NodeClass.SHARED

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from autosplit.errors import InfeasibleError
+from autosplit.errors import InfeasibleError, listed
 from autosplit.partition.checker import Costs
 from autosplit.partition.graph import base_graph
 from autosplit.partition.problem import Problem
 from autosplit.units import format_bytes
 
-_SHOWN = 3
 _SHOWN_CHARACTERS = 60
 _TRIED = 64
 """Of a great many colocation groups only the largest are tried for whether one alone binds."""
@@ -124,14 +123,10 @@ def _needs(problem: Problem, group: _Group) -> str:
 def _held(problem: Problem, group: _Group) -> str:
     """Return which colocation groups hold works together, and the works."""
     holding = _holding(problem, group.works)
-    shown = ", ".join(_short(name) for name in holding[:_SHOWN])
-    more = f" and {len(holding) - _SHOWN} more" if len(holding) > _SHOWN else ""
-    names = ", ".join(_named(problem, work) for work in group.works[:_SHOWN])
-    rest = f" and {len(group.works) - _SHOWN} more" if len(group.works) > _SHOWN else ""
-    who = f"colocation group{'s' if len(holding) > 1 else ''} {shown}{more} hold{'' if len(holding) > 1 else 's'}"
-    if not holding:
-        who = "their order, a cycle, holds"
-    return f"{who} {len(group.works)} nodes together ({names}{rest})"
+    s, holds = ("s", "hold") if len(holding) > 1 else ("", "holds")
+    who = f"colocation group{s} {listed(map(_short, holding))} {holds}" if holding else "their order, a cycle, holds"
+    names = listed(_named(problem, work) for work in group.works)
+    return f"{who} {len(group.works)} nodes together ({names})"
 
 
 def _holding(problem: Problem, works: Sequence[int]) -> list[Hashable]:

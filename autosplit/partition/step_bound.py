@@ -84,7 +84,8 @@ class _Lanes:
                 for stage, actions in enumerate(self.own)
             ]
         )
-        back = self._next_backward(last, self._place(last, "F", microbatch))
+        behind = self.own[last][self._place(last, "F", microbatch) + 1 :]
+        back = next((action.microbatch for action in behind if action.kind in "BI"), None)
         if back is None:
             return Family(before, np.zeros_like(before), np.zeros_like(before[0]))
         ends = [self._gradient(stage, final) + 1 for stage in range(last + 1)]
@@ -92,10 +93,6 @@ class _Lanes:
             [_counts(actions[self._gradient(stage, back) + 1 : ends[stage]]) for stage, actions in enumerate(self.own)]
         )
         return Family(before, after, np.array(_counts(self.own[0][ends[0] :])))
-
-    def _next_backward(self, stage: int, place: int) -> int | None:
-        """Return the microbatch of the stage's first backward behind a place."""
-        return next((action.microbatch for action in self.own[stage][place + 1 :] if action.kind in "BI"), None)
 
     def _place(self, stage: int, kind: Kind, microbatch: int) -> int:
         return self.places[stage][Action(stage, kind, microbatch)]

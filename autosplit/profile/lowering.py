@@ -265,13 +265,16 @@ class CudaKernels(TorchFunctionMode):
         dtype = torch.get_autocast_dtype("cuda")
         name = getattr(func, "__name__", "")
         if name in _FP32:
-            args, named = pytree.tree_map_only(torch.Tensor, _in_fp32, (args, named))
-            return self._run(func, args, named)
+            return self._cast(func, args, named, _HALF, torch.float32)
         if func in self._lowered and self._lowered[func].in_lower_type:
-            args, named = pytree.tree_map_only(torch.Tensor, lambda tensor: _in(tensor, dtype), (args, named))
-            return self._run(func, args, named)
+            return self._cast(func, args, named, (torch.float32, *_HALF), dtype)
         with torch.autocast("cpu", dtype=dtype, cache_enabled=torch.is_autocast_cache_enabled()):
             return self._run(func, args, named)
+
+    def _cast(self, func: Any, args: Any, kwargs: Any, dtypes: Sequence[torch.dtype], to: torch.dtype) -> Any:
+        """Run a call on its tensors of some dtypes in another."""
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(to) if t.dtype in dtypes else t, (args, kwargs))
+        return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         call = self._lowered.get(func) if isinstance(func, _CALLABLE) else None
@@ -293,7 +296,7 @@ class CudaKernels(TorchFunctionMode):
         """Return a twin of a Python function that does not hand itself to this mode again."""
         twin = self._opened.get(func)
         if twin is None:
-            names = {**func.__globals__, **dict.fromkeys(_GUARDS, _nobody)}
+            names = {**func.__globals__, **dict.fromkeys(_GUARDS, lambda *_: False)}
             twin = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
             twin.__kwdefaults__ = func.__kwdefaults__
             self._opened[func] = twin
@@ -303,18 +306,6 @@ class CudaKernels(TorchFunctionMode):
 _DEEPEST = 2
 """How often a function opens inside of itself: `einsum` takes a list apart so; a helper of `meshgrid` asks for ever."""
 _CALLABLE = (types.FunctionType, types.BuiltinFunctionType)
-
-
-def _nobody(*_: Any) -> bool:
-    return False
-
-
-def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
-
-
-def _in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.dtype in (torch.float32, *_HALF) else tensor
 
 
 @contextmanager

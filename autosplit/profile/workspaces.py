@@ -138,26 +138,11 @@ def _flash_backward(args: Sequence[Any], _out: Any) -> Workspace:
     return Workspace(rows * 4 * (1 + -(-width // 32) * 32) + grouped, "formula")
 
 
-def _efficient_backward(args: Sequence[Any], _out: Any) -> Workspace:
-    """One row of sums is certain (``delta``); the kernel's own workspace depends on the shape."""
-    query = args[1]
-    return Workspace(4 * query.shape[0] * query.shape[1] * query.shape[2], "unknown")
-
-
-def _embedding_backward(args: Sequence[Any], _out: Any) -> Workspace | None:
-    count = args[1].numel()
-    return Workspace(32 * count, "unknown") if count > _SORT_FROM else None
-
-
 def _index_backward(args: Sequence[Any], _out: Any) -> Workspace | None:
     """Values added at places that may repeat are sorted by place first."""
     accumulate = len(args) > 3 and args[3]
     places = max((index.numel() for index in args[1] if index is not None), default=0)
     return Workspace(32 * places, "unknown") if accumulate else None
-
-
-def _sort(args: Sequence[Any], out: Any) -> Workspace:
-    return Workspace(nbytes(args[0]) + nbytes(out[1]), "unknown")
 
 
 def _reduced_loss(args: Sequence[Any], _out: Any) -> Workspace | None:
@@ -171,14 +156,19 @@ def _unknown(_args: Sequence[Any], _out: Any) -> Workspace:
 _RULES: Mapping[str, _Rule] = MappingProxyType(
     {
         "_scaled_dot_product_flash_attention_backward": _flash_backward,
-        "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+        # One row of sums is certain (``delta``); the kernel's own workspace depends on the shape.
+        "_scaled_dot_product_efficient_attention_backward": lambda args, _: Workspace(
+            4 * args[1].shape[:3].numel(), "unknown"
+        ),
         "_scaled_dot_product_cudnn_attention": _unknown,
         "_scaled_dot_product_cudnn_attention_backward": _unknown,
-        "embedding_dense_backward": _embedding_backward,
+        "embedding_dense_backward": lambda args, _: (
+            Workspace(32 * args[1].numel(), "unknown") if args[1].numel() > _SORT_FROM else None
+        ),
         "index_put": _index_backward,
         "index_put_": _index_backward,
         "_index_put_impl_": _index_backward,
-        "sort": _sort,
+        "sort": lambda args, out: Workspace(nbytes(args[0]) + nbytes(out[1]), "unknown"),
         "topk": _unknown,
         "cumsum": _unknown,
         "nonzero": _unknown,

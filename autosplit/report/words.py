@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from autosplit.planning.plan.diff import prefixes
@@ -38,12 +38,11 @@ def covers(plan: Plan) -> list[list[str]]:
         for path in stage.modules:
             for prefix in prefixes(path):
                 owners.setdefault(prefix, set()).add(stage.index)
-    return [list(dict.fromkeys(_largest_own(path, owners=owners) for path in stage.modules)) for stage in plan.stages]
 
+    def largest(path: str) -> str:
+        return next((prefix for prefix in prefixes(path) if len(owners[prefix]) == 1), f"{path} (part)")
 
-def _largest_own(path: str, *, owners: Mapping[str, set[int]]) -> str:
-    whole = (prefix for prefix in prefixes(path) if len(owners[prefix]) == 1)
-    return next(whole, f"{path} (part)")
+    return [list(dict.fromkeys(map(largest, stage.modules))) for stage in plan.stages]
 
 
 def _module_ranges(names: Iterable[str]) -> list[str]:

@@ -169,18 +169,15 @@ def _ascending(schedule: Schedule) -> Schedule:
 
     torch's looped breadth-first schedule lets them descend; here gradients add in one order under every schedule.
     """
-    falling = {stage for stage in range(schedule.stages) if _falls(schedule, stage)}
     last = schedule.microbatches - 1
+    orders = [[a.microbatch for a in schedule if a.stage == s and a.kind == "B"] for s in range(schedule.stages)]
+    whole = [order if len(order) == schedule.microbatches > 1 else [] for order in orders]
+    falling = {stage for stage, order in enumerate(whole) if order and order == sorted(order, reverse=True)}
     lanes = tuple(
         tuple(Action(a.stage, a.kind, last - a.microbatch) if a.kind != "F" and a.stage in falling else a for a in lane)
         for lane in schedule.lanes
     )
     return replace(schedule, lanes=lanes) if falling else schedule
-
-
-def _falls(schedule: Schedule, stage: int) -> bool:
-    order = [a.microbatch for a in schedule if a.stage == stage and a.kind == "B"]
-    return len(order) == schedule.microbatches > 1 and order == sorted(order, reverse=True)
 
 
 def _where(places: Sequence[Sequence[Place]], cell: Cell) -> str:

@@ -89,7 +89,7 @@ class _Builder:
         for node in self.traced.graph.nodes:
             if node.op == "output":
                 self.graph.output(fx.node.map_arg(node.args[0], self._whole))
-            elif node.op != "get_attr" or not self._is_parameter(node):
+            elif node.op != "get_attr" or not isinstance(self._state(str(node.target)), nn.Parameter):
                 planned = self.plan.nodes.get(node.name)
                 made = self._copied(node) if planned is None else self._run(node, planned)
                 made.meta = dict(node.meta)
@@ -112,9 +112,6 @@ class _Builder:
         tensors = [_local(tensor, shard, ranks) for tensor, shard in zip(info.tensors, plan.gives, strict=True)]
         part = (shards[0].dim, tuple(shards[0].indices(self.rank, ranks))) if info.random else None
         return replace(info, tensors=tuple(tensors), part=part)
-
-    def _is_parameter(self, node: fx.Node) -> bool:
-        return isinstance(self._state(str(node.target)), nn.Parameter)
 
     def _state(self, target: str) -> Any:
         path, _, name = target.rpartition(".")
@@ -186,7 +183,8 @@ class _Builder:
             return self._value(key, plan.wants.get(key, self._placed(key)))
 
         first = next(iter(node.all_input_nodes), None)
-        source = self._first_shard(plan, operand_of(first)) if first is not None else None
+        wanted = plan.wants.get(operand_of(first), ()) if first is not None else ()
+        source = next((p for p in wanted if isinstance(p, Shard)), None)
         result = next((p for p in plan.gives if isinstance(p, Shard)), None)
         ndim = len(self._info_of(operand_of(first)).tensors[0].shape) if first is not None and source is not None else 0
         args, kwargs = local_arguments(
@@ -200,10 +198,6 @@ class _Builder:
         if node.op == "call_module":
             return self._module(node, plan, args, kwargs)
         return self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
-
-    @staticmethod
-    def _first_shard(plan: NodePlan, key: Operand) -> Shard | None:
-        return next((p for p in plan.wants.get(key, ()) if isinstance(p, Shard)), None)
 
     def _module(self, node: fx.Node, plan: NodePlan, args: Any, kwargs: Any) -> fx.Node:
         """Call a module as it is where its parameters are whole, else on what lies here of them."""

@@ -310,9 +310,9 @@ def _colocate(raw: RawGraph, merged: MergedRecording) -> None:
     for node in raw.graph.nodes:
         for name in node.meta[INFO].reads if INFO in node.meta else ():
             readers[name].append(node)
-    groups += [
-        tuple(nodes) for nodes in readers.values() if len(nodes) > 1 and any(_holds_state(n, raw.root) for n in nodes)
-    ]
+    for nodes in readers.values():  # parameters cannot be handed to a module of their own
+        if len(nodes) > 1 and any(isinstance(function_of(node, raw.root), nn.Module) for node in nodes):
+            groups.append(tuple(nodes))
     together: nx.Graph[fx.Node] = nx.Graph(pair for group in groups for pair in itertools.pairwise(group))
     numbers: dict[int, int] = {}
     component = {node: n for n, nodes in enumerate(nx.connected_components(together)) for node in nodes}
@@ -320,8 +320,3 @@ def _colocate(raw: RawGraph, merged: MergedRecording) -> None:
         if INFO in node.meta and node.op != "placeholder" and node in component:
             group = numbers.setdefault(component[node], len(numbers))
             node.meta[INFO] = replace(node.meta[INFO], colocation_group=group)
-
-
-def _holds_state(node: fx.Node, root: nn.Module) -> bool:
-    """Tell whether a node reads its parameters from a module of its own, so that they cannot be handed to it."""
-    return isinstance(function_of(node, root), nn.Module)

@@ -170,12 +170,9 @@ def only_observes(hook: Callable[..., Any]) -> bool:
     if code is None or home == COLLECTS or home.partition(".")[0] == "torch":
         return False
     steps = list(dis.get_instructions(code))
-    returns = [number for number, step in enumerate(steps) if step.opname in ("RETURN_VALUE", "RETURN_CONST")]
-    return all(_is_none(steps[n] if steps[n].opname == "RETURN_CONST" else steps[n - 1]) for n in returns)
-
-
-def _is_none(step: dis.Instruction) -> bool:
-    return step.opname in ("LOAD_CONST", "RETURN_CONST") and step.argval is None
+    ends = [number for number, step in enumerate(steps) if step.opname in ("RETURN_VALUE", "RETURN_CONST")]
+    given = [steps[n] if steps[n].opname == "RETURN_CONST" else steps[n - 1] for n in ends]
+    return all(step.opname in ("LOAD_CONST", "RETURN_CONST") and step.argval is None for step in given)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -78,14 +78,10 @@ class IntervalDP:
                 if least is None:
                     return
                 chain = least[1]
-                longest = self._longest(costs, chain)
+                stages = zip(self.kind, pairwise(chain), strict=True)
+                longest = max(float(costs[kind][stop - start - 1, stop]) for kind, (start, stop) in stages)
             assert chain is not None, "what keeps no limit was sought"
             yield chain
-
-    def _longest(self, costs: Sequence[Floats], chain: tuple[int, ...]) -> float:
-        """Return the longest stage of a cut."""
-        stages = zip(self.kind, pairwise(chain), strict=True)
-        return max(float(costs[kind][stop - start - 1, stop]) for kind, (start, stop) in stages)
 
     def highest(self) -> tuple[int, ...] | None:
         """Return the cut whose highest stage is lowest."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from torch import fx
 
@@ -164,7 +165,7 @@ class _Formulator:
         self.micro, self.full, self.count = outline.micro, outline.full, outline.count
         self.evaluated = options.schedule == "forward"
         """No action is a backward, and no optimizer makes a step."""
-        self.links_s: dict[int, float] = {}
+        self.link_s = cache(partial(link_seconds, options))
         self.tied = tied_states(outline.index.traced, profile)
         self.trained = {name for s in profile.state.values() if s.is_parameter and s.trainable for name in s.uses}
         flows = {name for name, node in profile.nodes.items() if node.requires_grad}
@@ -291,16 +292,11 @@ class _Formulator:
         for index, (info, consumers) in enumerate(zip(self.micro, self.outline.consumers, strict=True)):
             others = tuple(dict.fromkeys(c for c in consumers if c != index))
             if others:
-                seconds = self._link_s(self.profile.nodes[info.name].output_bytes)
+                seconds = self.link_s(self.profile.nodes[info.name].output_bytes)
                 floats = bool(info.tensors) and info.tensors[0].dtype.is_floating_point
                 back = seconds if floats and not self.evaluated else 0.0
                 nets.append(TensorEdge(index, others, seconds, back))
         return nets
-
-    def _link_s(self, count: int) -> float:
-        if count not in self.links_s:
-            self.links_s[count] = link_seconds(self.options, count)
-        return self.links_s[count]
 
     def _holds(self) -> list[Hold]:
         """One hold per storage: views of one storage are one, whoever makes, uses or saves them."""

@@ -28,12 +28,20 @@ Formula = Callable[..., int]
 def flop_formulas() -> Mapping[Any, Formula]:
     """Return the formula of each aten operation that has one: called with the operation's arguments and ``out_val``."""
     own: dict[str, Formula] = {
-        "_scaled_dot_product_flash_attention_for_cpu": _attention,
-        "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-        "mkldnn_rnn_layer": _recurrent_layer,
-        "mkldnn_rnn_layer_backward": _recurrent_layer_backward,
-        "_transformer_encoder_layer_fwd": _fused_encoder_layer,
-        "_native_multi_head_attention": _fused_attention_layer,
+        "_scaled_dot_product_flash_attention_for_cpu": lambda *args, **_: sdpa_flop_count(*_shapes(args[:3])),
+        "_scaled_dot_product_flash_attention_for_cpu_backward": lambda *args, **_: sdpa_backward_flop_count(
+            *_shapes(args[:4])
+        ),
+        "mkldnn_rnn_layer": lambda *args, **_: 2 * _recurrent(args[0], args[1:3]),
+        "mkldnn_rnn_layer_backward": lambda *args, **_: 4 * _recurrent(args[0], args[1:3]),
+        "_cudnn_rnn": lambda *args, **_: 2 * _recurrent(*args[:2]),
+        "_cudnn_rnn_backward": lambda *args, **_: 4 * _recurrent(*args[:2]),
+        "_transformer_encoder_layer_fwd": lambda source, width, *rest, **named: _dense_and_attention(
+            source, width, (*rest, *named.values())
+        ),
+        "_native_multi_head_attention": lambda query, _key, _value, width, *rest, **named: _dense_and_attention(
+            query, width, (*rest, *named.values())
+        ),
         "_addmm_activation": _product(1, 2, -1),
         "_grouped_mm": _grouped_mm,
         "_scaled_grouped_mm": _grouped_mm,
@@ -44,8 +52,6 @@ def flop_formulas() -> Mapping[Any, Formula]:
         "addr": _product(1, 2, 0),
         "_trilinear": _trilinear,
         "_sparse_addmm": _sparse_product,
-        "_cudnn_rnn": _fused_recurrent,
-        "_cudnn_rnn_backward": _fused_recurrent_backward,
         "mv": _product(0),
         "addmv": _product(1),
         "dot": _product(0),
@@ -54,6 +60,11 @@ def flop_formulas() -> Mapping[Any, Formula]:
     own |= algebra_formulas()
     found = {getattr(aten, name): formula for name, formula in own.items() if hasattr(aten, name)}
     return {**found, **flop_registry, aten.convolution_backward: _convolution_backward}
+
+
+def _sparse_product(_bias: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    sparse, dense = (left, right) if left.layout == torch.sparse_coo else (right, left)
+    return 2 * sparse._nnz() * dense.shape[-1]
 
 
 def _product(left: int, right: int | None = None, dim: int = 0) -> Formula:
@@ -68,29 +79,13 @@ def _product(left: int, right: int | None = None, dim: int = 0) -> Formula:
     return flops
 
 
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+def _shapes(operands: Sequence[Any]) -> list[torch.Size]:
+    return [operand.shape for operand in operands]
 
 
-def _attention_backward(cotangent: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(cotangent.shape, query.shape, key.shape, value.shape))
-
-
-def _recurrent_layer(steps: Any, weight_input: Any, weight_hidden: Any, *_: Any, **__: Any) -> int:
-    positions = steps.shape[0] * steps.shape[1]
-    return 2 * positions * (weight_input.numel() + weight_hidden.numel())
-
-
-def _recurrent_layer_backward(steps: Any, weight_input: Any, weight_hidden: Any, *_: Any, **__: Any) -> int:
-    return 2 * _recurrent_layer(steps, weight_input, weight_hidden)
-
-
-def _fused_encoder_layer(source: Any, embed_dim: int, *rest: Any, **named: Any) -> int:
-    return _dense_and_attention(source, embed_dim, (*rest, *named.values()))
-
-
-def _fused_attention_layer(query: Any, _key: Any, _value: Any, embed_dim: int, *rest: Any, **named: Any) -> int:
-    return _dense_and_attention(query, embed_dim, (*rest, *named.values()))
+def _recurrent(steps: Any, weights: Sequence[Any]) -> int:
+    """Return the multiplications of a recurrent layer, biases left out."""
+    return steps.numel() // steps.shape[-1] * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
 def _dense_and_attention(source: Any, embed_dim: int, arguments: tuple[Any, ...]) -> int:
@@ -119,20 +114,6 @@ def _trilinear(
                 sizes.append(tensor.shape[dim - sum(1 for place in expanded if place < dim)])
         points *= max(sizes)
     return 3 * points
-
-
-def _sparse_product(_bias: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
-    sparse, dense = (left, right) if left.layout == torch.sparse_coo else (right, left)
-    return 2 * sparse._nnz() * dense.shape[-1]
-
-
-def _fused_recurrent(steps: Any, weights: Any, *_: Any, **__: Any) -> int:
-    positions = steps.numel() // steps.shape[-1]
-    return 2 * positions * sum(weight.numel() for weight in weights if weight.dim() == 2)
-
-
-def _fused_recurrent_backward(steps: Any, weights: Any, *_: Any, **__: Any) -> int:
-    return 2 * _fused_recurrent(steps, weights)
 
 
 def _convolution_backward(*args: Any, out_val: Any, **named: Any) -> int:
@@ -188,19 +169,20 @@ def flat_tensors(value: Any) -> Iterator[torch.Tensor]:
 def algebra_formulas() -> Mapping[str, Callable[..., int]]:
     """Return the formulas by the name of the aten operation; called as those of torch's registry."""
     return {
-        "_fft_c2c": _complex_transform,
-        "_fft_r2c": _real_transform,
-        "_fft_c2r": _real_transform_back,
-        "linalg_cholesky_ex": _cholesky,
+        "_fft_c2c": lambda source, dims, *_, **__: _transforms(source.shape, dims, 5.0),
+        "_fft_r2c": lambda source, dims, *_, **__: _transforms(source.shape, dims, 2.5),
+        "_fft_c2r": lambda _source, dims, *_, out_val, **__: _transforms(out_val.shape, dims, 2.5),
+        "linalg_cholesky_ex": lambda matrix, *_, **__: _matrices(matrix) * matrix.shape[-1] ** 3 // 3,
         "linalg_lu_factor_ex": _lu,
         "linalg_lu": _lu,
-        "linalg_lu_solve": _lu_solve,
-        "_linalg_solve_ex": _solve,
-        "linalg_inv_ex": _inverse,
-        "linalg_solve_triangular": _triangular_solve,
+        "linalg_lu_solve": lambda factors, _pivots, right, *_, **__: _substitutions(factors, right),
+        "_linalg_solve_ex": lambda matrix, right, *_, **__: _lu(matrix) + _substitutions(matrix, right),
+        "linalg_inv_ex": lambda matrix, *_, **__: _matrices(matrix) * 2 * matrix.shape[-1] ** 3,
+        "linalg_solve_triangular": lambda matrix, right, *_, **__: matrix.shape[-1] * right.numel(),
         "linalg_qr": _qr,
-        "_euclidean_dist": _distances,
-        "_cdist_forward": _distances,
+        # A product and two sums for each pair of points and dimension of space.
+        "_euclidean_dist": lambda left, *_, out_val, **__: 3 * out_val.numel() * left.shape[-1],
+        "_cdist_forward": lambda left, *_, out_val, **__: 3 * out_val.numel() * left.shape[-1],
     }
 
 
@@ -209,24 +191,8 @@ def _transforms(shape: Sequence[int], dims: Sequence[int], factor: float) -> int
     return round(factor * math.prod(shape) * math.log2(points)) if points else 0
 
 
-def _complex_transform(source: Any, dims: Sequence[int], *_: Any, **__: Any) -> int:
-    return _transforms(source.shape, dims, 5.0)
-
-
-def _real_transform(source: Any, dims: Sequence[int], *_: Any, **__: Any) -> int:
-    return _transforms(source.shape, dims, 2.5)
-
-
-def _real_transform_back(_source: Any, dims: Sequence[int], *_: Any, out_val: Any, **__: Any) -> int:
-    return _transforms(out_val.shape, dims, 2.5)
-
-
 def _matrices(matrix: Any) -> int:
     return math.prod(matrix.shape[:-2])
-
-
-def _cholesky(matrix: Any, *_: Any, **__: Any) -> int:
-    return _matrices(matrix) * matrix.shape[-1] ** 3 // 3
 
 
 def _lu(matrix: Any, *_: Any, **__: Any) -> int:
@@ -235,24 +201,10 @@ def _lu(matrix: Any, *_: Any, **__: Any) -> int:
     return int(_matrices(matrix) * (least**2 * (max(rows, columns) - least / 3)))
 
 
-def _columns(right: Any, matrix: Any) -> int:
-    return int(right.shape[-1]) if right.dim() == matrix.dim() else 1
-
-
-def _lu_solve(factors: Any, _pivots: Any, right: Any, *_: Any, **__: Any) -> int:
-    return _matrices(factors) * 2 * factors.shape[-1] ** 2 * _columns(right, factors)
-
-
-def _solve(matrix: Any, right: Any, *_: Any, **__: Any) -> int:
-    return _lu(matrix) + _matrices(matrix) * 2 * matrix.shape[-1] ** 2 * _columns(right, matrix)
-
-
-def _inverse(matrix: Any, *_: Any, **__: Any) -> int:
-    return _matrices(matrix) * 2 * matrix.shape[-1] ** 3
-
-
-def _triangular_solve(matrix: Any, right: Any, *_: Any, **__: Any) -> int:
-    return int(matrix.shape[-1]) * int(right.numel())
+def _substitutions(matrix: Any, right: Any) -> int:
+    """Return the cost of solving by factors, forward and back, for each column."""
+    columns = int(right.shape[-1]) if right.dim() == matrix.dim() else 1
+    return _matrices(matrix) * 2 * matrix.shape[-1] ** 2 * columns
 
 
 def _qr(matrix: Any, *_: Any, **__: Any) -> int:
@@ -260,8 +212,3 @@ def _qr(matrix: Any, *_: Any, **__: Any) -> int:
     rows, columns = matrix.shape[-2:]
     least, most = min(rows, columns), max(rows, columns)
     return int(_matrices(matrix) * 4 * least**2 * (most - least / 3))
-
-
-def _distances(left: Any, right: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    """Return a product and two sums for each pair of points and dimension of space."""
-    return 3 * out_val.numel() * left.shape[-1]

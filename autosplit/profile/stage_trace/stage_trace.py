@@ -109,7 +109,9 @@ class _Run:
         self.saved: dict[str, dict[int, None]] = {}
         self.late: set[str] = set()
         self.goes_back = False
-        self.shared = {node: self._given(node) for node in stage.inputs if _is_shared(node)}
+        self.shared = {
+            node: self._given(node) for node in stage.inputs if node.meta[INFO].node_class is NodeClass.SHARED
+        }
         for node, value in self.shared.items():
             for tensor in tensors_of(value):
                 if tensor.requires_grad:
@@ -331,11 +333,6 @@ def _as_first(again: Sequence[Step], forward: Sequence[Step], kept: Collection[i
 
 def _renamed(steps: Sequence[Step], names: Mapping[int, int]) -> tuple[Step, ...]:
     return tuple(Step(step.node, tuple((names.get(s, s), count) for s, count in step.changes)) for step in steps)
-
-
-def _is_shared(node: fx.Node) -> bool:
-    """Tell whether a value is the same for all microbatches: it is there before the first one and after the last."""
-    return bool(node.meta[INFO].node_class is NodeClass.SHARED)
 
 
 def _lent(node: fx.Node, value: Any) -> Any:

@@ -287,11 +287,8 @@ def applied(content: Any, changes: Mapping[Any, Any]) -> Any:
     return list(keyed.values()) if isinstance(content, list) else keyed
 
 
-class _Gone:
-    """Stands for a value that is no more."""
-
-
-GONE = _Gone()
+GONE: Any = object()
+"""Stands for a value that is no more."""
 _TABLES = frozenset(("_parameters", "_buffers", "_modules", *HOOK_TABLES))
 
 

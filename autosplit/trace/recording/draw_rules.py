@@ -119,22 +119,9 @@ def _call(draw: Draw, sizes: Sizes, first: torch.Tensor | None = None) -> torch.
     return drawn
 
 
-def _filled(draw: Draw, sizes: Sizes) -> torch.Tensor:
-    return _call(draw, sizes, made(draw.out, sizes))
-
-
-def _masked(draw: Draw, sizes: Sizes) -> torch.Tensor:
-    """Draw zeros and ones as bool: the kernels take the same numbers for every dtype."""
-    return _call(draw, sizes, made(draw.out, sizes, dtype=torch.bool))
-
-
 def _fill(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     filled: torch.Tensor = args[0].copy_(numbers)
     return filled
-
-
-def _new(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-    return numbers.clone()
 
 
 # -- operations with tensors among their parameters ----------------------------------------------------------------
@@ -151,11 +138,6 @@ def _below(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     return (numbers < args[0]).to(args[0].dtype)
 
 
-def _fill_below(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-    filled: torch.Tensor = args[0].copy_(numbers < args[1])
-    return filled
-
-
 def _deviations(draw: Draw, sizes: Sizes) -> torch.Tensor:
     """Draw normal numbers around nothing; a deviation that is a number is part of the kernel's own arithmetic."""
     std = named_arguments(draw.op, draw.args, dict(draw.kwargs))["std"]
@@ -166,10 +148,6 @@ def _normal(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     mean, std = args[0], args[1] if len(args) > 1 else kwargs.get("std", 1.0)
     scaled = numbers.clone()
     return (scaled.mul_(std) if isinstance(std, torch.Tensor) else scaled).add_(mean)
-
-
-def _exponential(draw: Draw, sizes: Sizes) -> torch.Tensor:
-    return made(draw.args[0], sizes).exponential_(1.0)
 
 
 def _choose(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
@@ -196,12 +174,13 @@ _NEWS = (
     "normal.float_float bernoulli.p"
 ).split()
 _RULES: dict[str, Rule] = {
-    "bernoulli_.float": Rule(_masked, _fill),
-    **dict.fromkeys(_FILLS, Rule(_filled, _fill)),
-    **dict.fromkeys(_NEWS, Rule(_call, _new)),
+    # Zeros and ones as bool: the kernels take the same numbers for every dtype.
+    "bernoulli_.float": Rule(lambda draw, sizes: _call(draw, sizes, made(draw.out, sizes, dtype=torch.bool)), _fill),
+    **dict.fromkeys(_FILLS, Rule(lambda draw, sizes: _call(draw, sizes, made(draw.out, sizes)), _fill)),
+    **dict.fromkeys(_NEWS, Rule(_call, lambda numbers, args, kwargs: numbers.clone())),
     "bernoulli": Rule(_uniform, _below),
-    "bernoulli_.Tensor": Rule(_uniform, _fill_below),
+    "bernoulli_.Tensor": Rule(_uniform, lambda numbers, args, kwargs: _fill(numbers < args[1], args, kwargs)),
     **dict.fromkeys(("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor"), Rule(_deviations, _normal)),
-    "multinomial": Rule(_exponential, _choose),
+    "multinomial": Rule(lambda draw, sizes: made(draw.args[0], sizes).exponential_(1.0), _choose),
     "native_dropout": Rule(_kept, _dropout),
 }

@@ -193,12 +193,10 @@ def _to_enter(model: nn.Module, calls: Sequence[Call]) -> frozenset[str]:
     found: set[str] = set()
     for name, users in uses.items():
         if name in parameters and len(users) > 1:
-            found.update(c.leaf for c in users if c.leaf is not None and _enterable(model.get_submodule(c.leaf)))
-    return frozenset(found)
-
-
-def _enterable(module: nn.Module) -> bool:
-    return not has_hooks(module) and not isinstance(module, (nn.RNNBase, *STATEFUL_LEAVES))
+            found.update(call.leaf for call in users if call.leaf is not None)
+    modules = {path: model.get_submodule(path) for path in found}
+    kept = (nn.RNNBase, *STATEFUL_LEAVES)
+    return frozenset(path for path, own in modules.items() if not has_hooks(own) and not isinstance(own, kept))
 
 
 # -- real runs ---------------------------------------------------------------------------------------------------------

@@ -141,7 +141,8 @@ class Form:
     def _varies(self, node: fx.Node) -> bool:
         """Tell whether a node hangs on anything that is trained."""
         return any(
-            (n.op == "get_attr" and n.target in self._parameters) or set(_reads(n)) & self._parameters
+            (n.op == "get_attr" and n.target in self._parameters)
+            or (INFO in n.meta and not self._parameters.isdisjoint(n.meta[INFO].reads))
             for n in _behind(node)
         )
 
@@ -189,10 +190,6 @@ def _behind(node: fx.Node) -> set[fx.Node]:
                 found.add(operand)
                 todo.append(operand)
     return found
-
-
-def _reads(node: fx.Node) -> tuple[str, ...]:
-    return node.meta[INFO].reads if INFO in node.meta else ()
 
 
 def _check_pure(node: fx.Node) -> None:

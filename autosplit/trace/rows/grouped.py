@@ -44,10 +44,6 @@ class Grouped:
     bounds: Mapping[fx.Node, fx.Node]
     sorting: frozenset[fx.Node]
 
-    def is_sort(self, node: fx.Node) -> bool:
-        """Tell whether a node is one of the sorts."""
-        return self.order.get(node) is node
-
 
 def grouped(graph: fx.Graph, root: nn.Module) -> Grouped:
     """Find the sorts whose rows come back."""

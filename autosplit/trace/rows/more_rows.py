@@ -12,7 +12,7 @@ followed at the larger number too: ``x.flip(0).roll(4, 0).flip(0)`` is a stack o
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -116,8 +116,10 @@ class MoreRows:
         return self.count > 2 * self.rows + 1
 
     def _is_unknown(self, node: fx.Node) -> bool:
-        large = self._is_larger and max(self._elements(node), default=0) > _LARGEST
-        return large or any(n in self.unknown for n in (node, *node.all_input_nodes))
+        near = (node, *node.all_input_nodes)
+        tensors = [tensor for n in near if INFO in n.meta for tensor in n.meta[INFO].tensors] if self._is_larger else []
+        large = any(math.prod(tensor.shape_at(self.count, self.lengths)) > _LARGEST for tensor in tensors)
+        return large or not self.unknown.isdisjoint(near)
 
     def _differs(self, node: fx.Node) -> bool | None:
         try:
@@ -143,8 +145,3 @@ class MoreRows:
             return self.layouts.value_of(node)
         layouts = zip(self.few.of(node), self.layouts.of(node), strict=True)
         return copied(self.run.env[node], lambda t: from_layout(t, *next(layouts), self.rows, self.sources))
-
-    def _elements(self, node: fx.Node) -> Iterator[int]:
-        for n in (node, *node.all_input_nodes):
-            for info in n.meta[INFO].tensors if INFO in n.meta else ():
-                yield math.prod(info.shape_at(self.count, self.lengths))

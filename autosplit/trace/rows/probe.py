@@ -297,7 +297,7 @@ class _Lockstep:
             return
         if info.random:
             self._share_draws(node, info.tensors)
-        if self.sorts.is_sort(node):
+        if self.sorts.order.get(node) is node:
             for name, run in self.runs.items():
                 order = run.env[node]
                 self.orders[name, node] = order if isinstance(order, torch.Tensor) else order[1]

@@ -181,13 +181,10 @@ class SymbolicSizes(TorchFunctionMode):
         operands = [self._formula(operand) for operand in expression.args]
         if kind in _FOLDED and operands:
             return functools.reduce(lambda a, b: Formula(_FOLDED[kind], (a, b)), operands)
-        if kind not in _PLAIN or (kind == "Pow" and not _is_natural(operands[1])):
+        natural = kind != "Pow" or (isinstance(operands[1], int) and operands[1] > 0)
+        if kind not in _PLAIN or not natural:
             raise NoFormula(f"{expression}: no Python operator is known for {kind}")
         return Formula(_PLAIN[kind], tuple(operands))
-
-
-def _is_natural(number: Number) -> bool:
-    return isinstance(number, int) and number > 0
 
 
 def _recurrent(states: int, input: torch.Tensor, hx: Any, weights: Sequence[torch.Tensor], *options: Any) -> Any:
