@@ -5,7 +5,7 @@
 Each row of ``benchmarks/data/pipedream/planner.json`` is a number of devices, a bandwidth, and the stages that its
 planner printed, or that its repository or paper ran. Ours are of the nodes in model order; theirs may take nodes in
 any. Both are costed twice, in ms per minibatch: as the planner's code counts (gradients are exchanged behind the work,
-there and back; a stage of several replicas has as many links), and as the paper writes (`partition.replication`). What
+there and back; a stage of several replicas has as many links), and as the paper writes (`pipedream`). What
 the planner printed is what its stages are found to cost, or the row fails. Exit code 1 when ours is slower anywhere.
 """
 
@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.replication import Layer, StageSeconds, between, pipedream, replicate, stages_only
+from autosplit.partition.replication import StageSeconds, between, replicate, stages_only
 from benchmarks import pairs
 
 FOLDER = Path(__file__).parent / "data" / "pipedream"
@@ -33,6 +34,37 @@ _NODE = re.compile(r"node(\d+) -- (\w+).* -- forward_compute_time=(\S+), backwar
 _FIGURES = re.compile(r"activation_size=(.*), parameter_size=(\S+)")
 
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one minibatch costs a layer: forward and backward, what goes on from it, what its replicas exchange."""
+
+    seconds: float
+    output_bytes: float = 0.0
+    parameter_bytes: float = 0.0
+
+
+def pipedream(layers: Sequence[Layer], *, devices: int, bandwidth_bytes_per_s: float) -> StageSeconds:
+    """Return what stages of a line take by PipeDream's formula, the transfer behind them included.
+
+    Replicas exchange ``2 (m - 1) / m`` times the bytes of their gradients, each, beside their work. What crosses a cut
+    goes there, and its gradient back.
+    """
+    works_s, parameters, sent = (
+        np.array([0.0, *(getattr(layer, name) for layer in layers)])
+        for name in ("seconds", "parameter_bytes", "output_bytes")
+    )
+    sent[-1] = 0.0  # what the last layer makes goes nowhere
+    sent_s = 2 * sent / bandwidth_bytes_per_s
+    work_s, gradients_s = between(works_s), between(parameters / bandwidth_bytes_per_s)
+
+    @cache
+    def own_s(replicas: int) -> Floats:
+        own: Floats = np.maximum(work_s, 2 * (replicas - 1) / replicas * gradients_s) / replicas
+        return stages_only(np.maximum(own, sent_s))
+
+    return lambda replicas, ahead: own_s(replicas)
 
 
 @dataclass(frozen=True)

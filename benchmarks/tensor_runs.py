@@ -20,11 +20,11 @@ import torch
 import transformers
 from torch import Tensor, fx, nn
 
-from autosplit.tensor import build
 from autosplit.tensor.collectives import local_part
 from autosplit.tensor.plan import TensorPlan, tensor_plan
 from autosplit.trace.graph import TracedGraph
 from benchmarks.tensor_families import ROWS, families, inputs, model_with_values, recording
+from benchmarks.tensor_graph import rank_elements, rank_graph
 from benchmarks.tensor_plans import RESULTS, write
 from benchmarks.tensor_threads import RANKS, threads
 
@@ -57,7 +57,7 @@ def compared(kind: type, dtype: torch.dtype) -> dict[str, Any]:
         "gradients": max(one["gradients"] for one in found),
         "collectives": len(plan.collectives),
         "kinds": sorted(kinds),
-        "rank_share": round(plan.rank_elements / sum(plan.elements.values()), 4),
+        "rank_share": round(rank_elements(plan) / sum(plan.elements.values()), 4),
     }
 
 
@@ -79,7 +79,7 @@ def _rank(
     plain: Any,
     whole: dict[str, Tensor | None],
 ) -> dict[str, float]:
-    module: nn.Module = deepcopy(build.rank_graph(traced, plan, rank=rank))  # threads share no module that is called
+    module: nn.Module = deepcopy(rank_graph(traced, plan, rank=rank))  # threads share no module that is called
     own = module(*given)
     parts = dict(module.named_parameters(remove_duplicate=False))
     used = [*{id(p): p for p in parts.values() if p.requires_grad}.values()]

@@ -16,14 +16,12 @@ Every cut and every number of replicas is weighed, so the answer is optimal: no 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
-
-from autosplit.errors import InputError
 
 Floats = NDArray[np.float64]
 StageSeconds = Callable[[int, int], Floats]
@@ -32,15 +30,6 @@ StageSeconds = Callable[[int, int], Floats]
 Infinite where a stage is not allowed, and where it would have no layer (`stages_only`).
 """
 _TIES = 1 + 1e-12
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What one minibatch costs a layer: forward and backward, what goes on from it, what its replicas exchange."""
-
-    seconds: float
-    output_bytes: float = 0.0
-    parameter_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,29 +42,6 @@ class Replication:
     bounds: tuple[int, ...]
     replicas: tuple[int, ...]
     bottleneck_s: float
-
-
-def pipedream(layers: Sequence[Layer], *, devices: int, bandwidth_bytes_per_s: float) -> StageSeconds:
-    """Return what stages of a line take by PipeDream's formula, the transfer behind them included.
-
-    Replicas exchange ``2 (m - 1) / m`` times the bytes of their gradients, each, beside their work. What crosses a cut
-    goes there, and its gradient back. Raises InputError for numbers that cannot be.
-    """
-    _check(layers, devices=devices, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
-    works_s, parameters, sent = (
-        np.array([0.0, *(getattr(layer, name) for layer in layers)])
-        for name in ("seconds", "parameter_bytes", "output_bytes")
-    )
-    sent[-1] = 0.0  # what the last layer makes goes nowhere
-    sent_s = 2 * sent / bandwidth_bytes_per_s
-    work_s, gradients_s = between(works_s), between(parameters / bandwidth_bytes_per_s)
-
-    @cache
-    def own_s(replicas: int) -> Floats:
-        own: Floats = np.maximum(work_s, 2 * (replicas - 1) / replicas * gradients_s) / replicas
-        return stages_only(np.maximum(own, sent_s))
-
-    return lambda replicas, ahead: own_s(replicas)
 
 
 def flushed(works_s: Floats, bytes_s: Floats, sent_s: Floats, *, minibatches: int) -> StageSeconds:
@@ -145,16 +111,3 @@ def _program(stage_s: StageSeconds, devices: int, join: np.ufunc) -> tuple[float
         replicas.append(m)
         n -= m
     return float(least[-1, 0]), tuple(bounds), tuple(replicas)
-
-
-def _check(layers: Sequence[Layer], *, devices: int, bandwidth_bytes_per_s: float) -> None:
-    if not layers:
-        raise InputError("there are no layers to cut; give at least one")
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise InputError(f"devices={devices!r}: give how many there are, an int of at least 1")
-    if not 0 < bandwidth_bytes_per_s < math.inf:
-        raise InputError(f"bandwidth_bytes_per_s={bandwidth_bytes_per_s!r}: give the bytes per second of a link")
-    for number, layer in enumerate(layers):
-        for name in ("seconds", "output_bytes", "parameter_bytes"):
-            if not 0 <= (value := getattr(layer, name)) < math.inf:
-                raise InputError(f"layer {number} has {name}={value!r}; give a number of at least 0")

@@ -6,11 +6,10 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import fx, nn
 
 from autosplit.tensor.axes import Shard
-from autosplit.tensor.collectives import Move, Placement, Sharing, local_part
+from autosplit.tensor.collectives import Move, Placement, Sharing
 from autosplit.tensor.facts import Operand, operand_of
 from autosplit.tensor.local import Lookup, Stateless, embedding_rows, local_arguments, lookup_of, run_module
 from autosplit.tensor.plan import NodePlan, Placements, TensorPlan
@@ -22,56 +21,12 @@ MOVES = "tensor_parallel"
 """The attribute of a recording's root that holds the moves."""
 
 
-def rank_graph(
-    traced: TracedGraph, plan: TensorPlan, *, group: dist.ProcessGroup | None = None, rank: int | None = None
-) -> fx.GraphModule:
-    """Return the module that runs a recording on one rank of a group; it has the model's own names for its parts."""
-    rank = dist.get_rank(group) if rank is None else rank
-    return _Alone(rank_recording(traced, plan, Sharing(rank, plan.ranks, group)), plan, rank).module()
-
-
 def rank_recording(traced: TracedGraph, plan: TensorPlan, sharing: Sharing) -> TracedGraph:
     """Return the recording of what one of several ranks runs, for parameters that hold its parts.
 
     Nodes keep their names; moves are nodes of their own.
     """
     return _Builder(traced, plan, sharing).built()
-
-
-class _Alone:
-    """A rank's recording as a module, with parts of a model that is whole."""
-
-    def __init__(self, own: TracedGraph, plan: TensorPlan, rank: int) -> None:
-        self.own, self.plan, self.rank = own, plan, rank
-        self._parts: dict[int, nn.Parameter] = {}
-
-    def module(self) -> fx.GraphModule:
-        """Return it; it has the names of parameters that its graph does not read, too."""
-        root: dict[str, Any] = {}
-        for node in self.own.graph.nodes:
-            if node.op in ("call_module", "get_attr"):
-                path, _, name = str(node.target).rpartition(".")
-                value: Any = getattr(self.own.root.get_submodule(path) if path else self.own.root, name)
-                root[str(node.target)] = self._part(node.target, value) if isinstance(value, nn.Parameter) else value
-        module = fx.GraphModule(root, self.own.graph, class_name="RankGraph")
-        for name, parameter in self.own.root.named_parameters(remove_duplicate=False):
-            path, _, last = name.rpartition(".")
-            holder: nn.Module = module
-            for part in path.split(".") if path else ():
-                if part not in holder._modules:
-                    holder.add_module(part, nn.Module())
-                holder = holder.get_submodule(part)
-            if last not in holder._parameters:
-                holder.register_parameter(last, self._part(name, parameter))
-        return module
-
-    def _part(self, name: Any, parameter: nn.Parameter) -> nn.Parameter:
-        if id(parameter) not in self._parts:
-            placement = self.plan.parameters.get(name, REPLICATED)
-            part = local_part(parameter.detach(), placement, self.rank, self.plan.ranks)
-            whole = placement is REPLICATED
-            self._parts[id(parameter)] = parameter if whole else nn.Parameter(part, parameter.requires_grad)
-        return self._parts[id(parameter)]
 
 
 class _Builder:

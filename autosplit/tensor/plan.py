@@ -92,14 +92,6 @@ class TensorPlan:
         """Bytes that a rank sends in a forward and backward."""
         return sum(one.collective.wire_bytes for one in self.collectives)
 
-    @property
-    def rank_elements(self) -> float:
-        """Elements of parameters that a rank has; a parameter of several names counts once per name."""
-        return sum(
-            self.elements[name] / (1 if placement is REPLICATED else self.ranks)
-            for name, placement in self.parameters.items()
-        )
-
 
 def tensor_plan(
     traced: TracedGraph,

@@ -1,4 +1,4 @@
-"""Stages with replicas: against every cut and every number of replicas, counted by hand, and bad numbers."""
+"""Stages with replicas: against every cut and every number of replicas, counted by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from itertools import accumulate, combinations, pairwise
 import numpy as np
 import pytest
 
-from autosplit.errors import InputError
-from autosplit.partition.replication import Layer, Replication, flushed, pipedream, replicate
+from autosplit.partition.replication import Replication, flushed, replicate
+from benchmarks.pipedream import Layer, pipedream
 
 
 def splits(count: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -113,20 +113,3 @@ def test_what_is_not_allowed_is_left_out():
     assert found == Replication((0, 4), (4,), 1.0)
     straight = replicate(lambda m, n: held(m, n) if m == 1 else np.full((5, 5), np.inf), devices=4)
     assert straight == Replication((0, 1, 2, 3, 4), (1, 1, 1, 1), 1.0)
-
-
-@pytest.mark.parametrize(
-    ("layers", "devices", "bandwidth", "words"),
-    [
-        ([], 2, 1.0, "no layers to cut"),
-        ([Layer(1.0)], 0, 1.0, "devices=0"),
-        ([Layer(1.0)], True, 1.0, "devices=True"),
-        ([Layer(1.0)], 2, 0.0, "bandwidth_bytes_per_s=0.0"),
-        ([Layer(1.0), Layer(-1.0)], 2, 1.0, "layer 1 has seconds=-1.0"),
-        ([Layer(1.0, math.nan)], 2, 1.0, "layer 0 has output_bytes=nan"),
-        ([Layer(1.0, 0.0, math.inf)], 2, 1.0, "layer 0 has parameter_bytes=inf"),
-    ],
-)
-def test_numbers_that_cannot_be(layers, devices, bandwidth, words):
-    with pytest.raises(InputError, match=words):
-        pipedream(layers, devices=devices, bandwidth_bytes_per_s=bandwidth)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from autosplit.errors import InputError
 from autosplit.options import Sample
-from autosplit.tensor.build import rank_graph
 from autosplit.tensor.collectives import local_part
 from autosplit.tensor.plan import TensorPlan, tensor_plan
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import trace
+from benchmarks.tensor_graph import rank_graph
 from benchmarks.tensor_threads import RANKS, threads
 from tests.tensor.nets import LENGTH, ROWS, WIDTH
 

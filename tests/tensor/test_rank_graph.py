@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.options import Sample
-from autosplit.tensor.build import rank_graph
 from autosplit.tensor.collectives import local_part
 from autosplit.tensor.plan import tensor_plan
 from autosplit.trace.ladder import trace
+from benchmarks.tensor_graph import rank_graph
 from tests.distributed.processes import Pool
 from tests.tensor.nets import NETS, ROWS, batch, net
 
