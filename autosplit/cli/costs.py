@@ -16,9 +16,10 @@ from autosplit.options import Sample, resolve_devices
 from autosplit.planning.request import sizes_of
 from autosplit.profile.node_costs.combine import profile
 from autosplit.report.costs import CostReport, cost_report
+from autosplit.trace.borrowed.blank import has_meta
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.ladder import Trace, trace
-from autosplit.trace.rows.probe import probe_rows
+from autosplit.trace.rows.probe import probe_inputs
 
 if TYPE_CHECKING:
     from autosplit.cli.profile import ProfileOptions
@@ -32,7 +33,7 @@ def costs_of(spec: ModelSpec, options: ProfileOptions) -> CostReport:
     modelled = options.device is not None and where is None
     model = make_model(spec, blank=spec.is_config and modelled)
     sample = Sample.of(make_sample(spec, model=model, rows=ROWS_PER_DEVICE * options.chunks))
-    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    on_meta = has_meta(model)
     measured = _measures(options, on_meta=on_meta)
     place = torch.device("meta") if on_meta else where
     if place is not None:
@@ -45,7 +46,7 @@ def costs_of(spec: ModelSpec, options: ProfileOptions) -> CostReport:
         found.graph,
         rows=sizes[0],
         batch_rows=sum(sizes),
-        inputs=_rows_of(found, sizes[0]),
+        inputs=probe_inputs(found.inputs, sizes[0]),
         measure=measured,
         device=device,
     )
@@ -97,15 +98,6 @@ def _sizes(found: Trace, options: ProfileOptions) -> tuple[int, ...]:
     if options.rows < least:
         raise InputError(f"--rows {options.rows}: this model needs at least {least} rows in a microbatch")
     return (options.rows,) * options.chunks
-
-
-def _rows_of(found: Trace, rows: int) -> list[torch.Tensor]:
-    """Return the input tensors at a number of rows: rows that the sample lacks are made from the others."""
-    leaves = []
-    for position in found.inputs.tensors():
-        leaf, dim = found.inputs.leaves[position], found.inputs.batch_dims[position]
-        leaves.append(leaf if dim is None or leaf.is_meta else probe_rows(leaf, dim, range(rows)))
-    return leaves
 
 
 def _moved(sample: Sample, device: torch.device) -> Sample:

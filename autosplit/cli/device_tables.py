@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import combinations
 
 from autosplit.report.document import DEFAULT_WIDTH, Section, as_text, column
 from autosplit.report.words import size_words
 from autosplit.units import format_bytes, format_seconds
-from cost_models import DeviceSpec, LinkSpec, MachineSpec, Source, device, find, machine, machine_names, names
+from cost_models import DeviceSpec, LinkSpec, MachineSpec, device, find, machine, machine_names, names
 from cost_models.specs import Spec
 
 RATES = ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64")
@@ -56,7 +56,7 @@ def _devices(title: str, specs: Iterable[DeviceSpec]) -> Section:
         *(column(dtype, rows, partial(_rate, dtype=dtype)) for dtype in RATES),
         column("peer", rows, lambda spec: _giga(spec.peer_link)),
         column("host", rows, lambda spec: _giga(spec.host_link)),
-        column(trust, rows, lambda spec: _trust(_all_sources(spec))),
+        column(trust, rows, lambda spec: _trust(spec)),
     )
     below = (
         "usable: memory that tensors can have. TB/s: of memory. fp8 to fp64: dense TFLOP/s, in brackets if emulated.",
@@ -129,14 +129,9 @@ def _rate(spec: DeviceSpec, dtype: str) -> str:
     return "-"
 
 
-def _all_sources(spec: DeviceSpec) -> list[Source]:
-    links = [spec.host_link] + ([spec.peer_link] if spec.peer_link is not None else [])
-    parts: list[Spec] = [spec, *links]
-    return [part.source(figure) for part in parts for figure in part.figures()]
-
-
-def _trust(sources: Sequence[Source]) -> str:
-    counts = Counter[str](source.status for source in sources)
+def _trust(spec: DeviceSpec) -> str:
+    parts: list[Spec] = [spec, spec.host_link, *([spec.peer_link] if spec.peer_link is not None else [])]
+    counts = Counter[str](part.source(figure).status for part in parts for figure in part.figures())
     return " ".join(f"{counts[status]:2}" for status in STATUSES)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autosplit.partition.problem import Hold, Problem, recompute_fraction
+from autosplit.partition.problem import Problem, recompute_fraction
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.simulate import Timeline, TransferTime, simulate
 
@@ -181,8 +181,12 @@ class _Cut:
             if source is not None:
                 crossed = self._apart((source, *hold.consumers))
             kept = crossed | {stage_of[saver] for saver in hold.savers}
-            kept_by_blocks = kept | {stage_of[pin] for pin in self._taken_by_blocks(hold)}
-            entered = {stage_of[pin] for pin in self._entering(hold)}
+            home = None if source is None else self._block(source)
+            entering = {pin for pin in (*hold.consumers, *hold.savers) if self._block(pin) != home}
+            # What other blocks take is kept for these to be done again.
+            taken = {pin for pin in entering.intersection(hold.consumers) if self.problem.works[pin].block is not None}
+            kept_by_blocks = kept | {stage_of[pin] for pin in taken}
+            entered = {stage_of[pin] for pin in entering}
             for sums, stages in (
                 (self.kept, kept),
                 (self.boundary, crossed),
@@ -190,19 +194,8 @@ class _Cut:
             ):
                 for stage in stages:
                     sums[stage] += hold.bytes
-            if source is not None and any(self._block(saver) == self._block(source) for saver in hold.savers):
-                self.saved[self._block(source)] = self.saved.get(self._block(source), 0) + hold.bytes
-
-    def _entering(self, hold: Hold) -> Iterator[int]:
-        """Yield the works for which the storage comes from another block."""
-        source = None if hold.producer is None else self._block(hold.producer)
-        return (pin for pin in (*hold.consumers, *hold.savers) if self._block(pin) != source)
-
-    def _taken_by_blocks(self, hold: Hold) -> Iterator[int]:
-        """Yield the works of other blocks that take the storage: it is kept for these blocks to be done again."""
-        source = None if hold.producer is None else self._block(hold.producer)
-        blocks = (pin for pin in hold.consumers if self.problem.works[pin].block is not None)
-        return (pin for pin in blocks if self._block(pin) != source)
+            if home is not None and any(self._block(saver) == home for saver in hold.savers):
+                self.saved[home] = self.saved.get(home, 0) + hold.bytes
 
     def _block(self, work: int) -> tuple[bool, object]:
         named = self.problem.works[work].block

@@ -21,6 +21,7 @@ from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.node_costs.fake import empty_value
 from autosplit.profile.node_costs.ledger import Ledger, Operation
 from autosplit.profile.node_costs.work import cost_model_of, work_of
+from autosplit.profile.stage_trace.stage_graph import first_output
 from autosplit.profile.types import Profile
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
@@ -45,7 +46,8 @@ class PaperLoss:
 
     def __call__(self, value: torch.Tensor, rows: int) -> torch.Tensor:
         """Return the loss; the model's other outputs are as recorded, without values."""
-        leaves = [value if _named(leaf, self.name) else _other(leaf, rows) for leaf in _outputs(self.traced)]
+        own = self.traced.by_name()[self.name]
+        leaves = [value if leaf is own else _other(leaf, rows) for leaf in _outputs(self.traced)]
         output = self.traced.unflatten(leaves)
         given = (output,) if self.target is None else (output, self.target(value))
         total: torch.Tensor = self.function(*given)
@@ -58,7 +60,7 @@ def paper_loss(function: Any, traced: TracedGraph) -> PaperLoss:
         raise InputError(
             f"loss_fn is a {type(function).__name__}; give a function of the output, or of it and a target"
         )
-    node = next((n for n in _outputs(traced) if _differentiable(n)), None)
+    node = first_output(traced)
     if node is None:
         raise InputError("loss_fn is given, but the model has no output that gradients flow through; leave it out")
     errors: list[Exception] = []
@@ -84,7 +86,7 @@ def paper_loss(function: Any, traced: TracedGraph) -> PaperLoss:
 
 def note_on_no_loss(traced: TracedGraph) -> str | None:
     """Return what stands for the loss where none is given; None where the model makes one, or gives no gradients."""
-    node = next((n for n in _outputs(traced) if _differentiable(n)), None)
+    node = first_output(traced)
     if node is None or not node.meta[INFO].tensors[0].shape_at(_TRIED_ROWS):
         return None
     return (
@@ -150,14 +152,6 @@ def _targets(node: fx.Node) -> Iterator[Callable[[torch.Tensor], torch.Tensor] |
 
 def _outputs(traced: TracedGraph) -> list[Any]:
     return list(next(iter(reversed(traced.graph.nodes))).args[0])
-
-
-def _differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, fx.Node) and INFO in leaf.meta and leaf.meta[INFO].tensors[0].differentiable
-
-
-def _named(leaf: Any, name: str) -> bool:
-    return isinstance(leaf, fx.Node) and INFO in leaf.meta and leaf.meta[INFO].name == name
 
 
 def _other(leaf: Any, rows: int) -> Any:

@@ -266,7 +266,12 @@ def _costs(title: str, rows: Sequence[Row], *, top: int | None, width: int) -> S
     hidden = [row for index, row in enumerate(rows) if index not in largest]
     figures = _figures(shown)
     room = max(room_beside(figures, width=width) or 0, _NARROWEST_NAME)
-    name = column("name", shown, lambda row: shorten(_marked(row), width=room), align="left")
+
+    def marked(row: Row) -> str:
+        text = row.name + " ~" * any(n.why for n in row.nodes) + " *" * any(n.estimated for n in row.nodes)
+        return shorten(text, width=room)
+
+    name = column("name", shown, marked, align="left")
     share = sum(row.total("share") for row in hidden)
     below = [f"and {len(hidden)} more with {share:.1%} of the time"] if hidden else []
     return Section(title, columns=(name, *figures), below=(*below, *_legend(shown)))
@@ -287,10 +292,6 @@ def _figures(rows: Sequence[Row]) -> list[Column]:
     if any(row.largest("peak_bytes") is not None for row in rows):
         columns.append(column("peak", rows, lambda row: size_words(row.largest("peak_bytes"))))
     return columns
-
-
-def _marked(row: Row) -> str:
-    return row.name + " ~" * any(n.why for n in row.nodes) + " *" * any(n.estimated for n in row.nodes)
 
 
 def _legend(rows: Sequence[Row]) -> Iterator[str]:

@@ -103,9 +103,8 @@ class _Moves:
         graph = self.graph
         before = reach(self.predecessors, range(graph.size))
         after = reach(self.successors, reversed(range(graph.size)))
-        bits = [1 << group for group in range(graph.size)]
-        direct_before = [_union(bits, tails) for tails in self.predecessors]
-        return _Reach(before, after, direct_before, [_union(bits, heads) for heads in self.successors])
+        direct = [[sum(1 << other for other in own) for own in each] for each in (self.predecessors, self.successors)]
+        return _Reach(before, after, *direct)
 
     def _allowed(self, moved: int) -> Iterable[int]:
         graph = self.graph
@@ -166,13 +165,6 @@ def _by_pin(size: int, costs: Iterable[tuple[frozenset[int], float]]) -> list[li
         for pin in pins:
             found[pin].append((pins, cost))
     return found
-
-
-def _union(masks: Sequence[int], groups: Iterable[int]) -> int:
-    union = 0
-    for group in groups:
-        union |= masks[group]
-    return union
 
 
 def _end(target: Sequence[int], group: int) -> int:

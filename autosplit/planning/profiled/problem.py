@@ -31,7 +31,7 @@ from autosplit.trace.borrowed.state import borrowed
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.ladder import Trace
 from autosplit.trace.recording.draw_rules import with_plain_numbers
-from autosplit.trace.rows.probe import probe_rows
+from autosplit.trace.rows.probe import probe_inputs
 from cost_models.collectives import Group
 from cost_models.specs import DeviceSpec
 
@@ -214,10 +214,7 @@ def _profiled(
     memo: CostMemo,
 ) -> Profile:
     lead = options.devices[options.leading]
-    leaves = []
-    for position in found.inputs.tensors():
-        leaf, dim = found.inputs.leaves[position], found.inputs.batch_dims[position]
-        leaves.append(leaf if dim is None or leaf.is_meta else probe_rows(leaf, dim, range(sizes[0])))
+    leaves = probe_inputs(found.inputs, sizes[0])
     autocast = autocast_of(options.precision, kernels=options.kernels)
     with borrowed(model), autocast:
         costs = profile(

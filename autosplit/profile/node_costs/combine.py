@@ -16,6 +16,7 @@ from autosplit.profile.node_costs.ledger import Operation
 from autosplit.profile.node_costs.work import cost_model_of, work_of
 from autosplit.profile.types import MeasuredNode, MeasuredTimes, NodeProfile, NodeTimes, Profile, StateProfile
 from autosplit.progress import phase
+from autosplit.trace.borrowed.blank import has_meta
 from autosplit.trace.graph import INFO, TracedGraph
 from cost_models.specs import DeviceSpec
 from cost_models.work import CostModel
@@ -48,7 +49,7 @@ def profile(
         times = modelled_times(costs, model=cost_model_of(device))
     name = device.name if isinstance(device, DeviceSpec) else device
     found = MeasuredTimes({}, name)
-    if measure and inputs is not None and not _on_meta(traced, inputs):
+    if measure and inputs is not None and not (has_meta(traced.root) or any(tensor.is_meta for tensor in inputs)):
         found = measure_nodes(traced, inputs=inputs, rows=rows)
         _warn_of_memory(found)
         times = _completed(costs, found.nodes, times)
@@ -157,7 +158,3 @@ def _state(traced: TracedGraph) -> dict[str, StateProfile]:
         )
         for name, users in uses.items()
     }
-
-
-def _on_meta(traced: TracedGraph, inputs: Sequence[torch.Tensor]) -> bool:
-    return any(tensor.is_meta for tensor in (*traced.root.parameters(), *traced.root.buffers(), *inputs))

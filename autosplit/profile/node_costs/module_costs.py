@@ -19,6 +19,7 @@ from autosplit.options import Sample
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.node_costs.work import cost_model_of, work_of
 from autosplit.trace.borrowed import state
+from autosplit.trace.borrowed.blank import has_meta
 from autosplit.trace.borrowed.state import gradients_aside, written_back
 from autosplit.trace.inputs.objects import fresh, mapped, tensors_in
 from autosplit.trace.module_tree import ModuleCost, intercept
@@ -31,7 +32,7 @@ _CPU = "cpu-lane"
 
 def module_costs(model: nn.Module, sample: Sample) -> dict[str, ModuleCost]:
     """Return what every module costs in a call of ``sample``, in the caller's modes; raises what its forward raises."""
-    meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    meta = has_meta(model)
     grad = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         try:

@@ -43,7 +43,7 @@ class Stages:
 
     def __init__(self, traced: TracedGraph) -> None:
         self.root = traced.root
-        self.first_output = _first_output(traced)
+        self.first_output = first_output(traced)
         self._operands = {node: tuple(node.all_input_nodes) for node in traced.graph.nodes}
         self._places = {node: place for place, node in enumerate(self._operands)}
         self._by_name = {info.name: node for node, info in traced.compute_nodes()}
@@ -95,7 +95,7 @@ def _leaves(node: fx.Node, stage: Collection[fx.Node]) -> bool:
     return False
 
 
-def _first_output(traced: TracedGraph) -> fx.Node | None:
+def first_output(traced: TracedGraph) -> fx.Node | None:
     """Return the first of the model's outputs that is differentiable."""
     results = [v for n in traced.graph.nodes if n.op == "output" for v in n.all_input_nodes if INFO in v.meta]
     return next((value for value in results if value.meta[INFO].tensors[0].differentiable), None)

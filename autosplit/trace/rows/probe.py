@@ -49,6 +49,12 @@ def probe_rows(leaf: torch.Tensor, dim: int, rows: Sequence[int], *, vary: bool 
     return torch.cat([_row(leaf, dim, row, count, vary) for row in rows], dim).requires_grad_(leaf.requires_grad)
 
 
+def probe_inputs(inputs: FlatInputs, rows: int) -> list[torch.Tensor]:
+    """Return the tensors of a sample at a number of rows; those on meta, and without a batch, as they are."""
+    pairs = [(inputs.leaves[place], inputs.batch_dims[place]) for place in inputs.tensors()]
+    return [leaf if dim is None or leaf.is_meta else probe_rows(leaf, dim, range(rows)) for leaf, dim in pairs]
+
+
 def _row(leaf: torch.Tensor, dim: int, row: int, count: int, vary: bool) -> torch.Tensor:
     piece = leaf.detach().narrow(dim, row % count, 1)
     same = count > 1 and torch.equal(piece, leaf.detach().narrow(dim, (row + 1) % count, 1))
