@@ -1,9 +1,8 @@
-"""Stages traced once per kind: every cut's moments are those of stages that were all traced as they are."""
+"""Stages traced once: every cut's moments are those of stages that were all traced as they are."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -122,7 +121,7 @@ def by_block(*recompute: Recompute) -> Cut:
     return Cut(own.traced, own.profile, options, stage_of, own.sizes, schedule, recompute)
 
 
-def test_equal_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[StageNodes] = []
 
     def run(stage: StageNodes, how: How) -> StageTrace:
@@ -134,9 +133,9 @@ def test_equal_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = by_block(*never)
     memo = TraceMemo(alone.traced)
     first = fullest_moments(alone, memo=memo)
-    assert len(runs) == 3  # the embedding, a block, the last block with the head
+    assert len(runs) == LAYERS + 1
     assert fullest_moments(alone, memo=memo) == first
-    assert len(runs) == 3
+    assert len(runs) == LAYERS + 1
 
 
 @pytest.mark.parametrize(
@@ -173,27 +172,3 @@ def test_microbatches_of_other_sizes_are_traced_anew() -> None:
     for rows in (1, 2):
         own = replace(cut(False, 3, "never", 0), sizes=(rows,) * CHUNKS)
         assert fullest_moments(own, memo=memo) == fullest_moments(own, memo=Plain(own.traced))
-
-
-class Crossed(nn.Module):
-    """Equal layers, of which one pair is registered in another order than it is used in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.a, self.b, self.d, self.c, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.d(self.c(self.b(self.a(self.first(x))))))
-
-
-def test_the_order_of_parameters_tells_stages_apart() -> None:
-    with torch.device("meta"):
-        traced = trace(Crossed(), Sample(torch.zeros(4, WIDTH))).graph
-    memo = TraceMemo(traced)
-    names = {info.module: info.name for _, info in traced.compute_nodes()}
-
-    def kind(*layers: str) -> Hashable:
-        return memo.key(memo.stages.of([names[layer] for layer in layers]), How(1))
-
-    assert kind("a", "b") == kind("first", "a")
-    assert kind("a", "b") != kind("c", "d")
