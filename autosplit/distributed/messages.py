@@ -23,6 +23,7 @@ from autosplit.errors import InputError, ScheduleError
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.transport import Message, SharedMemory, Way
+from autosplit.trace.borrowed.blank import is_dense
 
 Ends = Callable[[Way], tuple[int, Sequence[int]]]
 """Gives the rank that sends what goes a way, and those that receive it."""
@@ -174,7 +175,7 @@ class Messages:
 
 def described(tensor: torch.Tensor) -> Described:
     """Describe a tensor; one with gaps in its memory arrives without."""
-    dense = tensor if tensor.is_contiguous() or _is_dense(tensor) else torch.empty_like(tensor, device="meta")
+    dense = tensor if tensor.is_contiguous() or is_dense(tensor) else torch.empty_like(tensor, device="meta")
     return Described(tuple(tensor.shape), dense.stride(), tensor.dtype, tensor.requires_grad)
 
 
@@ -183,19 +184,9 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return tensor.view(-1).view(torch.uint8)
-    if not _is_dense(tensor):
+    if not is_dense(tensor):
         tensor = tensor.clone(memory_format=torch.preserve_format)
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether every element of a tensor's memory is one of its own, once."""
-    dense = 1
-    for stride, size in sorted((t, s) for s, t in zip(tensor.shape, tensor.stride(), strict=True) if s > 1):
-        if stride != dense:
-            return False
-        dense *= size
-    return True
 
 
 def _place(way: Way) -> str:

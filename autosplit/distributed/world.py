@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -359,12 +358,7 @@ def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 def digest(fact: Any) -> int:
     """Return a number for a fact, the same in every process; an int stands for itself."""
-    return fact if isinstance(fact, int) else _checksum(_text(fact))
-
-
-@lru_cache(maxsize=64)
-def _checksum(text: str) -> int:
-    return zlib.crc32(text.encode())
+    return fact if isinstance(fact, int) else zlib.crc32(_text(fact).encode())
 
 
 def _text(fact: Any) -> str:

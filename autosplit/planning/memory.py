@@ -45,7 +45,7 @@ from autosplit.memory.replay import DeviceReplay, StaticBytes, optimizer_changes
 from autosplit.options import Options
 from autosplit.parallel import largest_bucket
 from autosplit.planning.profiled.formulate import held_copies, state_bytes
-from autosplit.profile.stage_trace.stage_graph import StageNodes
+from autosplit.profile.stage_trace.stage_graph import StageNodes, block_paths
 from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.profile.stage_trace.trace_memo import TraceMemo
 from autosplit.profile.types import Profile, StateProfile
@@ -166,7 +166,7 @@ def _replayed(cut: Cut, stage: int, memo: TraceMemo) -> ReplayedStage:
         kernels="cuda" if cut.devices[stage].type == "cuda" else "cpu",
         observed=cut.profile.workspaces if str(cut.devices[stage]) == cut.profile.device else None,
     )
-    units = memo.blocks(nodes) if option == "block" else ()
+    units = block_paths(nodes.root, (info.module for _, info in nodes.computing())) if option == "block" else ()
     found = memo.traces(
         nodes,
         option,

@@ -54,16 +54,6 @@ class NodeProfile:
         """FLOPs of the backward."""
         return sum(operation.flops for operation in self.backward_operations)
 
-    @property
-    def forward_kernels(self) -> int:
-        """How many operations a host issues in the forward."""
-        return len(self.forward_operations)
-
-    @property
-    def backward_kernels(self) -> int:
-        """How many operations a host issues in the backward."""
-        return len(self.backward_operations)
-
 
 @dataclass(frozen=True)
 class StateProfile:

@@ -17,6 +17,7 @@ meta, under ``INFO``.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,10 +165,7 @@ class TensorInfo:
 
     def bytes_at(self, rows: int) -> int:
         """Return the number of bytes of the tensor's elements for a batch of ``rows`` rows."""
-        count = 1
-        for size in self.shape:
-            count *= size.at(rows)
-        return count * self.dtype.itemsize
+        return math.prod(self.shape_at(rows)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from typing import Literal
 
 from autosplit.planning.plan.fields import Verdict
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import StageMemory
 
 Term = Literal["states", "activations", "transient"]
 
@@ -83,7 +82,9 @@ def device_verdicts(plan: Plan) -> tuple[DeviceVerdict, ...]:
                 capacity_bytes=first.capacity_bytes,
                 reserve_bytes=first.reserve_bytes,
                 verdict=first.verdict,
-                states_bytes=sum(map(_states_bytes, memory)),
+                states_bytes=sum(
+                    own.parameter_bytes + own.buffer_bytes + own.gradient_bytes + own.optimizer_bytes for own in memory
+                ),
                 activation_bytes=sum(one.activation_bytes for one in memory),
                 transient_bytes=sum(one.transient_bytes for one in memory),
             )
@@ -95,7 +96,3 @@ def binding(plan: Plan) -> DeviceVerdict | None:
     """Return the device that is nearest to its capacity, or furthest above it; None where no capacity is known."""
     known = [one for one in device_verdicts(plan) if one.capacity_bytes is not None]
     return max(known, key=lambda one: one.share) if known else None
-
-
-def _states_bytes(memory: StageMemory) -> int:
-    return memory.parameter_bytes + memory.buffer_bytes + memory.gradient_bytes + memory.optimizer_bytes

@@ -206,8 +206,8 @@ class Writer:
         nodes = self._nodes[index] if each_s else ()
         own = [(self.costs.nodes[info.name], each_s * share[info.node_class]) for info in nodes]
         return NodeTimes(
-            sum(node.forward_kernels * part for node, part in own),
-            self.schedule.has_backward * sum(node.backward_kernels * part for node, part in own),
+            sum(len(node.forward_operations) * part for node, part in own),
+            self.schedule.has_backward * sum(len(node.backward_operations) * part for node, part in own),
         )
 
     def _memory(self, index: int) -> StageMemory:

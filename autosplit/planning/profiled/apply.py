@@ -69,13 +69,15 @@ def _raise_stages(index: DataflowIndex, placed: dict[fx.Node, int]) -> None:
 
 
 def _wanted(traced: TracedGraph, stage_of: Mapping[str, int]) -> dict[str, int]:
-    last: dict[str, int] | None = None
+    last: dict[str, int] = {}
+    for name, stage in stage_of.items():
+        path = name.split("#")[0]
+        last[path] = max(stage, last.get(path, 0))
     wanted: dict[str, int] = {}
     previous = 0
     for _, info in traced.compute_nodes():
         known = stage_of.get(info.name)
         if known is None:
-            last = _last_stages(stage_of) if last is None else last
             path = info.name.split("#")[0]
             while known is None and path:
                 known = last.get(path)
@@ -83,14 +85,6 @@ def _wanted(traced: TracedGraph, stage_of: Mapping[str, int]) -> dict[str, int]:
         previous = previous if known is None else known
         wanted[info.name] = previous
     return wanted
-
-
-def _last_stages(stage_of: Mapping[str, int]) -> dict[str, int]:
-    last: dict[str, int] = {}
-    for name, stage in stage_of.items():
-        path = name.split("#")[0]
-        last[path] = max(stage, last.get(path, 0))
-    return last
 
 
 def sources(node: fx.Node) -> list[fx.Node]:

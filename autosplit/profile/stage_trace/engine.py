@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from autosplit.trace.borrowed.blank import is_dense
+
 _LEAF = 1 << 62
 """Autograd gives nodes that accumulate into leaves a number above all others."""
 
@@ -113,18 +115,7 @@ def summed_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def _is_alone(tensor: Any) -> bool:
     held: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return bool(tensor._use_count() <= _HOLDERS and held <= _STORAGE_HOLDERS and _is_dense(tensor))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's elements are its storage's, each once, in any order."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    return bool(tensor._use_count() <= _HOLDERS and held <= _STORAGE_HOLDERS and is_dense(tensor))
 
 
 class Guess(torch.autograd.Function):

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 from autosplit.memory.pieces import Parts, Recompute, StageTraces
 from autosplit.profile.blocks import block_trace
-from autosplit.profile.stage_trace.stage_graph import StageNodes, Stages, block_paths
+from autosplit.profile.stage_trace.stage_graph import StageNodes, Stages
 from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.trace.graph import INFO, TracedGraph
 
@@ -17,14 +17,6 @@ class TraceMemo:
     def __init__(self, traced: TracedGraph) -> None:
         self.stages = Stages(traced)
         self._known: dict[Hashable, StageTraces] = {}
-        self._blocks: dict[str, tuple[str, ...]] = {}
-
-    def blocks(self, stage: StageNodes) -> tuple[str, ...]:
-        """Return the paths of the blocks that a stage's nodes lie in."""
-        modules = dict.fromkeys(info.module for _, info in stage.computing())
-        for module in modules.keys() - self._blocks.keys():
-            self._blocks[module] = block_paths(stage.root, (module,))
-        return tuple(dict.fromkeys(path for module in modules for path in self._blocks[module]))
 
     def key(self, stage: StageNodes, how: How) -> Hashable:
         """Return what a stage's traces depend on."""

@@ -40,6 +40,16 @@ def fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device = _CPU
     return twin
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether every element of a tensor's memory is one of its own, once, in any order."""
+    expected = 1
+    for stride, size in sorted((t, s) for s, t in zip(tensor.shape, tensor.stride(), strict=True) if s > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def has_meta(model: nn.Module) -> bool:
     """Tell whether a model has a parameter or buffer on meta."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

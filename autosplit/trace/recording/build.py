@@ -72,7 +72,9 @@ class _Builder:
         self.graph = fx.Graph()
         self.nodes: dict[int, fx.Node] = {}
         self.rows = self.graph.placeholder("rows")
-        self.lengths = {length.name: self._length(length.name) for length in merged.lengths}
+        self.lengths = {length.name: self.graph.placeholder(length.name) for length in merged.lengths}
+        for name, node in self.lengths.items():
+            node.meta[LENGTH] = name
         self.used = _used_projections(merged)
         self.constants = dict(merged.recording.constants)
 
@@ -127,11 +129,6 @@ class _Builder:
         if isinstance(value, (Formula, Symbol)):
             return self._formula(value)
         return value
-
-    def _length(self, name: str) -> fx.Node:
-        node = self.graph.placeholder(name)
-        node.meta[LENGTH] = name
-        return node
 
     def _formula(self, number: Number) -> Any:
         if isinstance(number, Symbol):
