@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autosplit.errors import InputError
+from autosplit.runtime.lanes.ambient import ThreadState
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import leave
 from autosplit.stream.cells import Minibatch
@@ -51,6 +52,7 @@ class Flight:
 
     Attributes:
         trained: which parameters it trains, and in which groups of the optimizer.
+        state: what minibatches run in: autocast, modes.
         losses: where they go.
         rounds: runs the lanes in the caller's thread; None: they have threads.
         error: what ended it.
@@ -68,19 +70,21 @@ class Flight:
         *,
         before: int,
         trained: Any,
+        state: ThreadState,
         ahead: tuple[int, int],
     ) -> None:
         """``before`` is how many minibatches of the stream came before; ``lanes`` are the stages' and the caller's.
 
         ``ahead`` says how many are in flight before a loss is due (:func:`autosplit.schedule.stream.ahead`).
         """
-        self.segment, self.losses, self.trained = segment, losses, trained
+        self.segment, self.losses, self.trained, self.state = segment, losses, trained, state
         self._open, self._stages, self._optimizers, self._before = open_stream, stages, optimizers, before
         self._caller, self._lanes = lanes[-1], list(dict.fromkeys(lanes[:-1]))
         self._ahead = ahead
         self._flying: deque[int] = deque()
         """How many microbatches the minibatches have that came in and gave no loss yet."""
         self._hooks: list[Any] = []
+        self._thread = threading.get_ident()
         self.rounds: Iterator[None] | None = None
         self.error: BaseException | None = None
         self.ended = False
@@ -118,9 +122,23 @@ class Flight:
             while not self.ended:
                 self.receive()
 
+    def leave(self) -> None:
+        """Finish what is in flight where nobody asks for losses any more; raise what it has raised.
+
+        In another thread than the caller's, which may be a lane that collects garbage, the pipe's next call does that.
+        """
+        if self.ended:
+            return
+        if self.segment.is_shared or threading.get_ident() != self._thread or self.segment.runs_here():
+            self.segment.end()
+        else:
+            self.finish()
+            if self.error is not None:
+                raise self.error
+
     def receive(self) -> None:
         """Take the next loss, or end."""
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), self.state.autocast():
             while self.rounds is not None and (self.segment.losses.empty() or self.segment.goes_on):
                 next(self.rounds, None)
         loss = self.segment.wait()

@@ -7,9 +7,11 @@ in flight, and everything that reads or changes the model meanwhile, drains the 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -105,6 +107,8 @@ class Stream(Iterator[torch.Tensor]):
         self._error: BaseException | None = None
         self._exhausted = False
         self._flight: Flight | None = None
+        self._left = weakref.finalize(self, int)
+        """What is done with the minibatches in flight when the stream is dropped, or the interpreter ends."""
         self._loaded: Mapping[str, Any] | None = None
         self._before = 0
         """How many minibatches came before the pipeline was last filled."""
@@ -195,14 +199,6 @@ class Stream(Iterator[torch.Tensor]):
             error, self._error = self._error, None
             raise error
 
-    def __del__(self) -> None:
-        flight = getattr(self, "_flight", None)
-        if flight is not None and not flight.ended:
-            if flight.segment.is_shared or flight.segment.runs_here():  # the pipe's next call waits for the end
-                flight.segment.end()
-            else:
-                self.close()
-
     # -- minibatches in ------------------------------------------------------------------------------------------
     def _take(self) -> None:
         """Take a minibatch from the loader and put it in; end where there is none, or where one cannot be run."""
@@ -238,12 +234,16 @@ class Stream(Iterator[torch.Tensor]):
                 )
             whole = partial(self._whole, sample)
             loss = loss_in(step, self._loss_fn, target, core.proofs, whole, first=not self._stages)
-            if (flight := self._current()) is not None and flight.trained != self._trained_by():
+            state = replace(ThreadState.current(), autocast_cache=False)  # it would keep the leaves of all versions
+            if (flight := self._current()) is not None and (flight.trained, flight.state) != (
+                self._trained_by(),
+                state,
+            ):
                 self.drain()
             flight = self._current()
             if flight is None and self._error is not None:
                 return
-            flight = flight or self._fill(step)
+            flight = flight or self._fill(step, state)
             enter(step.lanes[-1], step.stage_lanes)
             settings = {id(own): settings_of(own) for own in self.optimizers}
             if not flight.put(Minibatch(StreamCells(step, *loss), settings, program.ways)):
@@ -292,7 +292,7 @@ class Stream(Iterator[torch.Tensor]):
         trained = [id(own) for own in self._core.model.parameters() if own.requires_grad]
         return len(self._stage_of), trained, [list(map(id, group["params"])) for group in groups]
 
-    def _fill(self, step: StreamStep) -> Flight:
+    def _fill(self, step: StreamStep, state: ThreadState) -> Flight:
         """Begin to fill the pipeline; raise InputError where its stages cannot be trained one by one."""
         core = self._core
         trained = [own if stage in step.stages else {} for stage, own in enumerate(self._trained())]
@@ -316,8 +316,8 @@ class Stream(Iterator[torch.Tensor]):
                 )
         self._optimizers = stage_optimizers(self._given, trained, self._optimizers)
         if self._loaded is not None:
-            for own, state in zip(self.optimizers, self._loaded["optimizers"], strict=True):
-                own.load_state_dict(state)
+            for own, saved in zip(self.optimizers, self._loaded["optimizers"], strict=True):
+                own.load_state_dict(saved)
             self._loaded = None
         for name, parameter in core.model.named_parameters():
             for module, attribute in chain(*self._places.get(name, ())):
@@ -339,11 +339,14 @@ class Stream(Iterator[torch.Tensor]):
             self._losses,
             before=self._before,
             trained=self._trained_by(),
+            state=state,
             ahead=ahead(self._staleness, replicas),
         )
         flight.watch([core.model, *self.optimizers])
+        self._left.detach()
+        self._left = weakref.finalize(self, flight.leave)
         if core.threads is not None and not needs_one_thread():
-            segment.start(core.threads, ThreadState.current())
+            segment.start(core.threads, state)
         else:
             flight.rounds = segment.run_here()
         return flight

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -358,3 +361,21 @@ def _count(module: Any, *gradients: Any) -> None:
 def still(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Return an optimizer that leaves parameters as they are."""
     return torch.optim.SGD(parameters, lr=0.0)
+
+
+@pytest.mark.parametrize("lanes", ["threads", "inline"])
+def test_a_program_ends_with_minibatches_in_flight(lanes: str) -> None:
+    program = f"""
+        import itertools, torch
+        from autosplit import autosplit
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        item = torch.randn(2, 4), torch.randn(2, 4)
+        pipe = autosplit(model, devices=["cpu"] * 2, chunks=1, sample=item[0], lanes={lanes!r})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        stream = pipe.train_stream(itertools.repeat(item), loss_fn=torch.nn.functional.mse_loss, optimizer=optimizer)
+        next(stream)
+        print("left", flush=True)
+        """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")

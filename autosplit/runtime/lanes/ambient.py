@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class ThreadState:
     dispatch_modes: tuple[Any, ...]
     saved_hooks_refused: str | None
     flush_denormal: bool
-    context: contextvars.Context
+    context: contextvars.Context = field(compare=False)
 
     @classmethod
     def current(cls) -> ThreadState:
