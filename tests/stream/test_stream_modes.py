@@ -41,6 +41,7 @@ def _losses(lanes: str, is_on: Callable[[int], bool]) -> list[float]:
     return found
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("lanes", ["threads", "inline"])
 def test_a_minibatch_runs_in_the_mode_in_which_it_was_taken(lanes: str) -> None:
     (full,), (half,) = set(_losses(lanes, lambda _: False)), set(_losses(lanes, lambda _: True))

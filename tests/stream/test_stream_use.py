@@ -363,6 +363,7 @@ def still(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("lanes", ["threads", "inline"])
 def test_a_program_ends_with_minibatches_in_flight(lanes: str) -> None:
     program = f"""
