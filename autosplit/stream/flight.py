@@ -51,8 +51,8 @@ class Flight:
     """A segment and its surroundings.
 
     Attributes:
-        trained: which parameters it trains, and in which groups of the optimizer.
-        state: what minibatches run in: autocast, modes.
+        under: which parameters it trains, in which groups of the optimizer, and the state of the thread.
+        state: that state: autocast, whose cache would keep the leaves of all versions and is off, and modes.
         losses: where they go.
         rounds: runs the lanes in the caller's thread; None: they have threads.
         error: what ended it.
@@ -69,15 +69,15 @@ class Flight:
         losses: deque[torch.Tensor],
         *,
         before: int,
-        trained: Any,
-        state: ThreadState,
+        under: tuple[Any, ThreadState],
         ahead: tuple[int, int],
     ) -> None:
         """``before`` is how many minibatches of the stream came before; ``lanes`` are the stages' and the caller's.
 
         ``ahead`` says how many are in flight before a loss is due (:func:`autosplit.schedule.stream.ahead`).
         """
-        self.segment, self.losses, self.trained, self.state = segment, losses, trained, state
+        self.segment, self.losses, self.under = segment, losses, under
+        _, self.state = under
         self._open, self._stages, self._optimizers, self._before = open_stream, stages, optimizers, before
         self._caller, self._lanes = lanes[-1], list(dict.fromkeys(lanes[:-1]))
         self._ahead = ahead

@@ -234,16 +234,13 @@ class Stream(Iterator[torch.Tensor]):
                 )
             whole = partial(self._whole, sample)
             loss = loss_in(step, self._loss_fn, target, core.proofs, whole, first=not self._stages)
-            state = replace(ThreadState.current(), autocast_cache=False)  # it would keep the leaves of all versions
-            if (flight := self._current()) is not None and (flight.trained, flight.state) != (
-                self._trained_by(),
-                state,
-            ):
+            under = self._trained_by(), replace(ThreadState.current(), autocast_cache=False)
+            if (flight := self._current()) is not None and flight.under != under:
                 self.drain()
-            flight = self._current()
+                flight = self._current()
             if flight is None and self._error is not None:
                 return
-            flight = flight or self._fill(step, state)
+            flight = flight or self._fill(step, under)
             enter(step.lanes[-1], step.stage_lanes)
             settings = {id(own): settings_of(own) for own in self.optimizers}
             if not flight.put(Minibatch(StreamCells(step, *loss), settings, program.ways)):
@@ -292,7 +289,7 @@ class Stream(Iterator[torch.Tensor]):
         trained = [id(own) for own in self._core.model.parameters() if own.requires_grad]
         return len(self._stage_of), trained, [list(map(id, group["params"])) for group in groups]
 
-    def _fill(self, step: StreamStep, state: ThreadState) -> Flight:
+    def _fill(self, step: StreamStep, under: tuple[Any, ThreadState]) -> Flight:
         """Begin to fill the pipeline; raise InputError where its stages cannot be trained one by one."""
         core = self._core
         trained = [own if stage in step.stages else {} for stage, own in enumerate(self._trained())]
@@ -338,15 +335,14 @@ class Stream(Iterator[torch.Tensor]):
             [*step.stage_lanes, step.lanes[-1]],
             self._losses,
             before=self._before,
-            trained=self._trained_by(),
-            state=state,
+            under=under,
             ahead=ahead(self._staleness, replicas),
         )
         flight.watch([core.model, *self.optimizers])
         self._left.detach()
         self._left = weakref.finalize(self, flight.leave)
         if core.threads is not None and not needs_one_thread():
-            segment.start(core.threads, state)
+            segment.start(core.threads, flight.state)
         else:
             flight.rounds = segment.run_here()
         return flight
