@@ -11,7 +11,7 @@ leaves of the bound says a third contender, the same two threads as a pipeline w
 weights through two queues. A stage may then be ahead by no more than its warm-up, so each wait of one thread is soon
 one of both. ``--rows`` are those of a minibatch: with more of them a stage computes for longer.
 
-**Memory.** Live tensors are counted when the pipeline is full and all lanes pause, and again when it is drained; the
+**Memory.** Live tensors are counted when the pipeline is full and all lanes wait, and again when it is drained; the
 difference is the versions beside the newest, and what minibatches in flight keep, which is small here (they are not
 cut, so that no gradients add up). Asked: within 3% of ``pipe.plan.version_bytes(staleness)``.
 """
@@ -231,6 +231,7 @@ def memory(stages: int = 4, width: int = 700) -> tuple[list[dict[str, Any]], lis
         stream = pipe.train_stream(items, loss_fn=nn.MSELoss(), optimizer=_sgd, staleness=staleness)
         for _ in range(2 * stages):
             next(stream)
+        time.sleep(1)  # until every lane waits for the next minibatch, and holds no gradients
         with stream.paused():
             full = _live_bytes()
         stream.drain()
