@@ -327,11 +327,6 @@ class Watch:
         while self._store.add(key, 0) < ranks and time.monotonic() < end:
             time.sleep(0.02)
 
-    def _kill(self, rank: int) -> None:
-        if rank in self._handles:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._handles[rank], signal.SIGKILL)
-
     def _end(self, cause: _Cause, *, has_store: bool = True) -> None:
         """End this process, a second after the culprit; one that raises ends by its exception."""
         exit_within(2 * _END_S)
@@ -348,8 +343,9 @@ class Watch:
             with suppress(RuntimeError):
                 if has_store:
                     self._store.add("read", 1)
-            if cause.stopped or not self._has_ended(cause.rank):
-                self._kill(cause.rank)
+            if cause.rank in self._handles and (cause.stopped or not self._has_ended(cause.rank)):
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._handles[cause.rank], signal.SIGKILL)
             time.sleep(1.0)
             self._report(self.rank, cause.text)
         self._may_leave.set()

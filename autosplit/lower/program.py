@@ -139,15 +139,12 @@ class _Program:
             value = by_name[key]
             if uses == 1:
                 self.values[Slot(key, 0)] = value
-            elif uses and self._changed_in_place(key):
+            elif uses and any(node.name == key and node.meta[INFO].mutated for node in self.inputs):
                 self.values.update({Slot(key, use): value for use in range(uses)})
             elif uses:
                 bundle = self._call(fork, (value, uses), f"{key.replace('.', '_')}_uses")
                 for use in range(uses):
                     self.values[Slot(key, use)] = self._item(bundle, use)
-
-    def _changed_in_place(self, key: str) -> bool:
-        return any(node.name == key and node.meta[INFO].mutated for node in self.inputs)
 
     def _prologues(self) -> None:
         for stage, module in enumerate(self.lowered.prologues):

@@ -37,7 +37,8 @@ def trace_text(plan: Plan, measured: StepTimeline | None = None) -> str:
         events += _transfers(timeline, first_id=number << 20)
     events += _planned_memory(plan, foreseen)
     if measured is not None:
-        events += _measured_memory(measured)
+        known = ((bar, bar.held_bytes) for bar in measured.bars if bar.held_bytes is not None)
+        events += (_counter(bar.lane, "bytes, measured", bar.end_s, {"all": held}) for bar, held in known)
     about = {
         "model": plan.fingerprint.model,
         "devices": list(plan.devices),
@@ -135,12 +136,6 @@ def _planned_memory(plan: Plan, foreseen: StepTimeline) -> Iterator[Event]:
         for place, start_s in enumerate(points[: len(curve.parameter_bytes)]):
             values = {kind: column[place] for kind, column in columns.items()}
             yield _counter(lane, "bytes, predicted", start_s, values)
-
-
-def _measured_memory(timeline: StepTimeline) -> Iterator[Event]:
-    for bar in timeline.bars:
-        if bar.held_bytes is not None:
-            yield _counter(bar.lane, "bytes, measured", bar.end_s, {"all": bar.held_bytes})
 
 
 def _counter(lane: int, name: str, time_s: float, values: dict[str, int]) -> Event:

@@ -22,19 +22,15 @@ def validate(schedule: Schedule) -> Schedule:
     then W, after it; B and W of a stage are in ascending order of microbatches (gradients add in one order under every
     schedule; I adds to none and may come in any); every action can start.
     """
-    _check_placement(schedule)
+    for stage, lane in enumerate(schedule.stage_lane):
+        if not 0 <= lane < len(schedule.lanes):
+            fact = f"stage {stage} is placed in lane {lane}; place it in one of the {len(schedule.lanes)} lanes, 0 on"
+            _fail(schedule, fact, [])
     for lane, actions in enumerate(schedule.lanes):
         _check_lane(schedule, lane=lane, actions=actions)
     _check_complete(schedule)
     _check_deadlock(schedule)
     return schedule
-
-
-def _check_placement(schedule: Schedule) -> None:
-    for stage, lane in enumerate(schedule.stage_lane):
-        if not 0 <= lane < len(schedule.lanes):
-            fact = f"stage {stage} is placed in lane {lane}; place it in one of the {len(schedule.lanes)} lanes, 0 on"
-            _fail(schedule, fact, [])
 
 
 def _check_lane(schedule: Schedule, *, lane: int, actions: tuple[Action, ...]) -> None:

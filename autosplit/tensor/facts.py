@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,21 +98,18 @@ class Run(fx.Interpreter):
     def whole(self) -> Facts:
         """Run all nodes and return what was found."""
         with self.facts.fake, torch.no_grad():
-            for node in self._graph_nodes():
+            for node in self.graph.nodes:
                 self.env[node] = self._value(node)
                 if node.op != "output":
                     self.facts.values[operand_of(node)] = self.env[node]
-        for tensor in self._follower.met():
+        for tensor in self._follower.met:
             self.facts.dims[id(tensor)] = self._follower.dims(tensor)
             self.facts.tensors[id(tensor)] = tensor
-        outer = [node for node in self._graph_nodes() if node.op == "placeholder" and INFO in node.meta]
+        outer = [node for node in self.graph.nodes if node.op == "placeholder" and INFO in node.meta]
         self.facts.outer = {
             atom for node in outer for axis in self._follower.dims(self.env[node]) for atom in axis.atoms()
         }
         return self.facts
-
-    def _graph_nodes(self) -> Iterator[fx.Node]:
-        yield from self.graph.nodes
 
     def _value(self, node: fx.Node) -> Any:
         info: TracedNode | None = node.meta.get(INFO)
@@ -155,7 +152,11 @@ class Run(fx.Interpreter):
             if tensors:
                 operands[operand_of(operand)] = [id(tensor) for tensor in tensors]
         state: dict[str, Tensor] = {}
-        if node.op != "call_module" and not any(self._depends(operand) for operand in node.all_input_nodes):
+        if node.op != "call_module" and not any(
+            operand.name in self.facts.nodes  # parameters have a part in it
+            or (operand.op == "get_attr" and isinstance(self.fetch_attr(str(operand.target)), nn.Parameter))
+            for operand in node.all_input_nodes
+        ):
             return self._recorded(node)
         if node.op == "call_module":
             module = self.fetch_attr(str(node.target))
@@ -182,11 +183,6 @@ class Run(fx.Interpreter):
         in_place = follower.changes_operands or info.mutated or bool(info.writes)
         self.facts.nodes[node.name] = NodeFacts(node, operands, results, follower.calls, opaque, in_place)
         return result
-
-    def _depends(self, node: fx.Node) -> bool:
-        """Tell whether parameters have a part in a value."""
-        is_parameter = node.op == "get_attr" and isinstance(self.fetch_attr(str(node.target)), nn.Parameter)
-        return is_parameter or node.name in self.facts.nodes
 
     def _why_opaque(self, node: fx.Node) -> str:
         if node.target is apply_function:

@@ -59,7 +59,8 @@ class Follower(TorchDispatchMode):
         self._rules = rules
         self._flops = flop_formulas()
         self._dims: dict[int, list[Axis]] = {}
-        self._kept: list[Tensor] = []
+        self.met: list[Tensor] = []
+        """Every tensor whose axes are known."""
 
     def dims(self, tensor: Tensor) -> list[Axis]:
         """Return a tensor's axes: new ones where it is met first."""
@@ -71,15 +72,12 @@ class Follower(TorchDispatchMode):
         """Note a tensor's axes."""
         assert [axis.size for axis in dims] == list(tensor.shape), (dims, tensor.shape)
         self._dims[id(tensor)] = list(dims)
-        self._kept.append(tensor)
+        self.met.append(tensor)
 
-    def met(self) -> list[Tensor]:
-        """Return every tensor whose axes are known."""
-        return self._kept
-
-    def known(self, key: int) -> list[Axis]:
-        """Return the axes of what a call names by a key."""
-        return self._dims[key]
+    def moved(self, tensor: Tensor, dims: Sequence[Axis], *operands: Tensor) -> Terms:
+        """Note a tensor's axes, and return the terms of an operation that moves its operands' elements."""
+        self.enter(tensor, dims)
+        return each(*operands)
 
     def unite(self, call: Call, *axes: Axis) -> Axis:
         """Make axes one; where their parts do not fit, the operation needs all of them at once."""

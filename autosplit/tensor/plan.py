@@ -21,7 +21,7 @@ from autosplit.tensor.axes import Axis, Shard, shard_of
 from autosplit.tensor.collectives import Placement
 from autosplit.tensor.facts import Facts, Operand, Run, operand_of
 from autosplit.tensor.moves import Collective, collectives
-from autosplit.tensor.problem import LATENCY_BYTES, SHARE, Choice, Problem
+from autosplit.tensor.problem import LATENCY_BYTES, Choice, Problem
 from autosplit.tensor.ways import PARTIAL, REPLICATED, State, Way
 from autosplit.trace.borrowed.state import attributes
 from autosplit.trace.graph import INFO, TracedGraph
@@ -98,24 +98,20 @@ def tensor_plan(
     *,
     ranks: int,
     rows: int,
-    training: bool = True,
     latency_bytes: float = LATENCY_BYTES,
-    replicated_share: float = SHARE,
     pins: Mapping[str, int | None] | None = None,
     draws: Collection[str] = (),
 ) -> TensorPlan:
     """Find a plan for a recording; no weights are needed.
 
-    ``latency_bytes``: a collective costs as much as sending so many bytes more. ``replicated_share``: how much of the
-    matrices of a block that can be sharded may stay replicated where that saves bytes on the wire. ``pins``: the
-    dimensions by which some parameters are sharded, or None for whole; others are chosen. ``draws``: the
-    nodes whose random numbers are drawn for the whole tensor, of which ranks take their parts; others run whole.
+    ``latency_bytes``: a collective costs as much as sending so many bytes more. ``pins``: the dimensions by which some
+    parameters are sharded, or None for whole; others are chosen. ``draws``: the nodes whose random numbers are drawn
+    for the whole tensor, of which ranks take their parts; others run whole.
 
     Raises InputError where a size that attention or a pair of projections would be sharded by is not a multiple of
     ``ranks`` and nothing else takes its place.
     """
-    options = {"training": training, "latency_bytes": latency_bytes, "share": replicated_share, "pins": pins or {}}
-    options["draws"] = draws
+    options = {"ranks": ranks, "latency_bytes": latency_bytes, "pins": pins or {}, "draws": draws}
     with attributes(traced.root):
         return _Planner(traced, ranks, rows, options).plan()
 
@@ -141,15 +137,7 @@ class _Planner:
         self.problem = self._problem()
 
     def _problem(self, *, any_size: bool = False) -> Problem:
-        return Problem(
-            self.facts,
-            self.traced.root,
-            self.twins,
-            self.outputs,
-            ranks=self.ranks,
-            any_size=any_size,
-            **self._options,
-        )
+        return Problem(self.facts, self.traced.root, self.twins, self.outputs, any_size=any_size, **self._options)
 
     def plan(self) -> TensorPlan:
         """Solve and write down."""
@@ -283,7 +271,7 @@ class _Planner:
             elif key in placed:
                 tensor = _attribute(self.traced.root, key)
                 name, own, size = key.removeprefix("."), placed[key], tensor.numel() * tensor.element_size()
-                gradient = self._options["training"] and tensor.requires_grad
+                gradient = tensor.requires_grad
             else:
                 continue
             for want in dict.fromkeys(want for _, want in users):

@@ -80,21 +80,19 @@ class Problem:
         outputs: Collection[Operand],
         *,
         ranks: int,
-        training: bool,
         latency_bytes: float,
-        share: float,
         pins: Mapping[str, int | None],
         draws: Collection[str],
         any_size: bool = False,
     ) -> None:
-        self.facts, self.root, self.ranks, self.share, self.latency_bytes = facts, root, ranks, share, latency_bytes
+        self.facts, self.root, self.ranks, self.latency_bytes = facts, root, ranks, latency_bytes
         self.values: dict[Operand, Value] = {}
         self.ways: dict[Operand, list[Way]] = {}
         self._alias: dict[Operand, Operand] = {}
         self._outputs = outputs
         self._draws = draws
         self._nested = {name for name, node in facts.nodes.items() if len(node.results) != 1}
-        self._parameters({id(twin): tensor for tensor, twin in twins.values()}, training, any_size, pins)
+        self._parameters({id(twin): tensor for tensor, twin in twins.values()}, any_size, pins)
         self._nodes(any_size)
 
     @property
@@ -102,9 +100,7 @@ class Problem:
         """The parameters that nodes take."""
         return [key for key, value in self.values.items() if key not in self.ways]
 
-    def _parameters(
-        self, parameters: Mapping[int, Tensor], training: bool, any_size: bool, pins: Mapping[str, int | None]
-    ) -> None:
+    def _parameters(self, parameters: Mapping[int, Tensor], any_size: bool, pins: Mapping[str, int | None]) -> None:
         """Enter parameters, each once whatever its names, and collect the axes that may be sharded."""
         self.axes: dict[Axis, None] = {}
         first: dict[int, Operand] = {}
@@ -125,9 +121,8 @@ class Problem:
                     self.axes[atom] = None
             if key[1:] in pins:
                 states = [s for s in states if self._dim(dims, s) == pins[key[1:]]] or [REPLICATED]
-            gradient = training and parameter.requires_grad
             elements = parameter.numel() if parameter.ndim > 1 else 0
-            self.values[key] = Value(key, states, self.facts.bytes(key), gradient, True, elements)
+            self.values[key] = Value(key, states, self.facts.bytes(key), parameter.requires_grad, True, elements)
 
     def _dim(self, dims: list[Axis], state: State) -> int | None:
         shard = shard_of(dims, state) if isinstance(state, Axis) else None
@@ -236,7 +231,7 @@ class Problem:
         dear = 1e9
         best = self._cheapest(dear)
         least = self.replicated(best)
-        most = {group: n + self.share * (self._total[group] - n) for group, n in least.items()}
+        most = {group: n + SHARE * (self._total[group] - n) for group, n in least.items()}
         low, high = 1e-9, dear
         while high / low > _CLOSE:
             price = float(np.sqrt(low * high))

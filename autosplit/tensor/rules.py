@@ -63,8 +63,7 @@ def _pointwise(follower: Follower, call: Call, result: Any, *args: Any, **kwargs
 
 def _sum(follower: Follower, call: Call, result: Any, one: Any, other: Any, *, alpha: Any = 1) -> Terms:
     _broadcast(follower, call, result, tensors_in(one, other))
-    numbers = [value for value in (one, other) if not isinstance(value, Tensor)]
-    return () if any(number != 0 for number in numbers) else each(one, other)
+    return () if any(value != 0 for value in (one, other) if not isinstance(value, Tensor)) else each(one, other)
 
 
 def _product(follower: Follower, call: Call, result: Any, one: Any, other: Any = 1) -> Terms:
@@ -84,8 +83,7 @@ def _copy(follower: Follower, call: Call, result: Any, one: Tensor, *args: Any, 
 
 def _where(follower: Follower, call: Call, result: Any, condition: Tensor, one: Any, other: Any) -> Terms:
     _broadcast(follower, call, result, tensors_in(condition, one, other))
-    numbers = [value for value in (one, other) if not isinstance(value, Tensor)]
-    return () if any(number != 0 for number in numbers) else each(one, other)
+    return () if any(value != 0 for value in (one, other) if not isinstance(value, Tensor)) else each(one, other)
 
 
 def _masked_fill(follower: Follower, call: Call, result: Any, one: Tensor, mask: Tensor, value: Any) -> Terms:
@@ -120,60 +118,46 @@ def _view(follower: Follower, call: Call, result: Tensor, one: Tensor, *args: An
         except Incompatible:
             call.blocked += group
             dims += [Axis(size) for size in sizes]
-    follower.enter(result, dims)
-    return each(one)
+    return follower.moved(result, dims, one)
 
 
 def _t(follower: Follower, call: Call, result: Tensor, one: Tensor) -> Terms:
-    follower.enter(result, follower.dims(one)[::-1])
-    return each(one)
+    return follower.moved(result, follower.dims(one)[::-1], one)
 
 
 def _transpose(follower: Follower, call: Call, result: Tensor, one: Tensor, first: int, second: int) -> Terms:
     dims = [*follower.dims(one)]
     dims[first], dims[second] = dims[second], dims[first]
-    follower.enter(result, dims)
-    return each(one)
+    return follower.moved(result, dims, one)
 
 
 def _permute(follower: Follower, call: Call, result: Tensor, one: Tensor, order: Sequence[int]) -> Terms:
-    follower.enter(result, [follower.dims(one)[dim] for dim in order])
-    return each(one)
+    return follower.moved(result, [follower.dims(one)[dim] for dim in order], one)
 
 
 def _unsqueeze(follower: Follower, call: Call, result: Tensor, one: Tensor, dim: int) -> Terms:
     dims = [*follower.dims(one)]
     dims.insert(dim % result.ndim, Axis(1))
-    follower.enter(result, dims)
-    return each(one)
+    return follower.moved(result, dims, one)
 
 
 def _squeeze(follower: Follower, call: Call, result: Tensor, one: Tensor, dim: Any = None) -> Terms:
     chosen = range(one.ndim) if dim is None else [d % one.ndim for d in ([dim] if isinstance(dim, int) else dim)]
     gone = {d for d in chosen if one.shape[d] == 1}
-    follower.enter(result, [axis for d, axis in enumerate(follower.dims(one)) if d not in gone])
-    return each(one)
+    return follower.moved(result, [axis for d, axis in enumerate(follower.dims(one)) if d not in gone], one)
 
 
 def _slice(
-    follower: Follower,
-    call: Call,
-    result: Tensor,
-    one: Tensor,
-    dim: int = 0,
-    start: Any = None,
-    end: Any = None,
-    step: int = 1,
+    follower: Follower, call: Call, result: Tensor, one: Tensor, dim: int = 0, start: Any = None, *rest: Any
 ) -> Terms:
     dims = [*follower.dims(one)]
-    first, last, step = slice(start, end, step).indices(one.shape[dim])
+    first, last, step = slice(start, *rest or (None,)).indices(one.shape[dim])
     if step != 1 or last <= first:
         call.blocked.append(dims[dim])
         dims[dim] = Axis(result.shape[dim])
     else:
         dims[dim] = _cut(call, dims[dim], first, last)
-    follower.enter(result, dims)
-    return each(one)
+    return follower.moved(result, dims, one)
 
 
 def _cut(call: Call, axis: Axis, start: int, stop: int) -> Axis:
@@ -187,8 +171,7 @@ def _cut(call: Call, axis: Axis, start: int, stop: int) -> Axis:
 def _select(follower: Follower, call: Call, result: Tensor, one: Tensor, dim: int, index: int) -> Terms:
     dims = [*follower.dims(one)]
     call.blocked.append(dims.pop(dim))
-    follower.enter(result, dims)
-    return each(one)
+    return follower.moved(result, dims, one)
 
 
 def _unbind(follower: Follower, call: Call, result: Any, one: Tensor, dim: int = 0) -> Terms:
@@ -216,22 +199,19 @@ def _cat(follower: Follower, call: Call, result: Tensor, parts: Sequence[Tensor]
     for d in range(result.ndim):
         axes = [follower.dims(part)[d] for part in parts]
         dims.append(row(axes) if d == place else follower.unite(call, *axes))
-    follower.enter(result, dims)
-    return each(*parts)
+    return follower.moved(result, dims, *parts)
 
 
 def _stack(follower: Follower, call: Call, result: Tensor, parts: Sequence[Tensor], dim: int = 0) -> Terms:
     dims = [follower.unite(call, *axes) for axes in zip(*map(follower.dims, parts), strict=True)]
     dims.insert(dim % result.ndim, Axis(len(parts)))
-    follower.enter(result, dims)
-    return each(*parts)
+    return follower.moved(result, dims, *parts)
 
 
 def _repeat(follower: Follower, call: Call, result: Tensor, one: Tensor, repeats: Sequence[int]) -> Terms:
     dims = [Axis(1)] * (result.ndim - one.ndim) + follower.dims(one)
-    follower.enter(result, [product([Axis(n), axis]) for n, axis in zip(repeats, dims, strict=True)])
     call.expands = True
-    return each(one)
+    return follower.moved(result, [product([Axis(n), axis]) for n, axis in zip(repeats, dims, strict=True)], one)
 
 
 def _pad(follower: Follower, call: Call, result: Tensor, one: Tensor, pad: Sequence[int], value: Any = 0) -> Terms:
@@ -264,17 +244,7 @@ def _mm(follower: Follower, call: Call, result: Tensor, one: Tensor, two: Tensor
 _bmm = _mm
 
 
-def _addmm(
-    follower: Follower,
-    call: Call,
-    result: Tensor,
-    bias: Tensor,
-    one: Tensor,
-    two: Tensor,
-    *,
-    beta: Any = 1,
-    alpha: Any = 1,
-) -> Terms:
+def _addmm(follower: Follower, call: Call, result: Tensor, bias: Tensor, one: Tensor, two: Tensor, **_: Any) -> Terms:
     terms = _mm(follower, call, result, one, two)
     dims = follower.dims(result)
     for place in range(1, bias.ndim + 1):
@@ -293,21 +263,11 @@ def _mv(follower: Follower, call: Call, result: Tensor, one: Tensor, two: Tensor
     return ((id(one), id(two)),)
 
 
-def _grouped(
-    follower: Follower,
-    call: Call,
-    result: Tensor,
-    one: Tensor,
-    two: Tensor,
-    offs: Any = None,
-    bias: Any = None,
-    *rest: Any,
-    **_: Any,
-) -> Terms:
+def _grouped(follower: Follower, call: Call, result: Tensor, one: Tensor, two: Tensor, *rest: Any) -> Terms:
     """Rows of tokens, group by group, with a matrix per group."""
     if (one.ndim, two.ndim) == (3, 3):
         return _mm(follower, call, result, one, two)
-    if (one.ndim, two.ndim) != (2, 3) or bias is not None:
+    if (one.ndim, two.ndim) != (2, 3) or any(bias is not None for bias in rest[1:2]):
         raise Incompatible
     left, right = follower.dims(one), follower.dims(two)
     follower.unite(call, left[1], right[1])

@@ -69,8 +69,7 @@ def total(follower: Follower, call: Call, result: Tensor, one: Tensor, *args: An
 def triangle(follower: Follower, call: Call, result: Tensor, one: Tensor, *args: Any) -> Terms:
     """Follow an operation that masks the last two dimensions by their places."""
     call.blocked += follower.dims(one)[-2:]
-    follower.enter(result, follower.dims(one))
-    return each(one)
+    return follower.moved(result, follower.dims(one), one)
 
 
 # -- by indices --------------------------------------------------------------------------------------------------------
@@ -78,8 +77,7 @@ def embedding(follower: Follower, call: Call, result: Tensor, table: Tensor, tok
     """Rows of a table: a rank that has some of them, in one run, gives zeros for others."""
     if not follower.rows_in_parts or not follower.dims(table)[0].found().is_atom:
         call.blocked.append(follower.dims(table)[0])
-    follower.enter(result, [*follower.dims(tokens), follower.dims(table)[1]])
-    return each(table)
+    return follower.moved(result, [*follower.dims(tokens), follower.dims(table)[1]], table)
 
 
 def gather(follower: Follower, call: Call, result: Tensor, one: Tensor, dim: int, index: Tensor, **_: Any) -> Terms:
@@ -90,8 +88,7 @@ def gather(follower: Follower, call: Call, result: Tensor, one: Tensor, dim: int
             call.blocked += [axis, dims[d]]
         else:
             follower.unite(call, axis, dims[d])
-    follower.enter(result, dims)
-    return each(one)
+    return follower.moved(result, dims, one)
 
 
 def index_select(follower: Follower, call: Call, result: Tensor, one: Tensor, dim: int, index: Tensor) -> Terms:
@@ -99,8 +96,7 @@ def index_select(follower: Follower, call: Call, result: Tensor, one: Tensor, di
     dims = [*follower.dims(one)]
     call.blocked.append(dims[dim])
     dims[dim] = Axis(result.shape[dim])
-    follower.enter(result, dims)
-    return each(one)
+    return follower.moved(result, dims, one)
 
 
 def index(follower: Follower, call: Call, result: Tensor, one: Tensor, indices: Sequence[Tensor | None]) -> Terms:
@@ -119,8 +115,7 @@ def index(follower: Follower, call: Call, result: Tensor, one: Tensor, indices: 
     else:
         call.blocked += [axis for index in given for axis in follower.dims(index)]
         middle = [Axis(size) for size in shape]
-    follower.enter(result, [*before, *middle, *behind])
-    return each(one)
+    return follower.moved(result, [*before, *middle, *behind], one)
 
 
 def index_add(
@@ -133,5 +128,4 @@ def index_add(
             call.blocked += [a, b]
         else:
             follower.unite(call, a, b)
-    follower.enter(result, dims)
-    return each(one, source)
+    return follower.moved(result, dims, one, source)

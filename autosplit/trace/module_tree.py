@@ -75,7 +75,7 @@ class _Tree:
         for child in self.children[path]:
             if isinstance(self.modules[child], CONTAINERS) or self._is_passed_over(child):
                 found += self.below(child)
-            elif self._is_called(child) or _has_state(self.modules[child]):
+            elif self._is_called(child) or [*self.modules[child].parameters(), *self.modules[child].buffers()]:
                 found.append(child)
         return found
 
@@ -94,10 +94,6 @@ class _Tree:
 
     def _is_called(self, path: str) -> bool:
         return path in self.costs and self.costs[path].first is not None
-
-
-def _has_state(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def _in_call_order(found: Sequence[str], costs: Mapping[str, ModuleCost]) -> list[str]:

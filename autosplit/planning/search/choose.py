@@ -57,16 +57,15 @@ def choose_plan(
     *,
     rows: int | None = None,
     shared: Shared | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Return the best plan of a space, with the others that are worth a look as its ``frontier``.
 
     ``options`` say everything that the space does not; ``rows`` is the size of the batch, by default the sample's.
-    ``progress`` is told how much of how much is done. Where nothing fits, the plan that comes closest comes back, its
+    Where nothing fits, the plan that comes closest comes back, its
     verdict "no". Raises InputError where no entry of the space can be built for the devices.
     """
     sweep = Sweep(model, found, options, space, rows=rows or batch_rows(found.inputs), shared=shared)
-    return Choice(sweep, progress or update).plan
+    return Choice(sweep).plan
 
 
 class Choice:

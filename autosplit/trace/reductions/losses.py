@@ -10,7 +10,6 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ class LossCall:
         """Return a call of a loss; None for any other function, and for a loss that is not reduced."""
         if not is_loss(function):
             return None
-        defaults = _defaults(function)
+        defaults = {name: own.default for name, own in inspect.signature(function).parameters.items()}
         given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
         if given.get("size_average") is not None or given.get("reduce") is not None:
             return None  # deprecated ways to say it
@@ -137,12 +136,6 @@ def class_weights(target: torch.Tensor, ignore_index: int | None, weight: torch.
     """Return what each target adds to the divisor of a mean: its class weight, or one; nothing where it is ignored."""
     counts = target != (-100 if ignore_index is None else ignore_index)
     return counts if weight is None else weight.detach()[target.where(counts, 0)].where(counts, 0)
-
-
-@cache
-def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return a function's parameters in order, with their defaults."""
-    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
 
 
 def _broadcast(operands: Sequence[Sequence[Any] | None]) -> tuple[Any, ...] | None:
