@@ -63,11 +63,11 @@ class InputError(AutosplitError, ValueError):
     """An argument or a batch of inputs cannot be used."""
 
 
-def listed(entries: Iterable[Any]) -> str:
+def listed(entries: Iterable[Any], *, most: int = _LISTED) -> str:
     """Return the first entries as text, and how many more there are."""
     texts = [str(entry) for entry in entries]
-    more = len(texts) - _LISTED
-    return (", ".join(texts[:_LISTED]) or "none") + (f" and {more} more" if more > 0 else "")
+    more = len(texts) - most
+    return (", ".join(texts[:most]) or "none") + (f" and {more} more" if more > 0 else "")
 
 
 def is_internal(error: Exception) -> bool:

@@ -26,7 +26,7 @@ from tabulate import tabulate
 from torch import nn
 
 from autosplit.compare import ROUNDING, Item, Parts, compare, tolerance
-from autosplit.errors import InputError
+from autosplit.errors import InputError, listed
 from autosplit.options import Sample
 from autosplit.runtime.loss.parts import call_loss
 from autosplit.runtime.norms import norm_and_collect_stats
@@ -39,6 +39,7 @@ from autosplit.trace.inputs.objects import leaves_of
 if TYPE_CHECKING:
     from autosplit.pipelined import PipelinedModule
 
+_NAMED = 6
 _KINDS = ("output", "input", "gradient", "buffer", "loss", "draws")
 
 
@@ -242,10 +243,10 @@ class _Comparison:
         if not cut:
             return
         named = sorted(name.removesuffix(".running_mean").removesuffix(".weight") for name in cut)
-        sizes = ", ".join(map(str, pieces[min(cut)][0]))
+        norms, sizes = listed(named, most=_NAMED), ", ".join(map(str, pieces[min(cut)][0]))
         self._note(
             run,
-            f"{_listed(named)} take{'s' if len(named) == 1 else ''} statistics over each microbatch by itself ({sizes} "
+            f"{norms} take{'s' if len(named) == 1 else ''} statistics over each microbatch by itself ({sizes} "
             "rows), which no microbatches can do as the whole batch does; compared with the model whose norms do the "
             "same. Running statistics move once, by all rows: the first norm's are the plain model's, later ones see "
             "what was normalised by microbatch (batch_norm='full' has the plain model's numbers throughout)",
@@ -258,7 +259,7 @@ class _Comparison:
             "by constants on both sides",
         )
         if fixed.unknown:
-            self._note(run, f"{_listed(sorted(fixed.unknown))} could not be replaced by constants")
+            self._note(run, f"{listed(sorted(fixed.unknown), most=_NAMED)} could not be replaced by constants")
 
     def _compare_draws(self, run: str) -> None:
         """Compare what seeds do: the same draws for the same one, other draws for another one where the model does."""
@@ -314,8 +315,3 @@ class _Loss:
 
 def _varies(first: Parts, second: Parts) -> bool:
     return any(item.difference for item in compare("", first, second, lambda dtype: 0.0))
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:6])
-    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"

@@ -16,7 +16,6 @@ from typing import Any
 from torch import fx, nn
 
 from autosplit.lower.layout import EPILOGUE, Slot
-from autosplit.lower.region import named
 from autosplit.lower.split import Lowered
 from autosplit.lower.text import readable
 from autosplit.runtime.norms import update_statistics
@@ -24,6 +23,7 @@ from autosplit.runtime.ops import OUT, CellContext, fork, merge, record, split, 
 from autosplit.runtime.regions import Recomputed
 from autosplit.schedule.action import Action
 from autosplit.trace.graph import INFO, LENGTH, NodeClass
+from autosplit.trace.recording.build import named
 
 STATE = "_model"
 

@@ -15,6 +15,7 @@ from autosplit.runtime.norms import normalise
 from autosplit.runtime.ops import alias, draw, fork
 from autosplit.runtime.regions import Compiled, Recomputed
 from autosplit.trace.graph import INFO, LENGTH
+from autosplit.trace.recording.build import named
 from autosplit.trace.recording.recording import under
 from autosplit.trace.rows.kinds import counts_by_microbatch
 
@@ -326,13 +327,6 @@ def _behind(node: fx.Node) -> list[fx.Node]:
     while (node := node.next).op != "root":
         found.append(node)
     return found
-
-
-def named(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
-    """Give a node a readable name."""
-    if node.name != name:
-        node.name = graph._graph_namespace.create_name(name, None)
-    return node
 
 
 def take_out(graph: fx.Graph, nodes: Sequence[fx.Node], *, attribute: str) -> fx.Graph:

@@ -110,7 +110,6 @@ class _Writer:
                 UserWarning,
                 stacklevel=3,
             )
-        fits = fit_of(stages)
         step_s = sum(stage.forward_s + stage.backward_s for stage in stages)
         return Plan(
             fingerprint=fingerprint_of(self.model, self._names(self.stage_of)),
@@ -127,8 +126,7 @@ class _Writer:
             lower_bound_s=self.partition.lower_bound_s,
             status=self.partition.status,
             objective="bottleneck",
-            fits=fits,
-            verdict="borderline" if fits is None else "fits" if fits else "no",
+            **fit_of(stages),
             class_flops={"shared": 0.0, "micro": 0.0, "full": 1.0},
             measured=False,
             notes=tuple(self._notes()),

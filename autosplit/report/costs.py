@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
+from autosplit.errors import listed
 from autosplit.planning.plan.fields import Record
 from autosplit.profile.types import Profile
 from autosplit.report.document import DEFAULT_WIDTH, Column, Section, as_text, column, room_beside
@@ -317,13 +318,9 @@ def _totals(report: CostReport) -> Section:
 
 
 def _notes(report: CostReport) -> Iterator[str]:
-    reasons = dict.fromkeys(node.why for node in report.nodes if node.why)
-    for why in reasons:
-        yield f"~ modelled, not measured: {_first([node.name for node in report.nodes if node.why == why])}: {why}"
+    for why in dict.fromkeys(node.why for node in report.nodes if node.why):
+        names = (node.name for node in report.nodes if node.why == why)
+        yield f"~ modelled, not measured: {listed(names, most=1)}: {why}"
     for why in dict.fromkeys(node.estimated for node in report.nodes if node.estimated):
-        names = [node.name for node in report.nodes if node.estimated == why]
-        yield f"* FLOPs and bytes are estimates: {_first(names)}: {why}"
-
-
-def _first(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        names = (node.name for node in report.nodes if node.estimated == why)
+        yield f"* FLOPs and bytes are estimates: {listed(names, most=1)}: {why}"

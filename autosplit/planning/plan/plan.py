@@ -23,7 +23,7 @@ _NEAR = 3
 """How many names an error proposes."""
 _WAY_OUT = "write one with plan.save(path)"
 _REASONS = {"extra_forbidden": "there is no such field", "missing": "this field is missing"}
-_FITS = {"fits": True, "borderline": None, "no": False}
+FITS = {"fits": True, "borderline": None, "no": False}
 
 
 class _Header(BaseModel):
@@ -174,7 +174,7 @@ def _contradiction(plan: Plan) -> str | None:
         return f"schedule {plan.schedule!r} has its stages on lanes {list(placed)}"
     if not 1 <= len(plan.microbatch_rows) <= plan.chunks:
         return f"it has {len(plan.microbatch_rows)} microbatches for chunks={plan.chunks}"
-    if plan.fits is not _FITS[plan.verdict]:
+    if plan.fits is not FITS[plan.verdict]:
         return f"verdict is {plan.verdict!r} and fits is {plan.fits}"
     if plan.curves and not plan.edited and not plan.curves_match(plan.schedule_for(len(plan.microbatch_rows))):
         return "its curves are not of its devices and their actions"

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from autosplit.planning.plan.diff import entries_that_differ
 from autosplit.planning.plan.fields import MeshDegrees
 from autosplit.planning.plan.figures import model_flops, overhead_s, parameter_dtype, peak_flops_per_s, tokens_per_row
 from autosplit.planning.plan.notes import notes_of
-from autosplit.planning.plan.plan import Plan
+from autosplit.planning.plan.plan import FITS, Plan
 from autosplit.planning.plan.record import (
     Boundary,
     Fingerprint,
@@ -131,7 +131,7 @@ class Writer:
         """Return the plan with its prediction."""
         stages = tuple(self._stage(index) for index in range(self.partition.stages))
         boundaries = self._boundaries
-        costs, fits = self.partition.costs, fit_of(stages)
+        costs = self.partition.costs
         extra_s = overhead_s(self.options, stages, self.schedule, costs.timeline)
         update_s, peak = self.update_s, peak_flops_per_s(self.options, dtype := parameter_dtype(self.traced))
         beside_s = shared_s(self.traced, self.costs) + sent_s(boundaries, self.costs, self.options) + extra_s + update_s
@@ -160,8 +160,7 @@ class Writer:
             lower_bound_s=self.partition.lower_bound_s + shared_s(self.traced, self.costs),
             status=self.partition.status,
             objective="step_time",
-            fits=fits,
-            verdict="borderline" if fits is None else "fits" if fits else "no",
+            **fit_of(stages),
             class_flops=self._class_flops(),
             measured=self.costs.measured,
             dtype=dtype,
@@ -281,15 +280,15 @@ def bytes_of_states(states: Sequence[StateProfile], options: Options) -> dict[st
     }
 
 
-def fit_of(stages: Sequence[StagePlan]) -> bool | None:
-    """Compare peaks with capacities; None where no capacity is known, or where one lies in the range of a peak.
+def fit_of(stages: Sequence[StagePlan]) -> dict[str, Any]:
+    """Compare peaks with capacities: a plan's ``verdict``, and ``fits``, which is None where that is borderline.
 
-    A peak without a range is borderline up to 5% above its capacity; a limit that was given is met.
+    Borderline is also a plan for devices of which no capacity is known. A peak without a range is borderline up to 5%
+    above its capacity; a limit that was given is met.
     """
     found = {stage.memory.verdict for stage in stages}
-    if None in found:
-        return None
-    return False if "no" in found else None if "borderline" in found else True
+    verdict = next((own for own in (None, "no", "borderline") if own in found), "fits") or "borderline"
+    return {"fits": FITS[verdict], "verdict": verdict}
 
 
 def covered_modules(model: nn.Module, names: Sequence[str]) -> list[str]:

@@ -83,14 +83,14 @@ class _Builder:
         if call.kind == "project" and index not in self.used:
             return
         if call.kind == "input":
-            node = self._named(self.graph.placeholder(_identifier(call.target)), _identifier(call.target))
+            node = named(self.graph, self.graph.placeholder(_identifier(call.target)), _identifier(call.target))
         elif call.kind == "module":
             node = self.graph.call_module(call.target, self.decode(merged.args), self.decode(merged.kwargs))
         elif call.kind == "project":
             node = self.graph.call_function(call.target, self.decode(merged.args))
         else:
             node = self._function(call.target, self.decode(merged.args), self.decode(merged.kwargs))
-        self._named(node, _identifier(call.name))
+        named(self.graph, node, _identifier(call.name))
         self.nodes[index] = node
         structured = call.kind == "project" and not merged.tensors
         if not structured:
@@ -150,10 +150,12 @@ class _Builder:
         self.constants[held] = function
         return self.graph.call_function(invoke, (self.graph.get_attr(held), *args), kwargs)
 
-    def _named(self, node: fx.Node, name: str) -> fx.Node:
-        if node.name != name:
-            node.name = self.graph._graph_namespace.create_name(name, None)
-        return node
+
+def named(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
+    """Give a node a readable name."""
+    if node.name != name:
+        node.name = graph._graph_namespace.create_name(name, None)
+    return node
 
 
 def _operator(function: Any, name: str) -> tuple[Callable[..., Any], bool] | None:

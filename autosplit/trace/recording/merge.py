@@ -13,6 +13,7 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -197,6 +198,7 @@ def equal(expected: Any, value: Any, sizes: Mapping[str, int] = MappingProxyType
 
 
 # -- one row -----------------------------------------------------------------------------------------------------------
+_FACTS = attrgetter("kind", "module", "leaf", "shapes", "dtypes", "random", "reads", "writes")
 _EXPANSIONS = frozenset((torch.Tensor.expand, torch.Tensor.expand_as, torch.Tensor.broadcast_to, torch.broadcast_to))
 
 
@@ -253,25 +255,11 @@ def _without_expansions(calls: Sequence[Call], output: Any) -> tuple[list[Call],
 
 def _same(a: Call, b: Call, sizes: Mapping[str, int]) -> bool:
     """Tell whether two calls are one, the numbers of the first taken at sizes."""
-    if _facts(a) != _facts(b) or not (a.target is b.target or a.target == b.target):
+    if (_FACTS(a), _label(a)) != (_FACTS(b), _label(b)) or not (a.target is b.target or a.target == b.target):
         return False
     if a.draws is not None and not equal(a.draws, b.draws or (), sizes):
         return False
     return equal((a.args, a.kwargs), (b.args, b.kwargs), sizes)
-
-
-def _facts(call: Call) -> tuple[Any, ...]:
-    return (
-        call.kind,
-        call.module,
-        call.leaf,
-        _label(call),
-        call.shapes,
-        call.dtypes,
-        call.random,
-        call.reads,
-        call.writes,
-    )
 
 
 def _label(call: Call) -> str:
