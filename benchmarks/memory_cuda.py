@@ -19,7 +19,7 @@ from autosplit.checks import OPTIMIZER_COPIES
 from autosplit.memory.allocator import device_changes, simulate_allocator
 from autosplit.memory.replay import StaticBytes, optimizer_changes
 from autosplit.profile.lowering import cuda_autocast
-from autosplit.profile.stage_trace.stage_graph import stage_nodes
+from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.profile.workspaces import cublas_workspace_bytes
 from autosplit.schedule.catalog import build
@@ -41,7 +41,7 @@ def predicted_cuda(
     units = subject.units if way.recompute == "block" else ()
     with cuda_autocast(torch.bfloat16) if way.precision == "amp_bf16" else nullcontext():
         how = How(way.rows, units=units, kernels="cuda")
-        stage = traces(stage_nodes(subject.graph), how, recompute=way.recompute)
+        stage = traces(Stages(subject.graph).of(), how, recompute=way.recompute)
     trained = bytes_of(subject.model.parameters())
     state = enumerate(trained * OPTIMIZER_COPIES[optimizer], start=len(trained))
     step = optimizer_changes(trained, name=optimizer, foreach=True)

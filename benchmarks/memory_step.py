@@ -21,7 +21,7 @@ from torch import Tensor
 from autosplit.checks import OPTIMIZER_COPIES
 from autosplit.devices import Allocations
 from autosplit.memory.replay import StaticBytes, optimizer_changes, replay
-from autosplit.profile.stage_trace.stage_graph import stage_nodes
+from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.schedule.catalog import build
 from benchmarks.families import Family
@@ -87,7 +87,7 @@ def predicted_step(subject: Subject, way: Way, *, optimizers: Sequence[str]) -> 
     """Return the peak with each optimizer, from the recording alone."""
     units = subject.units if way.recompute == "block" else ()
     with autocast(way.precision):
-        stage = traces(stage_nodes(subject.graph), How(way.rows, units=units), recompute=way.recompute)
+        stage = traces(Stages(subject.graph).of(), How(way.rows, units=units), recompute=way.recompute)
     parameters = held_by([subject.model])
     schedule = build("gpipe", stages=1, microbatches=1)
     found = {}

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from autosplit.memory.allocator import simulate_allocator
 from autosplit.memory.pieces import Change, StageTrace, Step
 from autosplit.options import Sample
-from autosplit.profile.stage_trace.stage_graph import StageNodes, stage_nodes
+from autosplit.profile.stage_trace.stage_graph import StageNodes, Stages
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.ladder import trace
@@ -112,12 +112,12 @@ def stages_of(experiment: Experiment) -> list[Stage]:
         target = torch.empty(rows, dtype=torch.long) if experiment.classes else torch.empty(rows, 1, *value.shape[2:])
     if not experiment.balance:
         graph = trace(_Trained(model, classes=experiment.classes), Sample(value, target)).graph
-        return [_stage(stage_nodes(graph), rows, first=True)]
+        return [_stage(Stages(graph).of(), rows, first=True)]
     graph = trace(model, Sample(value)).graph
     found, start = [], 0
     for count in experiment.balance:
         names = _names(graph, start, start + count)
-        found.append(_stage(stage_nodes(graph, names), rows, first=not start))
+        found.append(_stage(Stages(graph).of(names), rows, first=not start))
         start += count
     return found
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from autosplit.memory.pieces import Recompute, StageTrace, StageTraces
 from autosplit.options import Sample
-from autosplit.profile.stage_trace.stage_graph import stage_nodes
+from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.trace.ladder import trace as traced
 from tests.models.blocks import wide_blocks
@@ -28,7 +28,7 @@ def _trace(width: int, blocks: int, logits: int, cast: bool, how: str) -> StageT
     with torch.autocast("cpu", torch.bfloat16, enabled=cast):
         graph = traced(stage(width, blocks, logits=logits), Sample(torch.zeros(ROWS, LENGTH, width))).graph
         units = {str(block) for block in range(blocks)} if how == "block" else ()
-        return trace_stage(stage_nodes(graph), How(ROWS, units=units, whole=how == "always"))
+        return trace_stage(Stages(graph).of(), How(ROWS, units=units, whole=how == "always"))
 
 
 def traces(

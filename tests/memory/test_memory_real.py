@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from autosplit.devices import Allocations
 from autosplit.memory.pieces import Recompute, StageTraces
 from autosplit.memory.replay import StaticBytes, optimizer_changes, replay
-from autosplit.profile.stage_trace.stage_graph import stage_nodes
+from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import build
@@ -32,7 +32,7 @@ def model() -> nn.Module:
 
 @cache
 def stage(recompute: Recompute) -> StageTraces:
-    graph = stage_nodes(traced(model(), torch.zeros(2, LENGTH, WIDTH)))
+    graph = Stages(traced(model(), torch.zeros(2, LENGTH, WIDTH))).of()
     plain, again = (
         trace_stage(graph, How(rows=ROWS, input_grads={"input/input_1": True}, whole=whole)) for whole in (False, True)
     )

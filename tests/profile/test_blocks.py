@@ -18,7 +18,7 @@ from autosplit.profile import blocks
 from autosplit.profile.blocks import CostMemo, block_trace, shorten
 from autosplit.profile.expand import Traces
 from autosplit.profile.node_costs.fake import fake_costs
-from autosplit.profile.stage_trace.stage_graph import stage_nodes
+from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.profile.types import NodeProfile
 from autosplit.trace.graph import NodeClass, TracedGraph
@@ -134,7 +134,7 @@ def shape(trace: StageTrace) -> Any:
 @in_turn(share=(1, 2), case=[*((name, "never") for name in CASES), ("shared", "block"), ("tied", "always")])
 def test_a_trace_of_few_blocks_expands_to_that_of_all(case: tuple[str, str]) -> None:
     name, recompute = case
-    stage = stage_nodes(made(name, 6))
+    stage = Stages(made(name, 6)).of()
     units = {f"blocks.{number}" for number in range(6)} if recompute == "block" else ()
     how = How(ROWS, units=units, whole=recompute == "always")
     assert shape(block_trace(stage, how)) == shape(trace_stage(stage, how))
@@ -142,7 +142,7 @@ def test_a_trace_of_few_blocks_expands_to_that_of_all(case: tuple[str, str]) -> 
 
 @pytest.mark.parametrize("name", mostly_slow(["plain", "tied", "nested", "two runs"], "nested"))
 def test_no_block_is_run_that_another_stands_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, ran = stage_nodes(made(name, 6)), []
+    stage, ran = Stages(made(name, 6)).of(), []
     monkeypatch.setattr(blocks, "trace_stage", lambda given, how: ran.append(given) or trace_stage(given, how))
     block_trace(stage, How(ROWS))
     (short,) = ran
@@ -152,7 +152,7 @@ def test_no_block_is_run_that_another_stands_for(name: str, monkeypatch: pytest.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_are_left_out_where_they_may_be(name: str) -> None:
-    stage = stage_nodes(made(name, 6))
+    stage = Stages(made(name, 6)).of()
     short = shorten(stage)
     nodes, left = len(stage.computing()), len(short.stage.computing())
     assert (left < nodes) == CASES[name][2]
@@ -195,7 +195,7 @@ def test_values_of_the_whole_step_that_each_block_takes_for_itself(learned: bool
     model = Stack([Turning(learned=learned) for _ in range(6)], plain).train()
     graph = trace(model, Sample(torch.zeros(ROWS, LENGTH, dtype=torch.long))).graph
     infos = [info for _, info in graph.compute_nodes()]
-    stage = stage_nodes(graph, [info.name for info in infos if info.node_class is NodeClass.MICRO])
+    stage = Stages(graph).of([info.name for info in infos if info.node_class is NodeClass.MICRO])
     units = {f"blocks.{number}" for number in range(6)} if recompute == "block" else ()
     grads = {info.name: learned for info in infos if info.node_class is NodeClass.SHARED}
     how = How(ROWS, input_grads=grads, units=units, apart=True)
@@ -210,7 +210,7 @@ def test_values_of_the_whole_step_that_each_block_takes_for_itself(learned: bool
 @pytest.mark.parametrize("amp", [False, True])
 def test_gradients_that_are_there_and_casts_that_autocast_keeps(apart: bool, amp: bool) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=amp):
-        stage = stage_nodes(made.__wrapped__("plain", 5))
+        stage = Stages(made.__wrapped__("plain", 5)).of()
         how = How(ROWS, apart=apart)
         short = shorten(stage)
         whole, expanded = trace_stage(stage, how), Traces(short.runs, trace_stage(short.stage, how)).expanded()

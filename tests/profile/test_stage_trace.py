@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from autosplit.devices import Allocations
 from autosplit.memory.pieces import StageTrace
 from autosplit.options import Sample
-from autosplit.profile.stage_trace.stage_graph import stage_nodes
+from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
@@ -41,7 +41,7 @@ def live(trace: StageTrace, *passes: str) -> dict[int, int]:
 
 
 def test_a_stage_by_hand() -> None:
-    stage = stage_nodes(graph_of(mlp(), torch.zeros(ROWS, WIDTH)))
+    stage = Stages(graph_of(mlp(), torch.zeros(ROWS, WIDTH))).of()
     found = trace_stage(stage, How(ROWS))
     # the input, and what both Tanh save: their results, which the layer behind saves too
     assert sorted(live(found, "forward").values()) == [VALUE] * 3
@@ -54,7 +54,7 @@ def test_a_stage_by_hand() -> None:
 
 
 def test_recompute_holds_less_and_needs_more() -> None:
-    stage = stage_nodes(graph_of(nn.Sequential(mlp(), mlp()), torch.zeros(ROWS, WIDTH)))
+    stage = Stages(graph_of(nn.Sequential(mlp(), mlp()), torch.zeros(ROWS, WIDTH))).of()
     never, block, always = (
         trace_stage(stage, how) for how in (How(ROWS), How(ROWS, units=("0", "1")), How(ROWS, whole=True))
     )
@@ -66,7 +66,7 @@ def test_recompute_holds_less_and_needs_more() -> None:
 
 
 def test_gradients_apart_are_beside_the_sums_until_all_are_made() -> None:
-    stage = stage_nodes(graph_of(mlp(), torch.zeros(ROWS, WIDTH)))
+    stage = Stages(graph_of(mlp(), torch.zeros(ROWS, WIDTH))).of()
     place, apart = (trace_stage(stage, How(ROWS, apart=flag)) for flag in (False, True))
     assert extent(place.backward) == extent(apart.backward)
     gradients = sum(live(place, "forward", "backward").values())
@@ -80,7 +80,7 @@ def test_large_sums_are_added_to_in_place_where_nobody_else_holds_them(whole: bo
     """An embedding's gradient; a linear layer's is a view, which autograd does not change the first time."""
     words, width = 1 << 12, 4
     model = nn.Sequential(nn.Embedding(words, width), nn.Linear(width, words))
-    stage = stage_nodes(graph_of(model, torch.zeros(ROWS, dtype=torch.long)))
+    stage = Stages(graph_of(model, torch.zeros(ROWS, dtype=torch.long))).of()
     found = trace_stage(stage, How(ROWS, apart=True, whole=whole))
     large = words * width * 4
     assert sorted(found.gradients.values()) == ["0.weight", "1.bias", "1.weight"]
@@ -104,7 +104,7 @@ class Two(nn.Module):
 
 
 def test_gradients_come_for_the_roots_only() -> None:
-    stage = stage_nodes(graph_of(Two(), torch.zeros(ROWS, WIDTH)))
+    stage = Stages(graph_of(Two(), torch.zeros(ROWS, WIDTH))).of()
     assert sorted(trace_stage(stage, How(ROWS)).gradients.values()) == [
         "one.bias",
         "one.weight",
@@ -130,7 +130,7 @@ def test_a_shared_value_is_there_before_the_microbatch_and_collects_a_gradient()
     graph = graph_of(Masked(), torch.zeros(ROWS, WIDTH))
     own = [info.name for _, info in graph.compute_nodes() if info.node_class is NodeClass.MICRO]
     (shared,) = {info.name for _, info in graph.compute_nodes()} - set(own)
-    found = trace_stage(stage_nodes(graph, own), How(ROWS, input_grads={shared: True}))
+    found = trace_stage(Stages(graph).of(own), How(ROWS, input_grads={shared: True}))
     assert shared in found.gradients.values()
     assert WIDTH * 4 not in [count for step in found.forward for _, count in step.changes]
 
@@ -166,7 +166,7 @@ class Reading(nn.Module):
 
 
 def test_a_node_that_does_not_run_on_fake_tensors_passes_gradients_on() -> None:
-    stage = stage_nodes(graph_of(Reading(), torch.randn(ROWS, WIDTH)))
+    stage = Stages(graph_of(Reading(), torch.randn(ROWS, WIDTH))).of()
     found = trace_stage(stage, How(ROWS))
     assert len(found.gradients) == 4
     assert live(found, "forward", "backward").keys() == found.gradients.keys()
@@ -195,7 +195,7 @@ def test_a_whole_step_is_what_the_allocator_says(amp: bool, recompute: bool) -> 
     model, image = Small(), torch.randn(4, 3, 64, 64)
     paths = [f"blocks.{number}" for number in range(3)] if recompute else []
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=amp):
-        found = trace_stage(stage_nodes(graph_of(model, image)), How(4, units=paths))
+        found = trace_stage(Stages(graph_of(model, image)).of(), How(4, units=paths))
     for path in paths:
         block = model.get_submodule(path)
         block.forward = lambda *args, run=block.forward, **named: checkpoint(run, *args, use_reentrant=False, **named)

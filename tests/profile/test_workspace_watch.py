@@ -15,7 +15,7 @@ from autosplit.devices import Timed
 from autosplit.profile import measured
 from autosplit.profile.measured import measure
 from autosplit.profile.node_costs.ledger import Ledger
-from autosplit.profile.stage_trace.stage_graph import stage_nodes
+from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.profile.workspace_watch import WorkspaceWatch
 from autosplit.profile.workspaces import Workspace, cublas_workspace_bytes, cuda_workspace, operation_key
@@ -128,7 +128,7 @@ def test_what_was_observed_goes_before_the_rules():
 
 def test_the_trace_of_a_stage_holds_what_was_observed_and_its_guess_is_gone():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
-    stage = stage_nodes(traced(net, torch.randn(2, 3, 12, 12)))
+    stage = Stages(traced(net, torch.randn(2, 3, 12, 12))).of()
     args, _ = fake_convolution()
     key = operation_key("convolution", (args[0], args[1], torch.empty(8), *args[3:]), {})
     seen = {key: 64 * MIB}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autosplit import PlanError, autosplit
 from autosplit.options import Sample
 from autosplit.planning.plan.plan import Plan
-from autosplit.profile.stage_trace.stage_graph import stage_nodes
+from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.trace.graph import INFO
 from autosplit.trace.ladder import trace
@@ -77,7 +77,7 @@ def test_a_stage_that_begins_between_a_result_and_its_parts_repeats_itself(name:
     graph = trace(net(name), Sample(batch(4))).graph
     names = [info.name for _, info in graph.compute_nodes()]
     for place in (number for number, node in enumerate(names) if is_part(node)):
-        stage = stage_nodes(graph, names[place:])
+        stage = Stages(graph).of(names[place:])
         grads = {node.meta[INFO].name: True for node in stage.inputs}
         for whole in (False, True):
             found = trace_stage(stage, How(4, input_grads=grads, whole=whole, apart=True, kernels=kernels))

@@ -33,11 +33,6 @@ class StageNodes:
         return [(node, node.meta[INFO]) for node in self.own if INFO in node.meta]
 
 
-def stage_nodes(traced: TracedGraph, names: Collection[str] | None = None) -> StageNodes:
-    """Return the nodes called ``names`` as a stage (None: all nodes of the recording)."""
-    return Stages(traced).of(names)
-
-
 class Stages:
     """The stages of a recording, from what is read of it once: the recording stays as it is meanwhile."""
 
