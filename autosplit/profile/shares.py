@@ -39,9 +39,8 @@ class NodeShare:
 
 @dataclass(frozen=True)
 class TensorShares:
-    """What one rank of ``degree`` has; nodes, inputs and parameters that are not named it has whole."""
+    """What one rank has; nodes, inputs and parameters that are not named it has whole."""
 
-    degree: int = 1
     nodes: Mapping[str, NodeShare] = field(default_factory=dict)
     states: Mapping[str, float] = field(default_factory=dict)
 

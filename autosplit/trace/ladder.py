@@ -140,19 +140,12 @@ def _check(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered: Gat
 
 
 def widen(
-    model: nn.Module,
-    base: Trace,
-    sample: Sample,
-    *,
-    lengths: Sequence[Length],
-    before: Sequence[tuple[int, ...]],
-    findings: Findings | None = None,
+    model: nn.Module, base: Trace, sample: Sample, *, lengths: Sequence[Length], before: Sequence[tuple[int, ...]]
 ) -> Trace | None:
     """Return a recording for all lengths, made of one and a call at others; None where there is no such one.
 
     ``before`` are the shapes of the input tensors for which ``base`` was recorded; see
-    :mod:`autosplit.trace.shapes.generalise`. ``findings`` are those of an equal recording that was made so; it is not
-    probed then.
+    :mod:`autosplit.trace.shapes.generalise`.
     """
     flat = _at_home(replace(base.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs)))), model)
     rows, merged, scope = batch_rows(flat), base.gathered.recording, base.gathered.scope
@@ -164,7 +157,7 @@ def widen(
     raw = _decomposed(model, gathered)
     try:
         gathered.check_rows(model, flat, rows)
-        seen = findings or _probe(model, flat, gathered, raw)
+        seen = _probe(model, flat, gathered, raw)
     except (Refusal, Unexpected):
         return None
     if not seen.suspects | seen.mixing <= base.findings.suspects | base.findings.mixing:

@@ -107,7 +107,7 @@ def test_a_rank_has_its_part_of_the_work(llama: tuple[TracedGraph, Profile]) -> 
     flops = [sum(node.forward_flops for node in each.nodes.values()) for each in (costs, own)]
     assert flops[1] == pytest.approx(flops[0] / 4)
     assert sum(own.nodes["layers.0.down#0"].saved.values()) == sum(costs.nodes["layers.0.down#0"].saved.values()) / 4
-    alone = _rank(costs, TensorShares(4, {name: NodeShare(0.25, 0.25) for name in costs.nodes}), Parallel(tp=4))
+    alone = _rank(costs, TensorShares({name: NodeShare(0.25, 0.25) for name in costs.nodes}), Parallel(tp=4))
     assert own.nodes["layers.0.down#0"].forward_s > alone.nodes["layers.0.down#0"].forward_s
     assert own.nodes["layers.0.up#0"].forward_s == alone.nodes["layers.0.up#0"].forward_s
 
@@ -116,11 +116,11 @@ def test_who_finds_placements_need_not_know_who_costs_them(llama: tuple[TracedGr
     """A share by name and a collective by kind and value are all that costs ask for: this test pins the interface."""
     _, costs = llama
     gather = Collective("all_gather", "layers.0.before#0")
-    shares = TensorShares(2, {"layers.0.gate#0": NodeShare(0.5, 0.5, (gather,), ())}, {"layers.0.gate.weight": 0.5})
+    shares = TensorShares({"layers.0.gate#0": NodeShare(0.5, 0.5, (gather,), ())}, {"layers.0.gate.weight": 0.5})
     own, placed = _rank(costs, shares, Parallel(tp=2)), place(machine("8xH100-SXM5-80GB"), Parallel(tp=2))
     work_s = own.nodes["layers.0.gate#0"].forward_s
     waits_s = placed.tp.seconds("all_gather", costs.nodes["layers.0.before#0"].output_bytes)
-    none = _rank(costs, TensorShares(2, {"layers.0.gate#0": NodeShare(0.5, 0.5)}), Parallel(tp=2))
+    none = _rank(costs, TensorShares({"layers.0.gate#0": NodeShare(0.5, 0.5)}), Parallel(tp=2))
     assert work_s == pytest.approx(none.nodes["layers.0.gate#0"].forward_s + waits_s)
     assert own.state["layers.0.gate.weight"].elements == costs.state["layers.0.gate.weight"].elements / 2
     assert own.nodes["layers.0.up#0"].forward_flops == costs.nodes["layers.0.up#0"].forward_flops
@@ -181,7 +181,7 @@ def test_a_parameter_that_ranks_have_whole_is_waited_for() -> None:
     shares = _shares(graph, 2)
     assert Collective("all_reduce", "2.weight") in shares.of("2#0").backward
     placed = place(machine("8xH100-SXM5-80GB"), Parallel(tp=2))
-    alone = _rank(costs, TensorShares(2, {"2#0": NodeShare(0.5, 0.5)}), Parallel(tp=2)).nodes["2#0"].backward_s
+    alone = _rank(costs, TensorShares({"2#0": NodeShare(0.5, 0.5)}), Parallel(tp=2)).nodes["2#0"].backward_s
     waits_s = _rank(costs, shares, Parallel(tp=2)).nodes["2#0"].backward_s - alone
     assert waits_s == pytest.approx(2 * placed.tp.seconds("all_reduce", costs.state["2.weight"].bytes), rel=1e-3)
 

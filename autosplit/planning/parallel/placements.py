@@ -46,7 +46,7 @@ def shares_of(plan: TensorPlan, traced: TracedGraph, *, sequence: bool) -> Tenso
         share = nodes[at]
         nodes[at] = replace(share, forward=share.forward + forward, backward=share.backward + backward)
     states = {name: part for name, placed in plan.parameters.items() if isinstance(placed, Shard)}
-    return TensorShares(plan.ranks, nodes, states)
+    return TensorShares(nodes, states)
 
 
 def _shared(names: Collection[str], plan: TensorPlan, traced: TracedGraph) -> Collection[str]:
