@@ -74,6 +74,10 @@ class RankStep(Step):
         """The stages of this rank, ascending."""
         return [stage for stage, own in enumerate(self.ranks) if self.world.rank in own]
 
+    def processes(self, stage: int) -> int:
+        """Return how many ranks have a stage."""
+        return len(self.ranks[stage])
+
     def ends(self, way: Way) -> tuple[int, Sequence[int]]:
         """Return the rank that sends what goes a way, and those that receive it.
 

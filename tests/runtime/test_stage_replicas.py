@@ -214,6 +214,31 @@ def test_a_hook_that_sets_an_attribute_has_one_replica(when: str, lanes: str):
     assert len(layer.kept if when == "forward" else layer.kept[0]) == 2
 
 
+@pytest.mark.parametrize("how", ["in place", "anew"])
+def test_a_hook_that_changes_a_buffer_has_one_replica(how: str):
+    def count(module: nn.Module, given: Any, made: Any) -> None:
+        if how == "anew":
+            module.calls = module.calls + 1
+        else:
+            module.calls.add_(1)
+
+    def split(replicas: list[int]) -> tuple[nn.Module, Any]:
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+        model[1].register_buffer("calls", torch.zeros(()))
+        model[1].register_forward_hook(count)
+        return model[1], autosplit(model, sum(replicas), 4, replicas=replicas, lanes="inline")
+
+    value = batch(8)[0]
+    given: dict[str, Any] = {"target": value, "loss_fn": nn.MSELoss()}
+    with pytest.raises(InputError, match="module '1' change its buffer 'calls', and the 2 replicas of stage 0"):
+        split([2])[1].train_step(value, **given)
+    with pytest.raises(InputError, match="module '1' change its buffer 'calls', and the 2 replicas of stage 0"):
+        list(split([2])[1].train_stream([(value, value)] * 3, loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD))
+    layer, pipe = split([1])
+    pipe.train_step(value, **given)
+    assert layer.calls == 4
+
+
 def test_a_weight_that_a_hook_computes():
     one, other = (nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double() for _ in range(2))
     other.load_state_dict(one.state_dict())

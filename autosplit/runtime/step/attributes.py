@@ -1,7 +1,7 @@
-"""Attributes that hooks, and modules that run by their own Python, set on stand-ins of the model's modules.
+"""What hooks, and modules that run by their own Python, change of modules: attributes of stand-ins, and buffers.
 
 before a cell   what is new in the module ─► its stand-in
-behind it       what is new in the stand-in ─► the module; an error where the stage has replicas
+behind it       what is new in the stand-in ─► the module; an error where the stage has replicas, for buffers too
 """
 
 from __future__ import annotations
@@ -46,36 +46,55 @@ class StandsFor:
 
 
 class StandInAttributes:
-    """The stand-ins among a stage's modules on which attributes may be set; none where it runs the model's own."""
+    """Those modules of a stage on which attributes may be set that are stand-ins, and those whose buffers may change.
 
-    def __init__(self, region: Any, *, stage: int, replicas: int) -> None:
-        self._stage, self._replicas = stage, replicas
-        self.stand_ins: dict[str, nn.Module] = {}
+    Attributes:
+        called: the stand-ins, and where the stage has replicas all such modules, by their names.
+    """
+
+    def __init__(self, region: Any, stage: int, *, replicas: int, everywhere: int) -> None:
+        """``replicas`` are those of this process, ``everywhere`` those of all processes."""
+        self._stage, self._replicas, self._everywhere = stage, replicas, everywhere
+        self.called: dict[str, nn.Module] = {}
         for path in dict.fromkeys(path for _, path in region.named() if path):
             parent, _, name = path.rpartition(".")
             called = region.root.get_submodule(parent)._modules.get(name)
             for place, module in () if called is None else called.named_modules(prefix=path):
-                if STANDS_FOR in vars(module) and (has_hooks(module) or not is_layer(module)):
-                    self.stand_ins[place] = module
+                watched = STANDS_FOR in vars(module) or everywhere > 1
+                if watched and (has_hooks(module) or not is_layer(module)):
+                    self.called[place] = module
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
         """Share attributes with the model's modules.
 
-        Raises InputError for one that is set where the stage has replicas, which run in no order.
+        Raises InputError for one that is set, and for a buffer that is changed, where the stage has replicas: they run
+        in no order, and those of other processes have buffers of their own.
         """
-        for each in self.stand_ins.values():
-            (own := vars(each)[STANDS_FOR]).move(own.module, each)
+        stand_ins = {path: vars(each)[STANDS_FOR] for path, each in self.called.items() if STANDS_FOR in vars(each)}
+        for path, own in stand_ins.items():
+            own.move(own.module, self.called[path])
+        before = self._buffers()
         yield
-        for path, each in self.stand_ins.items():
-            own = vars(each)[STANDS_FOR]
+        for path, name in [place for place, version in self._buffers().items() if before.get(place) != version]:
+            self._refuse(path, f"change its buffer {name!r}")
+        for path, own in stand_ins.items():
+            each = self.called[path]
             if self._replicas > 1 and (names := [n for n, v in own.new(each).items() if not _is_weight(each, n, v)]):
-                raise InputError(
-                    f"hooks or the forward of module {path!r} set {listed(names)} on it, and the "
-                    f"{self._replicas} replicas of stage {self._stage} run microbatches in no order; give that stage "
-                    "one replica, or keep such values outside of the module"
-                )
+                self._refuse(path, f"set {listed(names)} on it")
             own.move(each, own.module)
+
+    def _buffers(self) -> dict[tuple[str, str], Any]:
+        """Return which tensor each buffer is, and how often it was changed; none where the stage has one replica."""
+        named = ((p, n, b) for p, each in self.called.items() for n, b in each._buffers.items() if b is not None)
+        return {(path, name): (id(own), own._version) for path, name, own in named} if self._everywhere > 1 else {}
+
+    def _refuse(self, path: str, does: str) -> None:
+        raise InputError(
+            f"hooks or the forward of module {path!r} {does}, and the {self._everywhere} replicas of stage "
+            f"{self._stage} run microbatches in no order; give that stage one replica, or keep such values outside of "
+            "the module"
+        )
 
 
 def _is_weight(module: nn.Module, name: str, value: Any) -> bool:

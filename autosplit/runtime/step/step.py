@@ -165,11 +165,17 @@ class Step:
         """Return what a cell runs in, so that attributes set on stand-ins of modules get to the modules."""
 
         def made() -> StandInAttributes:
-            replicas = sum(held.stage == other.stage for other in self.held)
-            return StandInAttributes(self.program(held).stages[held.stage], stage=held.stage, replicas=replicas)
+            region, here = self.program(held).stages[held.stage], sum(own.stage == held.stage for own in self.held)
+            return StandInAttributes(
+                region, held.stage, replicas=here, everywhere=max(here, self.processes(held.stage))
+            )
 
         own = self.once(("attributes", held), made)
-        return own.shared() if own.stand_ins else contextlib.nullcontext()
+        return own.shared() if own.called else contextlib.nullcontext()
+
+    def processes(self, stage: int) -> int:
+        """Return how many processes have replicas of a stage."""
+        return 1
 
     def start(self) -> Start:
         """Run what comes before the first cell, in the caller's thread and graph."""
