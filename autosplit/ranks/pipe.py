@@ -212,6 +212,7 @@ class RankPipe(RankStreaming, PipelinedModule):
 
         Returns the step, and what each rank says of it.
         """
+        self._check_alone()
         recordings, alone = self._recordings, self._feed != "all"
         first = recordings.ranks[0][0]
         if alone:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -39,15 +40,32 @@ from autosplit.runtime.transport import Message, Way
 from autosplit.schedule.action import Action
 from autosplit.schedule.stream import StreamAction, replica_actions, updates_behind
 from autosplit.stream.cells import Minibatch, StreamCells
+from autosplit.stream.flight import OpenStream
 from autosplit.stream.lowering import StreamProgram
 from autosplit.stream.minibatches import StreamStep
 from autosplit.stream.segment import Segment
 from autosplit.stream.stream import Stream
 from autosplit.trace.inputs.objects import tensors_in
 
+_STREAMS: WeakSet[OpenStream] = WeakSet()
+"""Those of all pipes of this process."""
+
 
 class RankStreaming:
     """What a pipe of one rank has for streams."""
+
+    _core: Any
+
+    def _check_alone(self) -> None:
+        """Raise InputError where another pipe has minibatches in flight: their messages go the same ways."""
+        _STREAMS.add(self._core.stream)
+        for flight in filter(None, [own.flight for own in _STREAMS if own is not self._core.stream]):
+            if not flight.segment.is_ended:  # by its loader, or by a loop that was left
+                raise InputError(
+                    "a stream of another pipe has minibatches in flight over the same ranks, and their messages would "
+                    "mix with this pipe's; call its drain(), or close(), on all ranks first"
+                )
+            flight.finish()
 
     def _stream(self, *given: Any) -> Stream:
         return RankStream(self, *given)
@@ -341,6 +359,7 @@ class RankStream(Stream):
 
     def _segment(self, step: StreamStep) -> RankSegment:
         assert isinstance(step, RankStreamStep)
+        self._pipe._check_alone()
         self._recordings.check_fresh()
         self._recordings.trains()
         return RankSegment(self._stages, step.counts, self._staleness, step=step)

@@ -100,6 +100,11 @@ class Segment:
     def meet(self, doing: str) -> None:
         """Meet the processes that have the other stages, in what all are about to do."""
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether no minibatch follows."""
+        return self._ended
+
     def end(self) -> None:
         """Say that no minibatch follows."""
         with self._change:

@@ -221,6 +221,33 @@ def test_what_is_refused_on_all_ranks(ranks: Pool) -> None:
         assert "give one of torch's losses, or the model's own" in loss
 
 
+def two_pipes() -> list[str]:
+    """Call a pipe while another one's stream is in flight, and again when that is drained; return what is said."""
+    training, said = replace(TRAININGS["dropout"], rows=(9,) * 9), []
+    pipe, other = (
+        autosplit(training.make(), devices="torchrun", chunks=4, sample=training.batch(9).args) for _ in range(2)
+    )
+    given = {"loss_fn": training.loss, "optimizer": sgd}
+    stream, second = (own.train_stream(items_of(training), **given) for own in (pipe, other))
+    next(stream)
+    for call in (lambda: other.eval_step(*training.batch(9).args), lambda: next(second)):
+        with pytest.raises(InputError) as refused:
+            call()
+        said.append(str(refused.value))
+    stream.drain()
+    other.eval_step(*training.batch(9).args)
+    assert len(list(stream)) == 8
+    for _ in pipe.train_stream(items_of(training), **given):
+        break
+    assert len(list(other.train_stream(items_of(training), **given))) == 9
+    return said
+
+
+def test_another_pipe_over_the_same_ranks(ranks: Pool) -> None:
+    for said in ranks(3).run(two_pipes):
+        assert all("a stream of another pipe has minibatches in flight over the same ranks" in own for own in said)
+
+
 def apart(fault: str) -> None:
     """Train on a stream of which the last rank has other minibatches, or fewer."""
     pipe = autosplit(dying.Tied(), devices="torchrun", chunks=4, sample=tokens(8).args)
