@@ -225,8 +225,7 @@ class RankPipe(RankStreaming, PipelinedModule):
         step, error = attempt(lambda: self._on_rank(self._prepare(args, kwargs)))
         if error is not None and known_to_all(error):
             raise error
-        facts: dict[str, Any] = {}
-        own: dict[str, Any] = {}
+        facts, own = dict[str, Any](), dict[str, Any]()
         word = None
         if step is not None:
             facts, own = self._facts(step, args, kwargs, target)
