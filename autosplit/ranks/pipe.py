@@ -273,10 +273,7 @@ class RankPipe(RankStreaming, PipelinedModule):
     def _on_rank(self, step: PreparedStep | PreparedTree) -> PreparedRankStep:
         if self.graph in self._core.edited:
             raise InputError("its graph was edited, and ranks run the cells of the plan; this needs one process")
-        if isinstance(step, PreparedTree):
-            raise TraceError(
-                f"{type(self._core.model).__name__} runs by its own Python, in one process only: {self._recordings.why}"
-            )
+        assert isinstance(step, PreparedStep), "what runs by its own Python is refused when it is recorded"
         if (returned := next(map(_attribute, filter(_is_attribute, step.lowered.outputs)), None)) is not None:
             raise TraceError(
                 f"the model returns its own {returned!r}, which one rank alone holds; this needs one process"

@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -256,10 +256,8 @@ class RankRecordings(Recordings):
         """Return what the report says of stages that were to be compiled, and of tensors that stay whole."""
         return super().notes() + ("" if self.tensors is None else self.tensors.notes())
 
-    @property
-    def why(self) -> str:
-        """Why no graph can follow the kind of call that was refused last."""
-        return next(reversed(self._refused.values()), "no graph can follow it")
+    def _tree(self, sample: Sample, reason: str) -> NoReturn:
+        raise TraceError(f"{type(self.model).__name__} runs by its own Python, in one process only: {reason}")
 
     def _check_size(self, key: Key, found: Trace) -> None:
         assert self.plan is not None
