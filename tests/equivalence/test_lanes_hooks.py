@@ -287,3 +287,46 @@ def test_a_hook_that_makes_a_weight_runs_again(make: Callable[[nn.Module], Any],
         pipe.train_step(x, target=x, loss_fn=F.mse_loss)
     for one, other in zip(plain.parameters(), split.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize(
+    "make",
+    [nn.utils.weight_norm, nn.utils.spectral_norm, lambda layer: prune.random_unstructured(layer, "weight", 0.4)],
+)
+def test_a_weight_that_a_hook_makes_anew_is_no_new_kind_of_call(make: Callable[[nn.Module], Any]) -> None:
+    plain, split = blocks_of_two(), blocks_of_two()
+    for net in (plain, split):
+        torch.manual_seed(1)
+        make(net[1][0])
+    pipe, x = autosplit(split, devices=2, chunks=1), torch.randn(6, 6, dtype=torch.float64)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, split)]
+    for _ in range(4):
+        F.mse_loss(plain(x), x).backward()
+        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert pipe._core.recordings.made == 1
+    for one, other in zip(plain.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)
+
+
+def test_a_tensor_that_a_hook_does_not_make_is_read_anew() -> None:
+    class Scaled(nn.Module):
+        """Has a parameter that is called after a plain tensor, as weight norms have."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.scale_bias = torch.ones(6), nn.Parameter(torch.zeros(6))
+            self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+        def forward(self, value: Tensor) -> Tensor:
+            return self.layers(value) * self.scale + self.scale_bias
+
+    model, x = Scaled(), torch.randn(4, 6)
+    model.register_forward_pre_hook(lambda *_: None)
+    pipe = autosplit(model, devices=2, chunks=1)
+    for factor in (1.0, 2.0, 3.0):
+        model.scale = torch.full((6,), factor)
+        torch.testing.assert_close(pipe(x), model(x))

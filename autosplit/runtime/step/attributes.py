@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from autosplit.errors import InputError, listed
+from autosplit.trace.inputs.objects import is_computed
 from autosplit.trace.scope import has_hooks, is_layer
 
 STANDS_FOR = "_stands_for"
@@ -80,7 +80,7 @@ class StandInAttributes:
             self._refuse(path, f"change its buffer {name!r}")
         for path, own in stand_ins.items():
             each = self.called[path]
-            if self._replicas > 1 and (names := [n for n, v in own.new(each).items() if not _is_weight(each, n, v)]):
+            if self._replicas > 1 and (names := [n for n, v in own.new(each).items() if not is_computed(each, n, v)]):
                 self._refuse(path, f"set {listed(names)} on it")
             own.move(each, own.module)
 
@@ -95,8 +95,3 @@ class StandInAttributes:
             f"{self._stage} run microbatches in no order; give that stage one replica, or keep such values outside of "
             "the module"
         )
-
-
-def _is_weight(module: nn.Module, name: str, value: Any) -> bool:
-    """Tell whether a hook computes a tensor from parameters, as old weight norms do: ``weight`` of ``weight_g``."""
-    return isinstance(value, torch.Tensor) and any(own.startswith(f"{name}_") for own in module._parameters)

@@ -4,7 +4,8 @@ What a forward does not touch cannot change what it computes, so it is no part o
 module holds, which counts its steps, or a list of losses that a training step fills.
 
 The watch sees reads and writes by name, those that find nothing too, and ``vars(module)``. An object that the forward
-may also reach in another way, by a closure or a helper, say, counts as touched wherever a module holds it.
+may also reach in another way, by a closure or a helper, say, counts as touched wherever a module holds it. A weight
+that a hook computes anew before the forward reads it does not count.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from autosplit.trace.borrowed.holders import HOOK_TABLES, Place
+from autosplit.trace.inputs.objects import is_computed
 from autosplit.trace.inputs.signature import objects_of, referent
 from autosplit.trace.recording.recording import is_foreign
 
@@ -38,9 +40,11 @@ def touched(model: nn.Module) -> Iterator[set[Place]]:
     paths = {id(module): path for path, module in model.named_modules()}
     read, write, delete = nn.Module.__getattribute__, nn.Module.__setattr__, nn.Module.__delattr__
     found: set[Place] = set()
+    made: set[tuple[int, str]] = set()
+    """What a hook computed before anybody read it."""
 
     def note(module: nn.Module, name: str) -> None:
-        if (path := paths.get(id(module))) is not None:
+        if (path := paths.get(id(module))) is not None and (id(module), name) not in made:
             found.add((path, name))
 
     def get(module: nn.Module, name: str) -> Any:
@@ -51,6 +55,8 @@ def touched(model: nn.Module) -> Iterator[set[Place]]:
         return read(module, name)
 
     def set_(module: nn.Module, name: str, value: Any) -> None:
+        if is_computed(module, name, value) and (paths.get(id(module)), name) not in found:
+            made.add((id(module), name))
         note(module, name)
         write(module, name, value)
 

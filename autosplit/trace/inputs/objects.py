@@ -241,6 +241,15 @@ def _key(step: Any) -> Any:
     return step.idx if isinstance(step, pytree.SequenceKey) else step.key
 
 
+def is_computed(module: nn.Module, name: str, value: Any) -> bool:
+    """Tell whether a hook computes a tensor from parameters at every call, as torch's old weight norms do: ``weight``.
+
+    Their parameters are called ``weight_g`` and ``weight_v``, or ``weight_orig``.
+    """
+    hooked = isinstance(value, torch.Tensor) and module._forward_pre_hooks
+    return bool(hooked) and any(own.startswith(f"{name}_") for own in module._parameters)
+
+
 # -- layouts -----------------------------------------------------------------------------------------------------------
 Layout = tuple[int, ...] | str | None
 GAPS = "gaps"
