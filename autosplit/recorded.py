@@ -31,7 +31,8 @@ from autosplit.trace.borrowed.touched import aliased, touched
 from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.inputs.inputs import has_uneven_list
 from autosplit.trace.inputs.objects import leaves_of, mapped, take_apart, tensors_in
-from autosplit.trace.inputs.signature import Key, Kind, OutsideValues, key_of, without_rows
+from autosplit.trace.inputs.python_state import OutsideValues
+from autosplit.trace.inputs.signature import Key, Kind, key_of, without_rows
 from autosplit.trace.ladder import Trace
 from autosplit.trace.recording.run import PythonRun
 

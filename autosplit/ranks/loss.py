@@ -17,7 +17,7 @@ from autosplit.distributed.world import as_known, attempt
 from autosplit.errors import InputError
 from autosplit.ranks.call import WholeCall
 from autosplit.recorded import Recent
-from autosplit.runtime.loss.proof import Proofs, identity
+from autosplit.runtime.loss.proof import Proofs
 from autosplit.runtime.step import engine
 from autosplit.trace.borrowed.state import borrowed, contents
 
@@ -54,15 +54,14 @@ class LossNumbers:
     """Numbers the losses of a pipe; steps are told apart by them, and so is in what their gradients are None."""
 
     def __init__(self) -> None:
-        self._kept: Recent[Any, tuple[int, Any]] = Recent()
+        self._kept: Recent[Any, int] = Recent()
         self._numbers = itertools.count()
 
-    def number_of(self, loss_fn: Any, found: engine.Found | None) -> int:
-        """Return the number of a loss, which is the same for what is the same one."""
+    def number_of(self, identity: Any, found: engine.Found | None) -> int:
+        """Return the number of a loss, told by its identity, which is the same for what is the same one."""
         kind, wants = (getattr(found and found[0], name, None) for name in ("kind", "wants"))
-        key = identity(loss_fn, depth=2), kind, wants
-        number, _ = self._kept.get(key, (next(self._numbers), None))
-        self._kept[key] = number, loss_fn  # the loss too: what its identity names must live on
+        key = identity, kind, wants
+        self._kept[key] = number = self._kept[key] if key in self._kept else next(self._numbers)
         return number
 
 
@@ -93,7 +92,10 @@ class RankLoss:
             self.found = self._find(step, whole)
         except _OthersNeeded:
             return None
-        number, loss = self.numbers.number_of(self.loss_fn, self.found), self.found and self.found[0]
+        number, loss = (
+            self.numbers.number_of(self.proofs.identity(self.loss_fn), self.found),
+            self.found and self.found[0],
+        )
         if loss is None:
             return Word(False, None, number, engine.kind_of(self.proofs, self.loss_fn))
         kind, named = getattr(loss, "kind", None), ""

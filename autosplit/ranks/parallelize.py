@@ -30,7 +30,8 @@ from autosplit.profile.stage_trace.stage_graph import block_paths
 from autosplit.ranks.loss import name_of
 from autosplit.recorded import SHARED
 from autosplit.runtime.optimizers import refuse
-from autosplit.trace.borrowed.holders import HOOK_TABLES, Holders, difference
+from autosplit.trace.borrowed.holders import HOOK_TABLES, Holders
+from autosplit.trace.borrowed.values import difference
 
 FSDP = "fsdp"
 _TABLES = frozenset(SHARED) - {"_buffers"}

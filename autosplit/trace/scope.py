@@ -5,18 +5,12 @@ entered   everything else: its Python runs, its operations are recorded one by o
 opaque    a module in whose own Python something cannot be recorded: one call, whatever its size
 stack     a recurrent network of several layers: run layer by layer, each layer and dropout an operation of its own
 
-Hooks of the caller's that only observe are not called in runs of which the caller is told nothing. A hook that may
-return a value is part of what the model computes, and runs in all runs. So do torch's own, such as weight norms, and
-those by which transformers' models collect their outputs. Those of ``torch.utils.module_tracker`` observe.
-
 ``_has_any_global_hook`` is private; torch has no public way to ask. Tried on torch 2.11, 2.13 and 2.15.
 """
 
 from __future__ import annotations
 
-import dis
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -24,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from autosplit.trace.borrowed.hooks import COLLECTS
 from autosplit.trace.recording.recording import Call
 
 CONTAINERS = (
@@ -145,38 +140,6 @@ def takes_statistics(call: Call) -> bool:
         return False
     name, position = _STATISTICS[call.target]
     return bool(call.kwargs.get(name, call.args[position] if len(call.args) > position else False))
-
-
-COLLECTS = "transformers.utils.output_capturing"
-
-
-def silence(tables: Iterable[dict[int, Callable[..., Any]]]) -> None:
-    """Put a function that does nothing in the place of each hook that only observes."""
-    for table in tables:
-        for key, hook in table.items():
-            if only_observes(hook):
-                table[key] = _nothing
-
-
-def only_observes(hook: Callable[..., Any]) -> bool:
-    """Tell whether a hook returns None by its code, and is neither torch's nor one that collects outputs."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    function = hook if hasattr(hook, "__code__") else getattr(hook, "__func__", None) or type(hook).__call__
-    home = str(getattr(function, "__module__", ""))
-    code = getattr(function, "__code__", None)
-    if home == "torch.utils.module_tracker":
-        return True
-    if code is None or home == COLLECTS or home.partition(".")[0] == "torch":
-        return False
-    steps = list(dis.get_instructions(code))
-    ends = [number for number, step in enumerate(steps) if step.opname in ("RETURN_VALUE", "RETURN_CONST")]
-    given = [steps[n] if steps[n].opname == "RETURN_CONST" else steps[n - 1] for n in ends]
-    return all(step.opname in ("LOAD_CONST", "RETURN_CONST") and step.argval is None for step in given)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for a hook that only observes."""
 
 
 # -- stacks of recurrent layers ----------------------------------------------------------------------------------------

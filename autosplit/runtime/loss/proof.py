@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from autosplit.runtime.loss.outputs import Outputs, Placeholder, joined, with_pl
 from autosplit.runtime.loss.parts import WAY_OUT, Count, Counted, Parts, adds_up, call_loss
 from autosplit.trace.borrowed import state
 from autosplit.trace.graph import TracedGraph
+from autosplit.trace.inputs.python_state import OutsideValues
 
 _TINY = 1e-30
 WRITES = "writes"
@@ -44,53 +43,27 @@ class Proofs:
     """What was found out about losses, by what the loss is and what was asked; the last few answers are kept."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
+        self._kept: OrderedDict[Any, Any] = OrderedDict()
+        self._values = {integers: OutsideValues(loose=True, integers=integers) for integers in (False, True)}
+
+    def identity(self, loss_fn: Any, *, integers: bool = False) -> Any:
+        """Return what a loss is: one that a loop makes anew in every round is the same one.
+
+        Numbers and tensors that it holds may be others in the next round, what else it holds may not; with ``integers``
+        whole numbers may not either.
+        """
+        return self._values[integers].signature((loss_fn,))
 
     def find(self, loss_fn: Any, question: Any) -> Any:
         """Return the answer; None when there is none yet."""
-        found = self._kept.get((identity(loss_fn), question))
-        return None if found is None else found[1]
+        return self._kept.get((self.identity(loss_fn), question))
 
     def keep(self, loss_fn: Any, question: Any, answer: Any) -> Any:
         """Keep an answer and return it."""
-        self._kept[identity(loss_fn), question] = loss_fn, answer  # the loss too: what its identity names must live on
+        self._kept[self.identity(loss_fn), question] = answer
         while len(self._kept) > _KEPT:
             self._kept.popitem(last=False)
         return answer
-
-
-def identity(value: Any, depth: int = 4, *, numbers: bool = False) -> Any:
-    """Return what a loss is: a lambda that a loop makes anew in every round is the same one.
-
-    Numbers and tensors that it holds may be others in the next round, functions and other objects may not; with
-    ``numbers`` whole numbers may not either.
-    """
-    inner = partial(identity, depth=depth - 1, numbers=numbers)
-    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-        return "tensor", value.shape, value.dtype
-    if value is None or isinstance(value, (str, bool)):
-        return value
-    if isinstance(value, (int, float)):
-        return value if numbers and isinstance(value, int) else type(value)
-    if depth and isinstance(value, partial):
-        named = tuple((name, inner(v)) for name, v in sorted(value.keywords.items()))
-        return inner(value.func), tuple(inner(v) for v in value.args), named
-    if depth and isinstance(value, types.MethodType):
-        return id(value.__self__), inner(value.__func__)
-    if depth and isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents if _is_filled(cell) else None for cell in value.__closure__ or ()]
-        outer = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
-        held = (*cells, *outer, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return id(value.__code__), tuple(inner(v) for v in held)
-    return id(value)
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
 
 
 def prove(

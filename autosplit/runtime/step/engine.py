@@ -18,7 +18,7 @@ from autosplit.runtime.loss import own_loss
 from autosplit.runtime.loss import parts as losses
 from autosplit.runtime.loss.outputs import Outputs, split_target, used_outputs
 from autosplit.runtime.loss.parts import Counted
-from autosplit.runtime.loss.proof import WRITES, Proofs, WholeCheck, identity, prove
+from autosplit.runtime.loss.proof import WRITES, Proofs, WholeCheck, prove
 from autosplit.runtime.ops import bring
 from autosplit.runtime.step import train_cells
 from autosplit.runtime.step.step import Step
@@ -166,7 +166,7 @@ def _wants(outputs: Outputs, loss_fn: Any, target: Any, proofs: Proofs) -> froze
     """Return which outputs a loss uses; asked once for the same shapes, and the same whole numbers that it holds."""
     if len(outputs.nodes) < 2:
         return None
-    question = "wants", identity(loss_fn, numbers=True), *_shapes(outputs, target)
+    question = "wants", proofs.identity(loss_fn, integers=True), *_shapes(outputs, target)
     found = proofs.find(loss_fn, question)
     if found is None:
         found = proofs.keep(loss_fn, question, (used_outputs(loss_fn, outputs, target),))

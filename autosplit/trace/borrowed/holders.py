@@ -1,10 +1,13 @@
-"""Where Python state lives that a forward may change, read and put back.
+"""The map of Python state: what holds values that a forward may read or change, how each is read and written.
 
 modules                attributes, tables of parameters, buffers, children and hooks, classes
+parameters             attributes and hooks
 what they hold         lists, dicts, sets, plain objects, arrays, random generators, iterators, three levels deep
-functions of the user  the globals that they name, their closures, defaults, own attributes; classes, their methods
+functions of the user  the globals that they load or store, their closures, defaults, attributes
+classes of the user    attributes and methods whose names stand in code that the walk has come to
 
-Code of installed packages is not followed: what it keeps outside of the modules is its own matter.
+Code of installed packages is not followed: what it keeps outside of the modules is its own matter. The map serves who
+puts state back, who tells what a run changed, and who tells the state of one call from that of another.
 
 ``torch.nn.modules.module._global_*_hooks`` are private; torch has no public ones. Tried on torch 2.11 and 2.13.
 """
@@ -14,12 +17,10 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import pickle
-import random
 import sys
 import types
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,40 +29,38 @@ import numpy as np
 import torch
 from torch import nn
 
+from autosplit.trace.borrowed.contents import (
+    CLASS,
+    copied,
+    named,
+    refill,
+    refill_cell,
+    refill_class,
+    refill_module,
+    refill_named,
+    refill_tensor_hooks,
+    state_of,
+    tensor_hooks,
+)
+from autosplit.trace.borrowed.names import names_in, names_in_methods
+from autosplit.trace.borrowed.values import (
+    ATOMIC,
+    CACHED,
+    ITERATORS,
+    applied,
+    cell_content,
+    is_apart,
+    is_object,
+    parts_of,
+)
+
 Place = tuple[str, str]
-"""A module's path and the attribute or table where something is; outside of modules "" and what holds it."""
+"""A module's path and the attribute or table where something is; outside of modules "" and a variable's name."""
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TABLES = frozenset(("_parameters", "_buffers", "_modules", *HOOK_TABLES))
 _GLOBAL_TABLES = tuple(f"_global{table}" for table in HOOK_TABLES)
-_CLASS = "__class__"
 _DEPTH = 3
-ENTRIES = 4096
-_ARRAY_BYTES = 1 << 24
 _INSTALLED = ("site-packages", "dist-packages")
-_ATOMIC = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
-_CACHED = type(functools.lru_cache(int))
-ITERATORS: tuple[type, ...] = (itertools.count, itertools.cycle, itertools.repeat)
-ITERATORS += (type(iter([])), type(iter(())), type(iter(range(0))))
-_WRAPPED = (staticmethod, classmethod, types.MethodType)
-_LIBRARIES = frozenset("torch builtins logging functools weakref abc typing threading".split())
-_NOT_OBJECTS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
-
-
-def is_object(value: Any) -> bool:
-    """Tell whether a value is a plain object with attributes of its own, such as a config."""
-    return (
-        type(value).__module__.partition(".")[0] not in _LIBRARIES
-        and not isinstance(value, _NOT_OBJECTS)
-        and isinstance(getattr(value, "__dict__", None), dict)
-        and len(vars(value)) <= ENTRIES
-    )
-
-
-def is_apart(value: Any, modules: Collection[int]) -> bool:
-    """Tell whether a value is a module with nothing of a model, whose ``modules`` are told by their ids.
-
-    One that holds modules of the model is its wrapper, or its pipe.
-    """
-    return isinstance(value, nn.Module) and not any(id(module) in modules for module in value.modules())
 
 
 @dataclass(frozen=True)
@@ -69,45 +68,103 @@ class Holder:
     """One thing that holds Python values; ``read`` returns a copy of its content, ``write`` gives it a content back.
 
     A content is a dict or a list of values, or the state of a generator or an array.
+
+    Attributes:
+        place: where it is, or what has it.
+        of_hook: whether the walk came to it by way of a hook.
+        name: what is outside of modules: the name of a variable, function, class or Python module.
+        attributes: whether its entries are attributes of what ``name`` names, rather than items.
+        kind: the class of an object whose attributes it holds.
+        draws: whether it is the state of a random generator.
     """
 
     place: Place
     read: Callable[[], Any]
     write: Callable[[Any], None]
     of_hook: bool = False
-    """Whether it was found by way of a hook."""
+    name: str = ""
+    attributes: bool = False
+    kind: type | None = None
+    draws: bool = False
+
+    def places(self, before: Any, keys: Collection[Any]) -> set[Place]:
+        """Return the places of entries that changed; where entries of a dict come and go, that of the whole."""
+        whole = bool(self.name) and not self.attributes and any(key not in before for key in keys)
+        return {("", self.name)} if whole else {self.place_of(key) for key in keys}
+
+    def place_of(self, key: Any) -> Place:
+        """Return the place of an entry; one of a list, a set or an array has the place of the whole."""
+        if not self.name:
+            return self.place if self.place[1] else (self.place[0], key)
+        if self.attributes:
+            return "", f"{self.name}.{key}"
+        return "", self.name if key is None or isinstance(key, int) else f"{self.name}[{key!r}]"
 
 
 class Holders:
-    """All holders of some modules and of what their code names, and the tensors that are in them."""
+    """All holders of some modules and of what their code names, and the tensors that are in them.
 
-    def __init__(self, models: Iterable[nn.Module], functions: Iterable[Callable[..., Any]] = ()) -> None:
+    ``functions`` are walked too. Other modules that these name are followed where they have no parameters and nothing
+    of the ``skipped`` modules, told by their ids: a loss, an activation.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        functions: Iterable[Callable[..., Any]] = (),
+        skipped: Collection[int] | None = None,
+    ) -> None:
         self.found: list[Holder] = []
         self.tensors: dict[int, tuple[Place, torch.Tensor]] = {}
         """Tensors outside of the tables of parameters and buffers, and where they are, by id."""
         self.stands: dict[int, tuple[Any, Any]] = {}
         """Iterators and caches by id, each with the one that stands for it."""
+        self._mentioned: set[Any] = set()
+        """The names in all code that the walk has come to, and the classes that it may call."""
+        self._by_text = False
+        """Whether that code may reach attributes by other names."""
+        self._waiting: defaultdict[Any, list[Callable[[], None]]] = defaultdict(list)
+        """What to walk when code is found to mention a name, or a class."""
+        self._spaces: dict[Any, dict[str, None]] = {}
+        """The names that are taken of each module's globals."""
         self._seen: dict[int, Any] = {}
         self._classes: set[type] = set()
         self._installed: dict[str, bool] = {}
         self._of_hook = False
         modules = {id(m): (path, m) for model in models for path, m in model.named_modules()}
-        self._modules = modules.keys()
+        self._modules: Collection[int] = modules.keys()
+        self._skipped = skipped
         for path, module in modules.values():
             self._module(path, module)
         for function in functions:
-            self._value(function, ("", "a function"), _DEPTH)
+            self._value(function, ("", "a function"), _DEPTH, getattr(function, "__qualname__", "a function"))
         self._of_hook = True
         self.hook_tables = [m.__dict__.get(table, {}) for _, m in modules.values() for table in HOOK_TABLES]
-        for table in _GLOBAL_TABLES:
+        for table in _GLOBAL_TABLES if self._skipped is None else ():
             self.hook_tables.append(getattr(nn.modules.module, table))
             self._value(self.hook_tables[-1], ("", table), 0)
         for hook in [hook for table in self.hook_tables for hook in table.values()]:
-            self._value(hook, ("", "a hook"), _DEPTH)
+            self._value(hook, ("", "a hook"), _DEPTH, "a hook")
 
     def read(self) -> list[Any]:
         """Return the contents of all holders."""
         return [holder.read() for holder in self.found]
+
+    def has(self, value: Any) -> bool:
+        """Tell whether the walk came to an object."""
+        return id(value) in self._seen
+
+    def mentions(self, name: str) -> bool:
+        """Tell whether the code that was walked may take an attribute of this name."""
+        return self._by_text or name in self._mentioned
+
+    def may_read(self, holder: Holder, key: Any) -> bool:
+        """Tell whether code may take an entry: attributes by name, what was walked or an object's installed classes."""
+        if not holder.attributes or self.mentions(key):
+            return True
+        bases = holder.kind.__mro__[:-1] if holder.kind else ()
+        installed = [names_in_methods(base) for base in bases if self._is_installed(base.__module__)]
+        return any(names.by_text or key in names.mentioned for names in installed)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors outside of the tables by the names of their places; further ones of a place by number."""
@@ -120,7 +177,7 @@ class Holders:
     def stand_in(self) -> None:
         """Put others in the places of iterators and of functions' caches, to be used up instead; caches are empty."""
         parts = (part for holder in self.found for part in _values_of(holder.read()))
-        self.stands = {id(part): (part, _stand_in(part)) for part in parts if type(part) in (*ITERATORS, _CACHED)}
+        self.stands = {id(part): (part, _stand_in(part)) for part in parts if type(part) in (*ITERATORS, CACHED)}
         self.swap({key: stand for key, (_, stand) in self.stands.items()})
 
     def swap(self, others: Mapping[int, Any], twins: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
@@ -134,89 +191,150 @@ class Holders:
                 holder.write(applied(content, {key: _swapped(part, others) for key, part in pairs}))
 
     # -- the walk ----------------------------------------------------------------------------------------------------
-    def _add(self, place: Place, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-        self.found.append(Holder(place, read, write, self._of_hook))
+    def _add(self, place: Place, read: Callable[[], Any], write: Callable[[Any], None], **known: Any) -> None:
+        self.found.append(Holder(place, read, write, self._of_hook, **known))
 
     def _module(self, path: str, module: nn.Module) -> None:
         own = module.__dict__
-        self._add((path, ""), lambda: {**own, _CLASS: type(module)}, functools.partial(_refill_module, module))
+        self._add((path, ""), lambda: {**own, CLASS: type(module)}, functools.partial(refill_module, module))
         if isinstance(module, torch.jit.ScriptModule):
             return
         for key, value in own.items():
             if key in _TABLES:
-                self._add((path, key), functools.partial(_copied, value), functools.partial(_refill, value))
+                self._add((path, key), functools.partial(copied, value), functools.partial(refill, value))
             else:
                 self._value(value, (path, key), _DEPTH)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                self._parameter(parameter, (path, name))
         self._class(type(module))
 
-    def _value(self, value: Any, place: Place, depth: int) -> None:
-        if isinstance(value, _ATOMIC) or depth < 0 or id(value) in self._seen:
+    def _parameter(self, parameter: torch.Tensor, place: Place) -> None:
+        """Walk what hangs on a parameter: attributes, such as sums of gradients, and hooks."""
+        if id(parameter) in self._seen:
             return
-        if isinstance(value, nn.Module) and not (self._modules and is_apart(value, self._modules)):
+        self._seen[id(parameter)] = parameter
+        hooks = functools.partial(tensor_hooks, parameter)
+        self._add(place, hooks, functools.partial(refill_tensor_hooks, parameter))
+        own = vars(parameter)
+        self._add(place, own.copy, functools.partial(refill, own))
+        for value in own.values():
+            self._value(value, place, _DEPTH)
+
+    def _value(self, value: Any, place: Place, depth: int, name: str = "") -> None:
+        if isinstance(value, ATOMIC) or depth < 0 or id(value) in self._seen or not self._follows(value):
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             self.tensors[id(value)] = place, value
         elif isinstance(value, type):
             self._class(value)
+            self._mention(value.__mro__)
         elif isinstance(value, types.FunctionType):
             self._function(value)
-        elif isinstance(value, _WRAPPED):
-            self._value(value.__func__, place, depth)
-            self._value(getattr(value, "__self__", None), place, depth)
-        elif isinstance(value, _CACHED):
-            self._value(value.__wrapped__, place, depth)
-        elif isinstance(value, functools.partial):
-            self._value((value.func, value.args, value.keywords), place, depth)
-        elif (state := _state_of(value)) is not None:
-            self._add(place, *state)
+        elif (state := state_of(value)) is not None:
+            self._add(place, *state, name=name, draws=not isinstance(value, np.ndarray))
         else:
-            self._parts(value, place, depth)
+            self._parts(value, place, depth, name)
 
-    def _parts(self, value: Any, place: Place, depth: int) -> None:
-        parts: Iterable[Any] = ()
+    def _follows(self, value: Any) -> bool:
+        if not isinstance(value, nn.Module):
+            return True
+        if self._skipped is None:
+            return bool(self._modules) and is_apart(value, self._modules)
+        return next(value.parameters(), None) is None and is_apart(value, self._skipped)
+
+    def _parts(self, value: Any, place: Place, depth: int, name: str) -> None:
         if isinstance(value, (dict, list, set, deque)):
-            self._add(place, functools.partial(_copied, value), functools.partial(_refill, value))
-            parts = value.values() if isinstance(value, dict) else value
-        elif isinstance(value, (tuple, frozenset)):
-            parts = value
+            read, write = functools.partial(copied, value), functools.partial(refill, value)
+            self._add(place, read, write, name=name)
         if is_object(value) or isinstance(value, nn.Module):
-            self._add(place, vars(value).copy, functools.partial(_refill, vars(value)))
-            parts = [*parts, *vars(value).values()]
-            self._class(type(value))
-        for part in [*parts][:ENTRIES]:
-            self._value(part, place, depth - 1)
+            read, write, kind = vars(value).copy, functools.partial(refill, vars(value)), type(value)
+            self._add(place, read, write, name=name, attributes=True, kind=kind)
+            self._class(kind)
+        is_callable = isinstance(value, (functools.partial, types.MethodType, staticmethod, classmethod, CACHED))
+        for key, part in parts_of(value, ()) or ():
+            if not isinstance(part, ATOMIC):
+                named = name and (name if is_callable else f"{name}.{key}")
+                self._value(part, place, depth if is_callable else depth - 1, named)
 
     def _class(self, kind: type) -> None:
-        for one in kind.__mro__:
-            if one not in self._classes and not self._is_installed(one.__module__):
-                self._classes.add(one)
-                self._members(one)
+        for each in kind.__mro__:
+            if each not in self._classes and not self._is_installed(each.__module__):
+                self._classes.add(each)
+                self._members(each)
 
     def _members(self, kind: type) -> None:
-        place = ("", f"class {kind.__qualname__}")
-        self._add(place, lambda: dict(vars(kind)), functools.partial(_refill_class, kind))
-        for member in list(vars(kind).values()):
-            self._value(member.fget if isinstance(member, property) else member, place, _DEPTH)
+        """Walk the members of a class that are called without being named, and others when their names are met."""
+        name, place = kind.__qualname__, ("", f"class {kind.__qualname__}")
+        write = functools.partial(refill_class, kind)
+        self._add(place, lambda: dict(vars(kind)), write, name=name, attributes=True)
+        installed = [base for base in kind.__mro__ if base is not object and self._is_installed(base.__module__)]
+        inherited = {key for base in installed for key in vars(base)}  # code that is not followed may call these
+        for key, member in list(vars(kind).items()):
+            value = member.fget if isinstance(member, property) else member
+            walk = functools.partial(self._value, value, place, _DEPTH, f"{name}.{key}")
+            if key in ("__init__", "__new__"):
+                self._when_mentioned(kind, walk)
+            else:
+                self._when_mentioned(key, walk)
+                self._mention({key} if key in inherited or (key[:2] == key[-2:] == "__") else ())
+
+    def _when_mentioned(self, name: Any, walk: Callable[[], None]) -> None:
+        if self._by_text or name in self._mentioned:
+            walk()
+        else:
+            self._waiting[name].append(walk)
+
+    def _mention(self, names: Iterable[Any]) -> None:
+        new = {*names} - self._mentioned
+        self._mentioned |= new
+        for walk in [walk for name in new for walk in self._waiting.pop(name, ())]:
+            walk()
 
     def _function(self, function: types.FunctionType) -> None:
         if self._is_installed(function.__module__):
             return
-        place = ("", function.__qualname__)
-        self._add(place, function.__dict__.copy, functools.partial(_refill, function.__dict__))
-        self._value((function.__defaults__, function.__kwdefaults__), place, _DEPTH + 1)
-        for cell in function.__closure__ or ():
-            self._add(place, functools.partial(_cell_content, cell), functools.partial(_refill_cell, cell))
-            for value in _cell_content(cell):
-                self._value(value, place, _DEPTH)
-        names = {name for code in _codes(function.__code__) for name in code.co_names}
-        spaces = [function.__globals__]
-        modules = (function.__globals__.get(name) for name in sorted(names))
-        spaces += [vars(m) for m in modules if isinstance(m, types.ModuleType) and not self._is_installed(m.__name__)]
-        for space in spaces:
-            self._add(place, functools.partial(_named, space, names), functools.partial(_refill_named, space, names))
-            for value in _named(space, names).values():
-                self._value(value, place, _DEPTH)
+        name = function.__qualname__
+        place = ("", name)
+        own = function.__dict__
+        self._add(place, own.copy, functools.partial(refill, own), name=name, attributes=True)
+        for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            read, write = functools.partial(cell_content, cell), functools.partial(refill_cell, cell)
+            self._add(place, read, write, name=f"{name}.{free}")
+        for key, value in parts_of(function, ()) or ():
+            self._value(value, place, _DEPTH, f"{name}.{key}")
+        names = names_in(function.__code__)
+        if names.by_text and not self._by_text:
+            self._by_text = True
+            self._mention([*self._waiting])
+        self._mention(names.mentioned)
+        for variable, attributes in names.globals:
+            self._variable(function.__globals__, (variable, *attributes), names.mentioned)
+        for module in names.imported:
+            if module in sys.modules and not self._is_installed(module):
+                self._variable(vars(sys.modules[module]), (), names.mentioned)
+
+    def _variable(self, space: dict[str, Any], path: tuple[str, ...], mentioned: Collection[str]) -> None:
+        """Walk a global variable, or an attribute of a Python module that it is; all that may be, of a bare module."""
+        for name in path:
+            self._take(space, name)
+            value = space.get(name)
+            if not isinstance(value, types.ModuleType) or self._is_installed(value.__name__):
+                return
+            space = vars(value)
+        for name in sorted(mentioned & space.keys()):
+            self._take(space, name)
+
+    def _take(self, space: dict[str, Any], name: str) -> None:
+        key, module = (id(space), self._of_hook), str(space.get("__name__", ""))
+        if key not in self._spaces:
+            names = self._spaces[key] = {}
+            read, write = functools.partial(named, space, names), functools.partial(refill_named, space, names)
+            self._add(("", module), read, write, name=module, attributes=True)
+        if name not in self._spaces[key]:
+            self._spaces[key][name] = None
+            self._value(space.get(name), ("", module), _DEPTH, f"{module}.{name}")
 
     def _is_installed(self, name: Any) -> bool:
         top = str(name).partition(".")[0]
@@ -244,153 +362,6 @@ def _swapped(value: Any, others: Mapping[int, Any]) -> Any:
 
 
 def _stand_in(value: Any) -> Any:
-    if type(value) is _CACHED:
+    if type(value) is CACHED:
         return functools.lru_cache(**value.cache_parameters())(value.__wrapped__)
     return copy.deepcopy(value) if type(value) is itertools.cycle else copy.copy(value)
-
-
-def position(value: Any) -> Any:
-    """Return what tells where an iterator is."""
-    if type(value) not in ITERATORS:
-        return [position(part) for part in value] if type(value) in (tuple, list) else repr(value)
-    return position(value.__reduce__())
-
-
-def is_same(before: Any, after: Any) -> bool:
-    """Tell whether a value is the same object as before, or an equal number or text."""
-    if before is after:
-        return True
-    if type(before) is not type(after):
-        return False
-    if isinstance(before, tuple):
-        return len(before) == len(after) and all(map(is_same, before, after))
-    return isinstance(before, _ATOMIC) and repr(before) == repr(after)
-
-
-def difference(before: Any, after: Any) -> dict[Any, Any]:
-    """Return what of a content is another value now, by key or position; what is gone is `GONE`."""
-    if isinstance(before, list):
-        before, after = dict(enumerate(before)), dict(enumerate(after))
-    elif not isinstance(before, dict):
-        return {} if before == after else {None: after}
-    changed = {k: v for k, v in after.items() if k not in before or not is_same(before[k], v)}
-    return changed | {key: GONE for key in before if key not in after}
-
-
-def applied(content: Any, changes: Mapping[Any, Any]) -> Any:
-    """Return a content with changes made to it."""
-    if not isinstance(content, (dict, list)):
-        return changes[None]
-    keyed = dict(enumerate(content)) if isinstance(content, list) else dict(content)
-    keyed.update(changes)
-    keyed = {key: value for key, value in keyed.items() if value is not GONE}
-    return list(keyed.values()) if isinstance(content, list) else keyed
-
-
-GONE: Any = object()
-"""Stands for a value that is no more."""
-_TABLES = frozenset(("_parameters", "_buffers", "_modules", *HOOK_TABLES))
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, set):
-        return frozenset(value)
-    return dict(value) if isinstance(value, dict) else list(value)
-
-
-def _same_entries(now: Mapping[Any, Any], content: Mapping[Any, Any]) -> bool:
-    return len(now) == len(content) and all(a is b and now[a] is content[b] for a, b in zip(now, content, strict=True))
-
-
-def _refill(container: Any, content: Any) -> None:
-    """Give a dict, list, set or deque a content; one that has it already is not touched."""
-    if isinstance(container, dict):
-        if not _same_entries(container, content):
-            container.clear()
-            container.update(content)
-    elif isinstance(container, set):
-        container.clear()
-        container.update(content)
-    elif len(container) != len(content) or not all(a is b for a, b in zip(container, content, strict=True)):
-        container.clear()
-        container.extend(content)
-
-
-def _refill_module(module: nn.Module, content: dict[str, Any]) -> None:
-    """Give a module its class and attributes."""
-    own, content = module.__dict__, dict(content)
-    kind = content.pop(_CLASS)
-    if type(module) is not kind:
-        module.__class__ = kind
-    _change(own, content, own.__setitem__, own.__delitem__)
-
-
-def _refill_class(kind: type, content: dict[str, Any]) -> None:
-    setter, deleter = functools.partial(type.__setattr__, kind), functools.partial(type.__delattr__, kind)
-    _change(dict(vars(kind)), content, setter, deleter)
-
-
-def _change(
-    now: Mapping[str, Any],
-    content: Mapping[str, Any],
-    setter: Callable[[str, Any], None],
-    deleter: Callable[[str], None],
-) -> None:
-    """Set and delete what makes entries the given content."""
-    for key in now.keys() - content.keys():
-        deleter(key)
-    for key, value in content.items():
-        if now.get(key, GONE) is not value:
-            setter(key, value)
-
-
-def _cell_content(cell: types.CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
-
-
-def _refill_cell(cell: types.CellType, content: list[Any]) -> None:
-    if content:
-        cell.cell_contents = content[0]
-
-
-def _named(space: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: space[name] for name in sorted(names) if name in space}
-
-
-def _refill_named(space: dict[str, Any], names: set[str], content: dict[str, Any]) -> None:
-    _change(_named(space, names), content, space.__setitem__, space.__delitem__)
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def _state_of(value: Any) -> tuple[Callable[[], bytes], Callable[[bytes], None]] | None:
-    """Return how to read and to write the state of a random generator or an array; None for anything else."""
-    read: Callable[[], Any]
-    write: Callable[[Any], Any]
-    if isinstance(value, random.Random):
-        read, write = value.getstate, value.setstate
-    elif isinstance(value, torch.Generator):
-        read, write = (lambda: value.get_state().numpy()), (lambda state: value.set_state(torch.from_numpy(state)))
-    elif isinstance(value, np.random.RandomState):
-        read, write = value.get_state, value.set_state
-    elif isinstance(value, np.random.Generator):
-        bits: Any = value.bit_generator
-        read, write = (lambda: bits.state), functools.partial(setattr, bits, "state")
-    elif isinstance(value, np.ndarray) and value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject:
-        read, write = (lambda: value), functools.partial(np.copyto, value)
-    else:
-        return None
-
-    def restore(state: bytes) -> None:
-        if pickle.dumps(read()) != state:
-            write(pickle.loads(state))
-
-    return lambda: pickle.dumps(read()), restore

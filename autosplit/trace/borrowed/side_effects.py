@@ -11,24 +11,15 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from autosplit.trace.borrowed.holders import (
-    GONE,
-    ITERATORS,
-    Holder,
-    Holders,
-    Place,
-    applied,
-    difference,
-    is_object,
-    position,
-)
+from autosplit.trace.borrowed.holders import Holder, Holders, Place
 from autosplit.trace.borrowed.logged import LoggedNumber, is_logged
+from autosplit.trace.borrowed.values import GONE, ITERATORS, applied, difference, is_object, position
 from autosplit.trace.inputs.objects import Structure, objects_in, take_apart
 from autosplit.trace.recording.recording import Refusal
 from autosplit.trace.scope import has_hooks, is_layer
@@ -44,6 +35,8 @@ class Changes:
     holders: Holders
     entries: tuple[tuple[Holder, Mapping[Any, Any]], ...] = ()
     iterators: Mapping[int, Any] = field(default_factory=dict)
+    before: Mapping[int, Any] = field(default_factory=dict)
+    """The contents before the run, by the ids of their holders."""
 
     def __bool__(self) -> bool:
         return bool(self.entries or self.iterators)
@@ -51,11 +44,7 @@ class Changes:
     @property
     def places(self) -> frozenset[Place]:
         """Where it is: a module's path and attribute, or "" and what holds it."""
-        found = [
-            (holder.place[0], key) if not holder.place[1] else holder.place
-            for holder, entries in self.entries
-            for key in entries
-        ]
+        found = [p for holder, entries in self.entries for p in holder.places(self.before[id(holder)], entries)]
         return frozenset((*found, *((("", "an iterator"),) if self.iterators else ())))
 
     def tensors(self) -> list[torch.Tensor]:
@@ -82,7 +71,7 @@ class Changes:
     def without(self, handled: Callable[[Holder, Any, Any], bool]) -> Changes:
         """Return those for whose holder, key and value ``handled`` is not true."""
         left = [(h, {k: v for k, v in entries.items() if not handled(h, k, v)}) for h, entries in self.entries]
-        return Changes(self.holders, tuple((h, entries) for h, entries in left if entries), self.iterators)
+        return replace(self, entries=tuple((h, entries) for h, entries in left if entries))
 
     def make(self, real: Mapping[int, torch.Tensor]) -> None:
         """Make the changes for good, with the real tensors in the places of fake ones, by id."""
@@ -98,11 +87,12 @@ class Changes:
 
 def changes(holders: Holders, before: Sequence[Any]) -> Changes:
     """Return what is another value now than in the contents ``before``; what hooks of the caller's did is left out."""
-    pairs = zip(holders.found, before, strict=True)
+    pairs = [*zip(holders.found, before, strict=True)]
     entries = [(holder, difference(content, holder.read())) for holder, content in pairs if not holder.of_hook]
     stands = [(key, own, stand) for key, (own, stand) in holders.stands.items() if type(own) in ITERATORS]
     moved = {key: stand for key, own, stand in stands if position(own) != position(stand)}
-    return Changes(holders, tuple((holder, found) for holder, found in entries if found), moved)
+    contents = {id(holder): content for holder, content in pairs}
+    return Changes(holders, tuple((holder, found) for holder, found in entries if found), moved, contents)
 
 
 def made_or_gone(holders: Holders, before: Sequence[Any]) -> list[str]:

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autosplit.errors import InputError, TraceError
 from autosplit.trace.borrowed.blank import fake
 from autosplit.trace.borrowed.holders import Holders
+from autosplit.trace.borrowed.hooks import silence
 from autosplit.trace.inputs.objects import storage_key
 from autosplit.trace.recording.random_watch import named_arguments
-from autosplit.trace.scope import silence
 
 _SMALL = 1 << 22
 """Elements of a tensor that is copied wherever it is held."""

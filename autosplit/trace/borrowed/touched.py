@@ -11,24 +11,18 @@ that a hook computes anew before the forward reads it does not count.
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
-import types
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
-import torch
 from torch import nn
 
 from autosplit.trace.borrowed.holders import HOOK_TABLES, Place
+from autosplit.trace.borrowed.values import reached
 from autosplit.trace.inputs.objects import is_computed
-from autosplit.trace.inputs.signature import objects_of, referent
+from autosplit.trace.inputs.python_state import objects_of
 from autosplit.trace.recording.recording import is_foreign
-
-_ENDS = (torch.Tensor, np.ndarray, type, types.ModuleType, types.CodeType, types.FrameType)
-"""What is not looked into: what a class names is in the signature."""
 
 
 @contextlib.contextmanager
@@ -89,21 +83,5 @@ def aliased(model: nn.Module, places: Collection[Place]) -> set[Place]:
     watched = {id(module) for module in model.modules()}
     held = [((path, name), value) for path, module in model.named_modules() for name, value in vars(module).items()]
     known = {place for place, _ in held if place in places or (place[0], "") in places or place[1] in HOOK_TABLES}
-    reached = _reached((value for place, value in held if place in known), watched)
-    return {place for place, value in held if place not in known and objects_of(value, model) & reached}
-
-
-def _reached(roots: Iterable[Any], watched: Collection[int]) -> set[int]:
-    """Return the ids of all objects that can be reached from some, but by way of a watched module or a global name."""
-    seen: dict[int, Any] = {}
-    left = [*roots]
-    while left:
-        value = referent(left.pop())
-        if isinstance(value, _ENDS) or id(value) in seen or id(value) in watched:
-            continue
-        seen[id(value)] = value
-        if isinstance(value, types.FunctionType):
-            left += [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
-        else:
-            left += gc.get_referents(value)
-    return {*seen}
+    objects = reached((value for place, value in held if place in known), watched)
+    return {place for place, value in held if place not in known and objects_of(value, model) & objects}

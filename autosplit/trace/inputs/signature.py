@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import types
-import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from autosplit.errors import InputError
-from autosplit.trace.borrowed.holders import (
-    ENTRIES,
-    HOOK_TABLES,
-    Holder,
-    Holders,
-    Place,
-    difference,
-    is_apart,
-    is_object,
-)
+from autosplit.trace.borrowed.holders import HOOK_TABLES, Place
+from autosplit.trace.borrowed.hooks import only_observes
 from autosplit.trace.graph import LEAST, Length, lengths_in
 from autosplit.trace.inputs.objects import layout_of, one_tensor
+from autosplit.trace.inputs.python_state import Identity, OutsideValues, Walk, content, held
 
-_DEPTH = 3
-_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_EXACT = frozenset(_VALUES) - {float, complex}
-"""Types whose values are equal only where nothing tells them apart."""
-_WEAK: tuple[Any, ...] = (weakref.ref, *weakref.ProxyTypes)
+_FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+"""Tables of hooks that may change what a forward computes; those that only observe are told by their code."""
 _OWN = frozenset(nn.Module().__dict__)
 Shapes = tuple[tuple[int, ...] | None, ...]
 
@@ -124,33 +110,38 @@ def key_of(
     """
     modes: list[Any] = [GradAutocastState.current()]
     structure: list[Any] = []
+    hooks: list[Any] = []
     paths = list(model.named_modules())
-    walk = _Walk.of(module for _, module in paths)
+    walk = Walk.of(module for _, module in paths)
     ties = walk.ties
     names = None if touched is None else _by_path(touched)
     for path, module in paths:
         own = module.__dict__
         modes.append(module.training)
         for table in HOOK_TABLES:
-            if hooks := own.get(table):
-                structure += map(_hook, hooks.values())
+            for hook in own.get(table, {}).values():
+                structure.append(getattr(hook, "__code__", type(hook)))
+                if table in _FORWARD and not only_observes(hook):
+                    hooks.append(hook)
         structure.append(type(module))
         structure += [(name, None if m is None else ties[id(m)]) for name, m in module._modules.items()]
         for parameter in module._parameters.values():
             tie = None if parameter is None else ties.setdefault(id(parameter), len(ties))
-            structure.append(tie if parameter is None else (*_held(parameter), tie))
-        structure += [(name, buffer if buffer is None else _held(buffer)) for name, buffer in module._buffers.items()]
+            structure.append(tie if parameter is None else (*held(parameter), tie))
+        structure += [(name, buffer if buffer is None else held(buffer)) for name, buffer in module._buffers.items()]
         known = None if names is None else names.get(path, ())
         if known is None or "" in known:
             known = [key for key in own if key not in _OWN]
         for key in (key for key in known if key in own):
             if (path, key) in without:
-                _content(own[key], replace(walk, ties={}))  # nor where another module has the same object
+                content(own[key], replace(walk, ties={}))  # nor where another module has the same object
             else:
-                structure.append((key, _content(own[key], walk)))
-    found = (*walk.modules.values(), *walk.seen.values())
-    named = frozenset(value if isinstance(value, types.FunctionType) else type(value) for value in found)
-    structure.append(outside.signature(named, without))
+                structure.append((key, content(own[key], walk)))
+    structure.append(outside.signature((*walk.named(), *hooks), without, skipped=walk.modules))
+    for _, module in paths:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and vars(parameter):
+                structure += [(name, outside.attributes(parameter, walk))]
     shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
     kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
     structure.append(one_tensor(leaves))
@@ -165,105 +156,6 @@ def _by_path(places: frozenset[Place]) -> Mapping[str, Collection[str]]:
         if name not in _OWN:
             found[path].append(name)
     return dict(found)
-
-
-def _hook(hook: Any) -> Any:
-    """Return what tells a module's hook from another: its code, for a loop may register the same function anew."""
-    return getattr(hook, "__code__", type(hook))
-
-
-@dataclass(frozen=True)
-class _Walk:
-    """What a walk through the attributes of a model's modules has come to."""
-
-    modules: dict[int, nn.Module]
-    """The model's modules, by id."""
-    ties: dict[int, int]
-    """Numbers of modules, parameters and objects in the signature, by id."""
-    seen: dict[int, Any] = field(default_factory=dict)
-    """The objects that were looked at already, by id: modules share configs."""
-
-    @classmethod
-    def of(cls, modules: Iterable[nn.Module]) -> _Walk:
-        found = {id(module): module for module in modules}
-        return cls(found, {key: number for number, key in enumerate(found)})
-
-
-def _content(value: Any, walk: _Walk, depth: int = _DEPTH) -> Any:
-    """Return what tells whether an attribute is as it was: its class and parts, three levels deep, each object once."""
-    if type(value) in _EXACT:
-        return type(value), value
-    if type(value) is tuple and all(type(part) in _EXACT for part in value):
-        return *map(type, value), value
-    if issubclass(type(value), _WEAK):
-        value = referent(value)
-    if isinstance(value, _VALUES):
-        return _known(value)
-    if isinstance(value, (np.ndarray, np.generic)):
-        small = value.size <= ENTRIES and not value.dtype.hasobject
-        return (value.dtype.str, value.shape, value.tobytes()) if small else None
-    if id(value) in walk.seen or id(value) in walk.modules:
-        return walk.ties.get(id(value))
-    if depth == 0:
-        return None
-    if isinstance(value, torch.Tensor):
-        return (Identity(value), *_held(value))
-    parts = _parts(value, walk.modules)
-    if parts is not None or isinstance(value, types.FunctionType):
-        walk.seen[id(value)] = value
-        walk.ties[id(value)] = len(walk.ties)
-    if parts is None:
-        return _known(value)
-    whole = callable(value) and depth == _DEPTH and not isinstance(value, (functools.partial, types.MethodType))
-    own = tuple((str(key), _content(part, walk, depth - 1)) for key, part in parts)
-    return Identity(value) if whole else type(value), own
-
-
-def _parts(value: Any, modules: Collection[int]) -> list[tuple[Any, Any]] | None:
-    """Return the parts of a container or object; None for what is compared as a whole."""
-    parts: list[tuple[Any, Any]] | None = None
-    if isinstance(value, (set, frozenset)) and len(value) <= ENTRIES:
-        parts = [*enumerate(sorted(value, key=repr))]
-    elif isinstance(value, (list, tuple, deque)) and len(value) <= ENTRIES:
-        parts = [*enumerate(value)]
-    elif isinstance(value, dict) and len(value) <= ENTRIES:
-        parts = [*value.items()]
-    elif isinstance(value, functools.partial):
-        parts = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
-    elif isinstance(value, types.MethodType):
-        parts = [("func", value.__func__), ("self", value.__self__)]
-    if is_object(value) or is_apart(value, modules):
-        parts = [*(parts or ()), *vars(value).items()]
-    return parts
-
-
-def referent(value: Any) -> Any:
-    """Return what a weak reference or proxy stands for, None where it is gone, and anything else as it is."""
-    if type(value) in weakref.ProxyTypes:
-        with contextlib.suppress(ReferenceError):
-            return value.__init__.__self__
-        return None
-    return value() if isinstance(value, weakref.ref) else value
-
-
-def objects_of(value: Any, model: nn.Module) -> set[int]:
-    """Return the ids of what can change in an attribute's content, but for the modules of the model."""
-    walk = _Walk.of(model.modules())
-    _content(value, walk)
-    fixed = (tuple, frozenset, types.FunctionType)
-    return {key for key, part in walk.seen.items() if type(part) not in fixed}
-
-
-def _held(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a recording sees of a tensor besides its values; a lazy or nested one has no shape to ask for."""
-    return tensor.dtype, None if is_lazy(tensor) or tensor.is_nested else tensor.shape, tensor.requires_grad
-
-
-def _known(value: Any) -> Any:
-    """Return what tells a number, text, dtype or device from another by its value, anything else by its identity."""
-    if isinstance(value, float):
-        return float, repr(value)  # a NaN is equal to itself here
-    return (type(value), value) if isinstance(value, _VALUES) else Identity(value)
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -306,65 +198,6 @@ def without_rows(shapes: Shapes, dims: Sequence[int | None]) -> Shapes:
         shape if shape is None or d is None or d >= len(shape) else (*shape[:d], -1, *shape[d + 1 :])
         for shape, d in zip(shapes, dims, strict=True)
     )
-
-
-# -- keys --------------------------------------------------------------------------------------------------------------
-class Identity:
-    """An object as part of a key: equal to the same object only, never to a later one at the same address.
-
-    It is held by a weak reference, so that a key keeps no tensor alive; one that is gone equals nothing.
-    """
-
-    __slots__ = ("_hash", "_of")
-
-    def __init__(self, value: Any) -> None:
-        self._hash = id(value)
-        try:
-            self._of: Callable[[], Any] = weakref.ref(value)
-        except TypeError:  # it takes no weak reference
-            self._of = lambda: value
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, Identity) and (value := self._of()) is not None and value is other._of()
-
-
-# -- values outside of the modules -------------------------------------------------------------------------------------
-class OutsideValues:
-    """Reads the values that functions, also those of classes, name; walks them anew only where one is another."""
-
-    def __init__(self) -> None:
-        self._kinds: frozenset[Any] = frozenset()
-        self._holders: list[tuple[Holder, Any]] = []
-        self._parts: dict[Place, list[Any]] = {}
-
-    def signature(self, kinds: frozenset[Any], without: Collection[Place]) -> tuple[Any, ...]:
-        """Return what tells the values from others, but for those at the places ``without``."""
-        if kinds != self._kinds or any(difference(content, holder.read()) for holder, content in self._holders):
-            self._walk(kinds)
-        return tuple(part for place, parts in self._parts.items() if place not in without for part in parts)
-
-    def changed(self) -> frozenset[Place]:
-        """Return the places where values are others than when the signature was read."""
-        return frozenset(h.place for h, content in self._holders if difference(content, h.read()))
-
-    def _walk(self, kinds: frozenset[Any]) -> None:
-        found = Holders((), sorted(kinds, key=lambda kind: kind.__qualname__)).found
-        pairs = [(holder, holder.read()) for holder in found if not holder.of_hook]
-        self._kinds = kinds
-        self._holders = [(h, own) for h, own in pairs if isinstance(own, (dict, list)) and len(own) <= ENTRIES]
-        self._parts = {}
-        for holder, content in self._holders:
-            self._parts.setdefault(holder.place, []).append(_frozen(content))
-
-
-def _frozen(content: Mapping[Any, Any] | list[Any]) -> tuple[Any, ...]:
-    pairs = content.items() if isinstance(content, Mapping) else enumerate(content)
-    return tuple((_known(key), _known(value)) for key, value in pairs if not str(key).startswith("__"))
 
 
 # -- lengths -----------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import (
 from autosplit.trace.borrowed import side_effects, state
 from autosplit.trace.borrowed.blank import home_of, lies_apart
 from autosplit.trace.borrowed.holders import HOOK_TABLES, Holder
+from autosplit.trace.borrowed.hooks import COLLECTS
 from autosplit.trace.borrowed.logged import Decides
 from autosplit.trace.borrowed.side_effects import check_given
 from autosplit.trace.borrowed.surroundings import GradModeWatch, as_in_a_plain_call
@@ -49,7 +50,7 @@ from autosplit.trace.recording.recording import (
     raised_line,
     where,
 )
-from autosplit.trace.scope import COLLECTS, Scope
+from autosplit.trace.scope import Scope
 
 if TYPE_CHECKING:
     from autosplit.trace.shapes.symbols import SymbolicSizes

@@ -1,0 +1,148 @@
+"""What Python values are made of, and how two contents of something that holds values differ."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import types
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+ENTRIES = 4096
+"""The most parts of a value that is looked into."""
+ATOMIC = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
+CACHED = type(functools.lru_cache(int))
+ITERATORS: tuple[type, ...] = (itertools.count, itertools.cycle, itertools.repeat)
+ITERATORS += (type(iter([])), type(iter(())), type(iter(range(0))))
+_LIBRARIES = frozenset("torch builtins logging functools weakref abc typing threading".split())
+_NOT_OBJECTS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+_CONTAINERS = (list, tuple, deque, dict, set, frozenset)
+_ENDS = (torch.Tensor, np.ndarray, type, types.ModuleType, types.CodeType, types.FrameType)
+"""What is not looked into for objects that can be reached: what a class names is in the map."""
+GONE: Any = object()
+"""Stands for a value that is no more."""
+
+
+def is_object(value: Any) -> bool:
+    """Tell whether a value is a plain object with attributes of its own, such as a config."""
+    return (
+        type(value).__module__.partition(".")[0] not in _LIBRARIES
+        and not isinstance(value, _NOT_OBJECTS)
+        and isinstance(getattr(value, "__dict__", None), dict)
+        and len(vars(value)) <= ENTRIES
+    )
+
+
+def is_apart(value: Any, modules: Collection[int]) -> bool:
+    """Tell whether a value is a module with nothing of a model, whose ``modules`` are told by their ids.
+
+    One that holds modules of the model is its wrapper, or its pipe.
+    """
+    return isinstance(value, nn.Module) and not any(id(module) in modules for module in value.modules())
+
+
+def parts_of(value: Any, modules: Collection[int]) -> list[tuple[Any, Any]] | None:
+    """Return what a value is made of, by key or position; None for what has no parts, or too many to be looked at.
+
+    A module has parts where it has nothing of the ``modules``, which are told by their ids.
+    """
+    parts: list[tuple[Any, Any]] | None = None
+    if isinstance(value, _CONTAINERS):
+        if len(value) > ENTRIES:
+            return None
+        parts = [*(value.items() if isinstance(value, dict) else enumerate(value))]
+    elif isinstance(value, functools.partial):
+        parts = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
+        return [("func", value.__func__), ("self", getattr(value, "__self__", None))]
+    elif isinstance(value, CACHED):
+        return [("func", value.__wrapped__)]
+    elif isinstance(value, types.FunctionType):
+        keywords = value.__kwdefaults__ or {}
+        return [*_closure(value), *enumerate(value.__defaults__ or ()), *keywords.items(), *vars(value).items()]
+    if is_object(value) or is_apart(value, modules):
+        parts = [*(parts or ()), *vars(value).items()]
+    return parts
+
+
+def referent(value: Any) -> Any:
+    """Return what a weak reference or proxy stands for, None where it is gone, and anything else as it is."""
+    if type(value) in weakref.ProxyTypes:
+        try:
+            return value.__init__.__self__
+        except ReferenceError:
+            return None
+    return value() if isinstance(value, weakref.ref) else value
+
+
+def reached(roots: Iterable[Any], modules: Collection[int]) -> set[int]:
+    """Return the ids of all objects that can be reached from some, but by way of some modules or a global name."""
+    seen: dict[int, Any] = {}
+    left = [*roots]
+    while left:
+        value = referent(left.pop())
+        if isinstance(value, _ENDS) or id(value) in seen or id(value) in modules:
+            continue
+        seen[id(value)] = value
+        is_function = isinstance(value, types.FunctionType)
+        left += [part for _, part in parts_of(value, modules) or ()] if is_function else gc.get_referents(value)
+    return {*seen}
+
+
+def _closure(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """Return the variables of a function's closure that have values."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return [(name, part) for name, cell in cells for part in cell_content(cell)]
+
+
+def cell_content(cell: types.CellType) -> list[Any]:
+    """Return the value of a closure's variable in a list; an empty one where it has none yet."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def position(value: Any) -> Any:
+    """Return what tells where an iterator is."""
+    if type(value) not in ITERATORS:
+        return [position(part) for part in value] if type(value) in (tuple, list) else repr(value)
+    return position(value.__reduce__())
+
+
+def is_same(before: Any, after: Any) -> bool:
+    """Tell whether a value is the same object as before, or an equal number or text."""
+    if before is after:
+        return True
+    if type(before) is not type(after):
+        return False
+    if isinstance(before, tuple):
+        return len(before) == len(after) and all(map(is_same, before, after))
+    return isinstance(before, ATOMIC) and repr(before) == repr(after)
+
+
+def difference(before: Any, after: Any) -> dict[Any, Any]:
+    """Return what of a content is another value now, by key or position; what is gone is `GONE`."""
+    if isinstance(before, list):
+        before, after = dict(enumerate(before)), dict(enumerate(after))
+    elif not isinstance(before, dict):
+        return {} if before == after else {None: after}
+    changed = {k: v for k, v in after.items() if k not in before or not is_same(before[k], v)}
+    return changed | {key: GONE for key in before if key not in after}
+
+
+def applied(content: Any, changes: Mapping[Any, Any]) -> Any:
+    """Return a content with changes made to it."""
+    if not isinstance(content, (dict, list)):
+        return changes[None]
+    keyed = dict(enumerate(content)) if isinstance(content, list) else dict(content)
+    keyed.update(changes)
+    keyed = {key: value for key, value in keyed.items() if value is not GONE}
+    return list(keyed.values()) if isinstance(content, list) else keyed

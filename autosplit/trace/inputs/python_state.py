@@ -1,0 +1,199 @@
+"""What tells the Python state that a forward, a hook or a loss may read from what it was in another call."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from autosplit.trace.borrowed.holders import Holder, Holders, Place
+from autosplit.trace.borrowed.values import ENTRIES, difference, parts_of, referent
+
+_DEPTH = 3
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_EXACT = frozenset(_VALUES) - {float, complex}
+"""Types whose values are equal only where nothing tells them apart."""
+_FIXED = (tuple, frozenset, types.FunctionType)
+_WRAPPERS = (tuple, functools.partial, types.MethodType, staticmethod, classmethod)
+_LARGEST: dict[type, int] = {bytes: 8 * ENTRIES, frozenset: ENTRIES, list: ENTRIES, dict: ENTRIES}
+"""The most bytes or entries of a content that is looked at."""
+
+
+class Identity:
+    """An object as part of a key: equal to the same object only, never to a later one at the same address.
+
+    It is held by a weak reference, so that a key keeps no tensor alive; one that is gone equals nothing.
+    """
+
+    __slots__ = ("_hash", "_of")
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        try:
+            self._of: Callable[[], Any] = weakref.ref(value)
+        except TypeError:  # it takes no weak reference
+            self._of = lambda: value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Identity) and (value := self._of()) is not None and value is other._of()
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a walk through Python values has come to.
+
+    Attributes:
+        modules: the model's modules, by id.
+        ties: numbers of modules, parameters and objects in the signature, by id.
+        seen: the objects that were looked at already, by id: modules share configs.
+        loose: whether numbers and tensors may be others, but for whole numbers where ``integers`` count.
+    """
+
+    modules: dict[int, nn.Module]
+    ties: dict[int, int]
+    seen: dict[int, Any] = field(default_factory=dict)
+    loose: bool = False
+    integers: bool = True
+
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module]) -> Walk:
+        """Return a walk through the attributes of a model's modules."""
+        by_id = {id(module): module for module in modules}
+        return cls(by_id, {key: number for number, key in enumerate(by_id)})
+
+    def named(self) -> tuple[Any, ...]:
+        """Return the functions and classes that the walk has come to, in its order: what they name is outside of it."""
+        values = (*self.modules.values(), *self.seen.values())
+        return tuple(dict.fromkeys(v if isinstance(v, types.FunctionType) else type(v) for v in values))
+
+
+def content(value: Any, walk: Walk, depth: int = _DEPTH) -> Any:
+    """Return what tells whether a value is as it was: its class and parts, three levels deep, each object once.
+
+    A function is told by its code: a loop may define the same one anew.
+    """
+    if type(value) in _EXACT and not walk.loose:
+        return type(value), value
+    value = referent(value)
+    if isinstance(value, _VALUES):
+        return _known(value, walk)
+    if isinstance(value, (np.ndarray, np.generic)):
+        small = value.size <= ENTRIES and not value.dtype.hasobject
+        return (value.dtype.str, value.shape, value.tobytes()) if small else None
+    if id(value) in walk.seen or id(value) in walk.modules:
+        return walk.ties.get(id(value))
+    if isinstance(value, torch.Tensor):
+        return held(value) if walk.loose and not isinstance(value, nn.Parameter) else (Identity(value), *held(value))
+    if depth == 0:
+        return None
+    parts = parts_of(value, walk.modules)
+    if parts is None:
+        return Identity(value)
+    if not isinstance(value, (tuple, frozenset)):
+        walk.seen[id(value)] = value
+        walk.ties[id(value)] = len(walk.ties)
+    if isinstance(value, types.FunctionType):
+        return value.__code__  # what it names is outside
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(content(part, walk, depth - 1) for part in value)
+    return type(value), tuple((str(key), content(part, walk, depth - 1)) for key, part in parts)
+
+
+def objects_of(value: Any, model: nn.Module) -> set[int]:
+    """Return the ids of what can change in an attribute's content, but for the modules of the model."""
+    walk = Walk.of(model.modules())
+    content(value, walk)
+    return {key for key, part in walk.seen.items() if type(part) not in _FIXED}
+
+
+def held(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a recording sees of a tensor besides its values; a lazy or nested one has no shape to ask for."""
+    return tensor.dtype, None if is_lazy(tensor) or tensor.is_nested else tensor.shape, tensor.requires_grad
+
+
+def _known(value: Any, walk: Walk) -> Any:
+    """Return what tells a number, text, dtype or device from another by its value."""
+    if walk.loose and isinstance(value, (int, float, complex)) and not isinstance(value, bool):
+        return (type(value), value) if walk.integers and isinstance(value, int) else type(value)
+    return (float, repr(value)) if isinstance(value, float) else (type(value), value)  # a NaN is equal to itself here
+
+
+class OutsideValues:
+    """Reads the values that functions, also those of classes, name; walks them anew only where one is another.
+
+    With ``loose`` numbers and tensors may be others, and with ``integers`` whole numbers not.
+    """
+
+    def __init__(self, *, loose: bool = False, integers: bool = True) -> None:
+        self._loose, self._integers = loose, integers
+        self._roots: tuple[Any, ...] = ()
+        self._map = Holders(())
+        self._contents: list[tuple[Holder, Any]] = []
+        self._entries: list[tuple[Place, Place, Any]] = []
+
+    def signature(
+        self, roots: tuple[Any, ...], without: Collection[Place] = (), *, skipped: Collection[int] = ()
+    ) -> tuple[Any, ...]:
+        """Return what tells the values from others, but for those at the places ``without``.
+
+        Modules ``skipped`` are told by their ids: what is in them is looked at elsewhere.
+        """
+        same = len(roots) == len(self._roots) and all(map(operator.is_, roots, self._roots))
+        if not same or any(self._changed(holder, content) for holder, content in self._contents):
+            self._walk(roots, skipped)
+        return tuple(
+            (place, value) for whole, place, value in self._entries if place not in without and whole not in without
+        )
+
+    def attributes(self, parameter: nn.Parameter, walk: Walk) -> tuple[Any, ...]:
+        """Return what tells the attributes of a parameter that walked code mentions from others."""
+        entries = vars(parameter).items()
+        return tuple((key, content(value, walk)) for key, value in entries if self._map.mentions(key))
+
+    def changed(self) -> frozenset[Place]:
+        """Return the places where values are others than when the signature was read."""
+        found = [(holder, before, difference(before, holder.read())) for holder, before in self._contents]
+        return frozenset(place for holder, before, keys in found for place in holder.places(before, keys))
+
+    def _changed(self, holder: Holder, before: Any) -> bool:
+        return any(self._map.may_read(holder, key) for key in difference(before, holder.read()))
+
+    def _walk(self, roots: Sequence[Any], skipped: Collection[int]) -> None:
+        self._roots, self._map = tuple(roots), Holders((), roots, skipped)
+        self._contents = [(holder, holder.read()) for holder in self._map.found]
+        self._contents = [(h, now) for h, now in self._contents if len(now) <= _LARGEST[type(now)] and not h.draws]
+        walk = Walk({}, {}, loose=self._loose, integers=self._integers)
+        self._entries = [(("", ""), ("", ""), self._entry(root, walk)) for root in roots]
+        for holder, now in self._contents:
+            pairs = now.items() if isinstance(now, dict) else enumerate(now) if isinstance(now, list) else [(None, now)]
+            for key, value in pairs:
+                if self._map.may_read(holder, key):
+                    self._entries.append((("", holder.name), holder.place_of(key), self._entry(value, walk)))
+
+    def _entry(self, value: Any, walk: Walk) -> Any:
+        """Return what tells an entry from another; what is in a list, dict or object is in entries of its own."""
+        value = referent(value)
+        if isinstance(value, types.FunctionType):
+            return value.__code__
+        if isinstance(value, _WRAPPERS):
+            return type(value), tuple(self._entry(part, walk) for _, part in parts_of(value, ()) or ())
+        if isinstance(value, frozenset):
+            return frozenset(self._entry(part, walk) for part in value)
+        if not isinstance(value, (type, torch.Tensor)) and self._map.has(value):
+            return type(value), walk.ties.setdefault(id(value), len(walk.ties))
+        known = isinstance(value, (*_VALUES, torch.Tensor, np.generic))
+        return content(value, walk) if known else Identity(value)
