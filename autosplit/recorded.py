@@ -27,7 +27,7 @@ from autosplit.runtime.step.step import Step
 from autosplit.runtime.tape import Tape
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.borrowed.holders import Place
-from autosplit.trace.borrowed.touched import aliased, touched
+from autosplit.trace.borrowed.touched import touched
 from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.inputs.inputs import has_uneven_list
 from autosplit.trace.inputs.objects import leaves_of, mapped, take_apart, tensors_in
@@ -313,7 +313,7 @@ class PythonRuns:
                 yield
         finally:
             found |= self._touched[-1] or set()
-            if (now := frozenset(found | aliased(self.model, found))) != self._touched[-1]:
+            if (now := frozenset(found)) != self._touched[-1]:
                 self._touched.append(now)
 
     def called(self) -> bool:

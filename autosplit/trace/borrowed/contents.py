@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autosplit.trace.borrowed.values import GONE
 
@@ -94,18 +95,33 @@ def refill_named(space: dict[str, Any], names: Iterable[str], content: dict[str,
     change(named(space, names), content, space.__setitem__, space.__delitem__)
 
 
-def tensor_hooks(tensor: torch.Tensor) -> dict[tuple[str, int], Any]:
-    """Return a parameter's hooks, by the table that they are in and their keys there."""
-    tables = ((table, getattr(tensor, table)) for table in _TENSOR_HOOKS)
-    return {(table, key): hook for table, hooks in tables for key, hook in (hooks or {}).items()}
+@functools.cache
+def _of_fakes() -> frozenset[str]:
+    """Return the attributes that every fake parameter has."""
+    return frozenset(vars(FakeTensorMode().from_tensor(nn.Parameter(torch.empty(0)))))
 
 
-def refill_tensor_hooks(tensor: torch.Tensor, content: dict[tuple[str, int], Any]) -> None:
-    """Give a parameter its hooks."""
-    if not same_entries(tensor_hooks(tensor), content):
-        for table in _TENSOR_HOOKS:
-            hooks = OrderedDict((key, hook) for (own, key), hook in content.items() if own == table)
-            setattr(tensor, table, hooks or None)
+def marks(parameters: dict[str, Any], name: str) -> dict[Any, Any]:
+    """Return the attributes and hooks of the parameter that is in a table now, also where it is a fake one."""
+    parameter = parameters.get(name)
+    if parameter is None:
+        return {}
+    hooks = ((table, getattr(parameter, table)) for table in _TENSOR_HOOKS)
+    hooked = {(table, key): hook for table, each in hooks for key, hook in (each or {}).items()}
+    skipped = _of_fakes() if isinstance(parameter, FakeTensor) else ()
+    return hooked | {key: value for key, value in vars(parameter).items() if key not in skipped}
+
+
+def refill_marks(parameters: dict[str, Any], name: str, content: dict[Any, Any]) -> None:
+    """Give the parameter that is in a table now attributes and hooks."""
+    parameter, now = parameters.get(name), marks(parameters, name)
+    if parameter is None or same_entries(now, content):
+        return
+    hooks = [(*key, hook) for key, hook in content.items() if isinstance(key, tuple)]
+    for table in _TENSOR_HOOKS:
+        setattr(parameter, table, OrderedDict((key, hook) for own, key, hook in hooks if own == table) or None)
+    before, after = ({key: value for key, value in each.items() if isinstance(key, str)} for each in (now, content))
+    change(before, after, vars(parameter).__setitem__, vars(parameter).__delitem__)
 
 
 def state_of(value: Any) -> tuple[Callable[[], bytes], Callable[[bytes], None]] | None:

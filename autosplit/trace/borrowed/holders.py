@@ -32,15 +32,15 @@ from torch import nn
 from autosplit.trace.borrowed.contents import (
     CLASS,
     copied,
+    marks,
     named,
     refill,
     refill_cell,
     refill_class,
+    refill_marks,
     refill_module,
     refill_named,
-    refill_tensor_hooks,
     state_of,
-    tensor_hooks,
 )
 from autosplit.trace.borrowed.names import names_in, names_in_methods
 from autosplit.trace.borrowed.values import (
@@ -104,8 +104,8 @@ class Holder:
 class Holders:
     """All holders of some modules and of what their code names, and the tensors that are in them.
 
-    ``functions`` are walked too. Other modules that these name are followed where they have no parameters and nothing
-    of the ``skipped`` modules, told by their ids: a loss, an activation.
+    ``functions``, and classes of objects that there are, are walked too. Other modules that these name are followed
+    where they have no parameters and nothing of the ``skipped`` modules, told by their ids: a loss, an activation.
     """
 
     def __init__(
@@ -137,7 +137,10 @@ class Holders:
         for path, module in modules.values():
             self._module(path, module)
         for function in functions:
-            self._value(function, ("", "a function"), _DEPTH, getattr(function, "__qualname__", "a function"))
+            if isinstance(function, type):
+                self._class(function)
+            else:
+                self._value(function, ("", "a function"), _DEPTH, getattr(function, "__qualname__", "a function"))
         self._of_hook = True
         self.hook_tables = [m.__dict__.get(table, {}) for _, m in modules.values() for table in HOOK_TABLES]
         for table in _GLOBAL_TABLES if self._skipped is None else ():
@@ -204,21 +207,14 @@ class Holders:
                 self._add((path, key), functools.partial(copied, value), functools.partial(refill, value))
             else:
                 self._value(value, (path, key), _DEPTH)
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                self._parameter(parameter, (path, name))
+        for name in module._parameters:
+            self._parameter(module._parameters, name, (path, name))
         self._class(type(module))
 
-    def _parameter(self, parameter: torch.Tensor, place: Place) -> None:
-        """Walk what hangs on a parameter: attributes, such as sums of gradients, and hooks."""
-        if id(parameter) in self._seen:
-            return
-        self._seen[id(parameter)] = parameter
-        hooks = functools.partial(tensor_hooks, parameter)
-        self._add(place, hooks, functools.partial(refill_tensor_hooks, parameter))
-        own = vars(parameter)
-        self._add(place, own.copy, functools.partial(refill, own))
-        for value in own.values():
+    def _parameter(self, table: dict[str, Any], name: str, place: Place) -> None:
+        """Walk what hangs on the parameter that is in a table: attributes, such as sums of gradients, and hooks."""
+        self._add(place, functools.partial(marks, table, name), functools.partial(refill_marks, table, name))
+        for value in marks(table, name).values():
             self._value(value, place, _DEPTH)
 
     def _value(self, value: Any, place: Place, depth: int, name: str = "") -> None:

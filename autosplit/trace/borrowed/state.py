@@ -94,7 +94,8 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
 
 def _copyable(holders: Holders, models: Iterable[nn.Module]) -> set[int]:
     """Return the ids of the held tensors that may be copied: large ones in lists and objects may be all the weights."""
-    direct = {id(value) for model in models for module in model.modules() for value in vars(module).values()}
+    owners = (owner for model in models for owner in (*model.modules(), *model.parameters()))
+    direct = {id(value) for owner in owners for value in vars(owner).values()}
     held = (tensor for _, tensor in holders.tensors.values())
     return {id(tensor) for tensor in held if tensor.numel() <= _SMALL or id(tensor) in direct}
 
@@ -189,8 +190,10 @@ def fake_tensors(
                         entries[name] = fakes.setdefault(id(tensor), fake(own, mode, device))
                     else:
                         entries[name] = own if mode is None else mode.from_tensor(own, static_shapes=True)
-                    real[id(entries[name])] = tensor
-                    pairs.append((tensor, entries[name]))
+                    twin = entries[name]
+                    vars(twin).update({key: each for key, each in vars(tensor).items() if twin is not tensor})
+                    real[id(twin)] = tensor
+                    pairs.append((tensor, twin))
     holders.swap(fakes, pairs)
     return real
 

@@ -3,25 +3,23 @@
 What a forward does not touch cannot change what it computes, so it is no part of a call's signature: the trainer that a
 module holds, which counts its steps, or a list of losses that a training step fills.
 
-The watch sees reads and writes by name, those that find nothing too, and ``vars(module)``. An object that the forward
-may also reach in another way, by a closure or a helper, say, counts as touched wherever a module holds it. A weight
-that a hook computes anew before the forward reads it does not count.
+The watch sees reads and writes by name, those that find nothing too, and ``vars(module)``. What the forward reaches in
+another way, by a closure or a helper, say, is outside of the modules, also where a module has it too. A weight that a
+hook computes anew before the forward reads it does not count.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 from torch import nn
 
-from autosplit.trace.borrowed.holders import HOOK_TABLES, Place
-from autosplit.trace.borrowed.values import reached
+from autosplit.trace.borrowed.holders import Place
 from autosplit.trace.inputs.objects import is_computed
-from autosplit.trace.inputs.python_state import objects_of
 from autosplit.trace.recording.recording import is_foreign
 
 
@@ -76,12 +74,3 @@ def _looks_up(file: str) -> bool:
     Code without a file may be the user's own: from a notebook, or from standard input.
     """
     return is_foreign(file) and not file.startswith("<")
-
-
-def aliased(model: nn.Module, places: Collection[Place]) -> set[Place]:
-    """Return the places besides those touched that hold an object which the forward may reach without them."""
-    watched = {id(module) for module in model.modules()}
-    held = [((path, name), value) for path, module in model.named_modules() for name, value in vars(module).items()]
-    known = {place for place, _ in held if place in places or (place[0], "") in places or place[1] in HOOK_TABLES}
-    objects = reached((value for place, value in held if place in known), watched)
-    return {place for place, value in held if place not in known and objects_of(value, model) & objects}

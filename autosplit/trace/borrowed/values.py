@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -24,8 +22,6 @@ ITERATORS += (type(iter([])), type(iter(())), type(iter(range(0))))
 _LIBRARIES = frozenset("torch builtins logging functools weakref abc typing threading".split())
 _NOT_OBJECTS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
 _CONTAINERS = (list, tuple, deque, dict, set, frozenset)
-_ENDS = (torch.Tensor, np.ndarray, type, types.ModuleType, types.CodeType, types.FrameType)
-"""What is not looked into for objects that can be reached: what a class names is in the map."""
 GONE: Any = object()
 """Stands for a value that is no more."""
 
@@ -80,20 +76,6 @@ def referent(value: Any) -> Any:
         except ReferenceError:
             return None
     return value() if isinstance(value, weakref.ref) else value
-
-
-def reached(roots: Iterable[Any], modules: Collection[int]) -> set[int]:
-    """Return the ids of all objects that can be reached from some, but by way of some modules or a global name."""
-    seen: dict[int, Any] = {}
-    left = [*roots]
-    while left:
-        value = referent(left.pop())
-        if isinstance(value, _ENDS) or id(value) in seen or id(value) in modules:
-            continue
-        seen[id(value)] = value
-        is_function = isinstance(value, types.FunctionType)
-        left += [part for _, part in parts_of(value, modules) or ()] if is_function else gc.get_referents(value)
-    return {*seen}
 
 
 def _closure(function: types.FunctionType) -> list[tuple[str, Any]]:

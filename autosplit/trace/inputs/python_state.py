@@ -22,7 +22,6 @@ _DEPTH = 3
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _EXACT = frozenset(_VALUES) - {float, complex}
 """Types whose values are equal only where nothing tells them apart."""
-_FIXED = (tuple, frozenset, types.FunctionType)
 _WRAPPERS = (tuple, functools.partial, types.MethodType, staticmethod, classmethod)
 _LARGEST: dict[type, int] = {bytes: 8 * ENTRIES, frozenset: ENTRIES, list: ENTRIES, dict: ENTRIES}
 """The most bytes or entries of a content that is looked at."""
@@ -111,13 +110,6 @@ def content(value: Any, walk: Walk, depth: int = _DEPTH) -> Any:
     if isinstance(value, (set, frozenset)):
         return type(value), frozenset(content(part, walk, depth - 1) for part in value)
     return type(value), tuple((str(key), content(part, walk, depth - 1)) for key, part in parts)
-
-
-def objects_of(value: Any, model: nn.Module) -> set[int]:
-    """Return the ids of what can change in an attribute's content, but for the modules of the model."""
-    walk = Walk.of(model.modules())
-    content(value, walk)
-    return {key for key, part in walk.seen.items() if type(part) not in _FIXED}
 
 
 def held(tensor: torch.Tensor) -> tuple[Any, ...]:
