@@ -13,16 +13,17 @@ import contextlib
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
+from autosplit.trace.borrowed.contents import same_entries
+from autosplit.trace.borrowed.values import GONE
+
 _TABLES = ("_parameters", "_buffers")
 _SWAPPING = threading.RLock()
 """Held while modules have attributes of an earlier forward: second runs that need that take turns."""
-_ABSENT = object()
 Table = dict[str, Any]
 
 
@@ -118,15 +119,15 @@ class Surroundings:
                     stack.enter_context(_SWAPPING)
             copies = ((t, name, copy.clone() if own else copy) for t, name, copy, own in self.rewritten)
             for table, name, value in (*others, *copies):
-                stack.callback(_put, table, name, table.get(name, _ABSENT))
+                stack.callback(_put, table, name, table.get(name, GONE))
                 _put(table, name, value)
             yield
 
     def _others(self) -> Iterator[tuple[Table, str, Any]]:
         """Yield where something else is now, and what was found there."""
         for table, found in self.tables:
-            if not _same(table, found):
-                yield from ((table, name, found.get(name, _ABSENT)) for name in {**table, **found})
+            if not same_entries(table, found):
+                yield from ((table, name, found.get(name, GONE)) for name in {**table, **found})
         for table, name, value in self.places:
             if table.get(name) is not value:
                 yield table, name, value
@@ -155,12 +156,8 @@ def _place(root: nn.Module, full: str) -> tuple[Table, str]:
     return next((holder[table] for table in _TABLES if name in holder[table]), holder), name
 
 
-def _same(now: Table, found: Table) -> bool:
-    return len(now) == len(found) and all(map(is_, now, found)) and all(map(is_, now.values(), found.values()))
-
-
 def _put(table: Table, name: str, value: Any) -> None:
-    if value is _ABSENT:
+    if value is GONE:
         table.pop(name, None)
     else:
         table[name] = value

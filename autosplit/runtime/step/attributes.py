@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from autosplit.errors import InputError, listed
+from autosplit.trace.borrowed.values import GONE, difference
 from autosplit.trace.inputs.objects import is_computed
 from autosplit.trace.scope import has_hooks, is_layer
 
@@ -31,18 +32,17 @@ class StandsFor:
 
     def move(self, source: nn.Module, target: nn.Module) -> None:
         """Set the attributes of one that are new in the other."""
-        new = self.new(source)
-        for name in new.keys() - vars(source).keys():
-            vars(target).pop(name, None)
-            del self.known[name], new[name]
-        vars(target).update(new)
-        self.known.update(new)
+        for name, value in self.new(source).items():
+            for attributes in (vars(target), self.known):
+                if value is GONE:
+                    attributes.pop(name, None)
+                else:
+                    attributes[name] = value
 
     def new(self, source: nn.Module) -> dict[str, Any]:
-        """Return the attributes that were set, and as None those that were deleted."""
-        now, known = vars(source), self.known
-        names = [name for name in known | now if name not in _NOT_SHARED]
-        return {name: now.get(name) for name in names if known.get(name, self) is not now.get(name, self)}
+        """Return the attributes that were set, and as `GONE` those that were deleted."""
+        found = difference(self.known, vars(source))
+        return {name: value for name, value in found.items() if name not in _NOT_SHARED}
 
 
 class StandInAttributes:

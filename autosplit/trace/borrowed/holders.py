@@ -157,17 +157,17 @@ class Holders:
         """Tell whether the walk came to an object."""
         return id(value) in self._seen
 
-    def mentions(self, name: str) -> bool:
-        """Tell whether the code that was walked may take an attribute of this name."""
-        return self._by_text or name in self._mentioned
-
     def may_read(self, holder: Holder, key: Any) -> bool:
-        """Tell whether code may take an entry: attributes by name, what was walked or an object's installed classes."""
-        if not holder.attributes or self.mentions(key):
+        """Tell whether the code that was walked may take an entry, which it does of attributes by their names."""
+        return not holder.attributes or self.may_name(key, holder.kind)
+
+    def may_name(self, name: Any, kind: type | None = None) -> bool:
+        """Tell whether code may take an attribute: what was walked, or installed classes of an object of this class."""
+        if self._by_text or name in self._mentioned:
             return True
-        bases = holder.kind.__mro__[:-1] if holder.kind else ()
+        bases = kind.__mro__[:-1] if kind else ()
         installed = [names_in_methods(base) for base in bases if self._is_installed(base.__module__)]
-        return any(names.by_text or key in names.mentioned for names in installed)
+        return any(names.by_text or name in names.mentioned for names in installed)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors outside of the tables by the names of their places; further ones of a place by number."""
@@ -208,14 +208,15 @@ class Holders:
             else:
                 self._value(value, (path, key), _DEPTH)
         for name in module._parameters:
-            self._parameter(module._parameters, name, (path, name))
+            self._parameter(module._parameters, path, name)
         self._class(type(module))
 
-    def _parameter(self, table: dict[str, Any], name: str, place: Place) -> None:
+    def _parameter(self, table: dict[str, Any], path: str, name: str) -> None:
         """Walk what hangs on the parameter that is in a table: attributes, such as sums of gradients, and hooks."""
-        self._add(place, functools.partial(marks, table, name), functools.partial(refill_marks, table, name))
-        for value in marks(table, name).values():
-            self._value(value, place, _DEPTH)
+        read, write = functools.partial(marks, table, name), functools.partial(refill_marks, table, name)
+        self._add((path, name), read, write)
+        for key, value in read().items():
+            self._value(value, (path, f"{name}.{key}" if isinstance(key, str) else name), _DEPTH)
 
     def _value(self, value: Any, place: Place, depth: int, name: str = "") -> None:
         if isinstance(value, ATOMIC) or depth < 0 or id(value) in self._seen or not self._follows(value):
@@ -244,15 +245,20 @@ class Holders:
         if isinstance(value, (dict, list, set, deque)):
             read, write = functools.partial(copied, value), functools.partial(refill, value)
             self._add(place, read, write, name=name)
+        attributes = vars(value) if is_object(value) or isinstance(value, nn.Module) else {}
         if is_object(value) or isinstance(value, nn.Module):
-            read, write, kind = vars(value).copy, functools.partial(refill, vars(value)), type(value)
-            self._add(place, read, write, name=name, attributes=True, kind=kind)
-            self._class(kind)
+            write = functools.partial(refill, attributes)
+            self._add(place, attributes.copy, write, name=name, attributes=True, kind=type(value))
+            self._class(type(value))
         is_callable = isinstance(value, (functools.partial, types.MethodType, staticmethod, classmethod, CACHED))
         for key, part in parts_of(value, ()) or ():
             if not isinstance(part, ATOMIC):
                 named = name and (name if is_callable else f"{name}.{key}")
-                self._value(part, place, depth if is_callable else depth - 1, named)
+                walk = functools.partial(self._value, part, place, depth if is_callable else depth - 1, named)
+                if name and attributes.get(key) is part:
+                    self._when_mentioned(key, walk, kind=type(value))
+                else:
+                    walk()
 
     def _class(self, kind: type) -> None:
         for each in kind.__mro__:
@@ -276,8 +282,8 @@ class Holders:
                 self._when_mentioned(key, walk)
                 self._mention({key} if key in inherited or (key[:2] == key[-2:] == "__") else ())
 
-    def _when_mentioned(self, name: Any, walk: Callable[[], None]) -> None:
-        if self._by_text or name in self._mentioned:
+    def _when_mentioned(self, name: Any, walk: Callable[[], None], kind: type | None = None) -> None:
+        if self.may_name(name, kind):
             walk()
         else:
             self._waiting[name].append(walk)

@@ -154,7 +154,7 @@ class OutsideValues:
     def attributes(self, parameter: nn.Parameter, walk: Walk) -> tuple[Any, ...]:
         """Return what tells the attributes of a parameter that walked code mentions from others."""
         entries = vars(parameter).items()
-        return tuple((key, content(value, walk)) for key, value in entries if self._map.mentions(key))
+        return tuple((key, content(value, walk)) for key, value in entries if self._map.may_name(key))
 
     def changed(self) -> frozenset[Place]:
         """Return the places where values are others than when the signature was read."""
@@ -173,7 +173,7 @@ class OutsideValues:
         for holder, now in self._contents:
             pairs = now.items() if isinstance(now, dict) else enumerate(now) if isinstance(now, list) else [(None, now)]
             for key, value in pairs:
-                if self._map.may_read(holder, key):
+                if self._map.may_read(holder, key) and not str(key).startswith("__"):
                     self._entries.append((("", holder.name), holder.place_of(key), self._entry(value, walk)))
 
     def _entry(self, value: Any, walk: Walk) -> Any:
