@@ -19,7 +19,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.graph import Graph
 from autosplit.partition.problem import Problem
 from autosplit.schedule.action import Schedule
 
@@ -203,12 +202,12 @@ class Crossings:
     backward_s: Floats
 
     @classmethod
-    def of(cls, problem: Problem, graph: Graph) -> Crossings:
-        """Return the problem's nets between the graph's groups; nets with equal ends are one."""
+    def of(cls, problem: Problem, group_of: Sequence[int]) -> Crossings:
+        """Return the problem's nets between groups of its works; nets with equal ends are one."""
         seconds: dict[tuple[int, frozenset[int]], list[float]] = {}
         for net in problem.nets:
-            producer = graph.group_of[net.producer]
-            consumers = frozenset(graph.group_of[consumer] for consumer in net.consumers) - {producer}
+            producer = group_of[net.producer]
+            consumers = frozenset(group_of[consumer] for consumer in net.consumers) - {producer}
             pair = seconds.setdefault((producer, consumers), [0.0, 0.0])
             pair[0] += net.forward_s if net.ordered else 0.0
             pair[1] += net.backward_s if net.ordered else net.forward_s + net.backward_s
@@ -224,10 +223,11 @@ class Crossings:
 
 
 class StepModel:
-    """A problem's graph on its devices in their own order: ``steps`` tells what cuts of it take."""
+    """A problem's works in groups, on its devices in their own order: ``steps`` tells what cuts of them take."""
 
-    def __init__(self, problem: Problem, graph: Graph, *, stages: int) -> None:
-        self.problem, self.graph, self.stages = problem, graph, stages
+    def __init__(self, problem: Problem, group_of: Sequence[int], *, stages: int) -> None:
+        """``group_of`` says the group of each work; groups are numbered from 0."""
+        self.problem, self.stages = problem, stages
         schedule = problem.schedule_of(stages)
         self.schedule = schedule
         self.simulator = FastSimulator(schedule)
@@ -236,11 +236,11 @@ class StepModel:
         self.scale: Floats = np.array([1.0 if devices is None else devices[place].slowdown for place in self.lane])
         self.link, self.near_link = _links(problem, self.lane)
         self.forward_s, self.backward_s, self.weight_s = (
-            _by_group(graph, [getattr(work, name) for work in problem.works])
+            _by_group(group_of, [getattr(work, name) for work in problem.works])
             for name in ("forward_s", "backward_s", "weight_s")
         )
-        self.crossings = Crossings.of(problem, graph)
-        self.ties = [(tie.transfer_s, sorted({graph.group_of[user] for user in tie.users})) for tie in problem.ties]
+        self.crossings = Crossings.of(problem, group_of)
+        self.ties = [(tie.transfer_s, sorted({group_of[user] for user in tie.users})) for tie in problem.ties]
 
     def steps(self, stage_of: NDArray[np.int64], again: Floats) -> Floats:
         """Return what a step takes with ``stage_of[cut, group]`` and ``again[cut, stage]`` of the forwards redone."""
@@ -296,9 +296,9 @@ class StepModel:
         return longest
 
 
-def _by_group(graph: Graph, each: Sequence[float]) -> Floats:
-    summed: Floats = np.zeros(graph.size)
-    np.add.at(summed, np.array(graph.group_of), np.array(each, dtype=np.float64))
+def _by_group(group_of: Sequence[int], each: Sequence[float]) -> Floats:
+    summed: Floats = np.zeros(max(group_of) + 1)
+    np.add.at(summed, np.array(group_of), np.array(each, dtype=np.float64))
     return summed
 
 

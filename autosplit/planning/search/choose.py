@@ -22,7 +22,7 @@ from torch import nn
 
 from autosplit.errors import InputError
 from autosplit.options import Options
-from autosplit.partition.line.search import LineCut
+from autosplit.partition.line.search import LineCut, Policy
 from autosplit.planning.parallel.update import cut_summed_s
 from autosplit.planning.plan.fields import Verdict
 from autosplit.planning.plan.plan import Plan
@@ -113,7 +113,7 @@ class Candidate:
     """A cut of one configuration and what it costs by the formula; ``limits`` are those it was found for, if any."""
 
     entry: Entry
-    policy: Sequence[str]
+    policy: Policy
     cut: LineCut
     limits: tuple[float, ...] | None
 
@@ -159,14 +159,14 @@ class Search:
         limits = self.sweep.memory_limits(entry.problem)
         cuts: list[Candidate] = []
         for policy in self.sweep.recompute_policies(entry.settled.stages):
-            free = entry.best(policy, None)
+            free = entry.search.fastest(policy)
             assert free is not None, "without limits every line of enough units can be cut"
             if free.step_s >= enough_s:
                 continue
             cuts.append(Candidate(entry, policy, free, None))
             if self._fits(cuts[-1]):
                 break
-            if limits is not None and (held := entry.best(policy, limits)) is not None:
+            if limits is not None and (held := entry.search.fastest(policy, limits)) is not None:
                 cuts.append(Candidate(entry, policy, held, tuple(limits)))
         return cuts
 
@@ -268,9 +268,9 @@ class Search:
             room = [min(own, last) if own < limit else own for own, last, limit in before]
         if min(room) <= 0 or tuple(room) == candidate.limits:
             return
-        free = candidate.policy == ["never"]
+        free = all(set(options) == {"never"} for options in candidate.policy)
         for way in self.sweep.recompute_policies(candidate.entry.settled.stages) if free else (candidate.policy,):
-            cut = candidate.entry.best(way, room, near=candidate.cut)
+            cut = candidate.entry.search.fastest(way, room, near=candidate.cut)
             if cut is not None:
                 yield Candidate(candidate.entry, way, cut, tuple(room))
 

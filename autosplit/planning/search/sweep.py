@@ -7,7 +7,7 @@ Peaks are the additive formula's, steps are simulated. Nothing is replayed here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from autosplit.options import Options
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.line.coarse import Coarse, coarsened, runs
 from autosplit.partition.line.line import Line
-from autosplit.partition.line.search import LineCut, LineSearch
+from autosplit.partition.line.search import LineSearch, Policy, listed
 from autosplit.partition.problem import RECOMPUTE, Problem
 from autosplit.planning.plan.write import shared_s
 from autosplit.planning.profiled.between import Pieces, pieces_of
@@ -88,18 +88,6 @@ class Entry:
     def case(self) -> ProfiledProblem:
         """The whole problem of the configuration."""
         return self.sized.case.under(self.options, self.settled)
-
-    def best(
-        self, policy: Sequence[str], limits: Sequence[float] | None, *, near: LineCut | None = None
-    ) -> LineCut | None:
-        """Return the best cut where stages choose among the entries of a list, or recompute as a tuple lists.
-
-        ``near`` is a cut whose neighbours are looked at too: under tight limits the dynamic program, which divides a
-        device's memory evenly among its stages, may miss all that fit.
-        """
-        if isinstance(policy, tuple):
-            return self.search.listed(policy, limits, near=near)
-        return self.search.fastest(policy, limits, near=near)
 
 
 class Sweep:
@@ -228,11 +216,11 @@ class Sweep:
             return None
         return [float("inf") if own is None else float(own) for own in problem.capacity_bytes]
 
-    def recompute_policies(self, stages: int) -> list[Sequence[str]]:
-        """Return what stages may recompute, one policy after the other: a list to choose from, or a tuple of theirs."""
+    def recompute_policies(self, stages: int) -> list[Policy]:
+        """Return what stages may recompute, one policy after the other."""
         asked = self.space.recompute
-        if asked is None:
-            return [["never"], list(RECOMPUTE), *([option] for option in RECOMPUTE if option != "never")]
-        if len(asked) == 1:
-            return [list(asked)]
-        return [asked[:stages]] if len(asked) >= stages else []
+        if asked is not None and len(asked) > 1:
+            return [listed(asked[:stages])] if len(asked) >= stages else []
+        alone = ((option,) for option in RECOMPUTE if option != "never")
+        options = [("never",), RECOMPUTE, *alone] if asked is None else [asked]
+        return [[each] * stages for each in options]
