@@ -93,18 +93,20 @@ class FastSimulator:
         self.previous: Ints = np.full(self.count, self.count, dtype=np.int64)
         self.previous[by_lane[1:]] = by_lane[:-1]
         self.previous[by_lane[ends[:-1] + 1]] = self.count
-        none = np.full((1, schedule.microbatches), self.count, dtype=np.int64)
-        self.forward_row: Ints = np.concatenate([np.array(rows.forward, dtype=np.int64), none])
-        self.gradient_row: Ints = np.concatenate([np.array(rows.gradient, dtype=np.int64), none])
+        self.forward_row: Ints = np.array(rows.forward, dtype=np.int64)
+        self.gradient_row: Ints = np.array(rows.gradient, dtype=np.int64)
+        self.near: Ints = np.array(rows.near, dtype=np.int64)
+        """For each action the neighbouring stage's that it waits for; ``count`` stands for none."""
         lane_of = np.array(schedule.stage_lane)
         self.travels: NDArray[np.bool_] = np.triu(lane_of[:, None] != lane_of[None, :])
-        self._near, self._near_hop = self._neighbours()
         self._known: dict[bytes, _Arrivals] = {}
 
     @cached_property
     def _ticks(self) -> list[tuple[int, int, Ints, Ints, Ints, Ints]]:
         """Of each tick its first action and the one behind its last, and their rows that `_ends` needs."""
-        rows = (self.previous, self._near, self._near_hop, self.duration * self.stages + self.stage)
+        hop = np.where(self.duration == 0, self.stage - 1, self.stages - 1 + self.stage)
+        hop[self.near == self.count] = self.hops
+        rows = (self.previous, self.near, hop, self.duration * self.stages + self.stage)
         return [(low, high, *(row[low:high] for row in rows)) for low, high in pairwise(self.starts.tolist())]
 
     @property
@@ -121,10 +123,6 @@ class FastSimulator:
             ends = self._ends(times, slice(low, low + width), delays)
             steps[low : low + width] = ends[self.last].max(axis=0, initial=0.0)
         return steps
-
-    def neighbours(self) -> Ints:
-        """Return for each action the row of the neighbouring stage's that it waits for; ``count`` stands for none."""
-        return self._near
 
     def _ends(self, times: StepTimes, cuts: slice, delays: _Delays) -> Floats:
         """Return when each action ends in some of the cuts."""
@@ -148,15 +146,6 @@ class FastSimulator:
                 start[own] = np.maximum(start[own], arrive)
             np.add(start, duration.take(kind, 0), out=ends[low:high])
         return ends
-
-    def _neighbours(self) -> tuple[Ints, Ints]:
-        """Return for each action the neighbouring stage's that it waits for, and which hop that is."""
-        forward, weight = self.duration == 0, self.duration == 3
-        stage, microbatch, last = self.stage, self.microbatch, self.stages - 1
-        none = weight | np.where(forward, stage == 0, stage == last)
-        source = np.where(forward, self.forward_row[stage - 1, microbatch], self.gradient_row[stage + 1, microbatch])
-        hop = np.where(forward, stage - 1, last + stage)
-        return np.where(none, self.count, source), np.where(none, self.hops, hop)
 
     def _delays(self, times: StepTimes) -> _Delays:
         """Return the delays of all cuts between neighbours, and those that reach further in any of them."""
