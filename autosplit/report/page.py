@@ -19,7 +19,7 @@ from autosplit.planning.plan.record import Alternative, LaneCurve
 from autosplit.planning.timeline import StepTimeline
 from autosplit.report.beside import Beside, beside, measured_sections
 from autosplit.report.document import printable
-from autosplit.report.prediction import changes, is_this_plan, memory_words, needs_words, prediction, proof, verdicts
+from autosplit.report.prediction import changes, memory_words, needs_words, prediction, proof, verdicts
 from autosplit.report.sections import boundary_table, header, lists, stage_tables
 from autosplit.report.words import device_words, format_count, format_rate, plural, recompute_words, schedule_words
 from autosplit.schedule.action import Action, Schedule
@@ -151,7 +151,7 @@ def page_data(plan: Plan, seen: Beside | None = None) -> dict[str, Any]:
         "units": [unit | {"name": printable(unit["name"])} for unit in fields["units"]] if movable else [],
         "curves": [_short(curve) for curve in plan.curves] if plan.curves_match(schedule) else None,
         "frontier": [
-            fields | {"title": _title(one), "plan": is_this_plan(plan, one)}
+            fields | {"title": _title(one), "plan": one.choice == plan.alternative.choice}
             for fields, one in zip(fields["frontier"], plan.frontier, strict=True)
         ],
         "recorded": None if seen is None else _recorded(schedule, seen),

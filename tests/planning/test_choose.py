@@ -16,7 +16,7 @@ from autosplit.options import Options, Sample
 from autosplit.planning.memory import PeakRange
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.search import choose
-from autosplit.planning.search.choose import Space, alternative, choose_plan
+from autosplit.planning.search.choose import Space, choose_plan
 from autosplit.planning.search.finish import Finished
 from autosplit.planning.timeline import predicted
 from autosplit.trace.ladder import Trace, trace
@@ -105,7 +105,7 @@ def test_where_nothing_fits_what_is_fuller_by_an_exact_formula_is_not_replayed(
 
 def test_the_frontier_holds_what_nothing_beats_in_both(model: nn.Module, found: Trace, tmp_path: Path) -> None:
     best = chosen(model, found, WIDE)
-    assert alternative(best) in best.frontier
+    assert best.alternative in best.frontier
     for faster, slower in pairwise(best.frontier):
         assert faster.step_s < slower.step_s
         assert faster.peak_bytes > slower.peak_bytes

@@ -183,6 +183,16 @@ class Alternative(Record):
     replayed: bool
     """Whether the peak was replayed, or is the additive formula's."""
 
+    @property
+    def choice(self) -> tuple[object, ...]:
+        """What was chosen, as a key: of another plan that chose the same it is equal."""
+        return self.chunks, self.schedule, self.virtual_stages, self.replicas, recompute_of(self.recompute)
+
+
+def recompute_of(stages: Sequence[str]) -> tuple[str, ...]:
+    """Return what stages recompute, once where all do the same."""
+    return tuple(stages if len(set(stages)) > 1 else stages[:1])
+
 
 class Change(Record):
     """What would make a plan fit that does not, or fit better, and its price."""
@@ -345,6 +355,21 @@ class PlanRecord(Record):
             "schedule": [self.schedule, self.virtual_stages, self.actions, *[self.replicas][: bool(self.replicas)]],
         }
         return hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:16]
+
+    @property
+    def alternative(self) -> Alternative:
+        """What was chosen and what it costs, as for other plans."""
+        return Alternative(
+            chunks=self.chunks,
+            schedule=self.schedule,
+            virtual_stages=self.virtual_stages,
+            replicas=self.replicas,
+            recompute=recompute_of([stage.recompute for stage in self.stages]),
+            step_s=self.step_s,
+            peak_bytes=max(stage.memory.peak_bytes for stage in self.stages),
+            verdict=self.verdict,
+            replayed=True,
+        )
 
     @property
     def edited(self) -> bool:

@@ -26,7 +26,7 @@ from autosplit.partition.line.search import LineCut, Policy
 from autosplit.planning.parallel.update import cut_summed_s
 from autosplit.planning.plan.fields import Verdict
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Alternative, frontier
+from autosplit.planning.plan.record import Alternative, frontier, recompute_of
 from autosplit.planning.profiled.apply import assign, cut_sent_s
 from autosplit.planning.profiled.between import note_on_inside
 from autosplit.planning.profiled.problem import Shared
@@ -100,12 +100,12 @@ class Choice:
             inside = note_on_inside(pieces.modules, assignment, longer=finished.longer)
             plan = plan.model_copy(update={"notes": (*plan.notes, *filter(None, (inside,)))})
         limited = self.sweep.memory_limits(case.problem) is not None  # else a smaller peak is worth nothing
-        others = self._search.alternatives(besides=_key(alternative(plan))) if limited else []
+        others = self._search.alternatives(besides=plan.alternative) if limited else []
         unit_of = finished.entry.sized.coarse.unit_of
         units = units_of(case, unit_of, finished.writer.partition.assignment)
-        shown = frontier(alternative(plan), others)
+        shown = frontier(plan.alternative, others)
         near = [self._search.with_sent(each) for each in shown if each in others]
-        return plan.model_copy(update={"frontier": frontier(alternative(plan), near), "units": units})
+        return plan.model_copy(update={"frontier": frontier(plan.alternative, near), "units": units})
 
 
 @dataclass(frozen=True)
@@ -302,18 +302,18 @@ class Search:
             if len(tried) == _MIN_MEMORY_CUTS or (first and any(own.verdict != "no" for _, own in tried.values())):
                 break
 
-    def alternatives(self, besides: tuple[object, ...]) -> list[Alternative]:
+    def alternatives(self, besides: Alternative) -> list[Alternative]:
         """Return what was weighed, as the plan's file has it, but for one configuration; replays with their peaks."""
         replayed = [
             self._alternative(each.entry, each.cut, each.writer.partition.value_s, each.peaks, each.verdict)
             for each in self.finished
-            if _configuration(each.entry, each.cut) != besides
         ]
-        known = {besides, *map(_key, replayed)}
+        replayed = [each for each in replayed if each.choice != besides.choice]
+        known = {besides.choice, *(each.choice for each in replayed)}
         weighed = (
             self._alternative(each.entry, each.cut, each.cut.step_s, each.cut.device_bytes) for each in self.candidates
         )
-        return [*replayed, *(each for each in weighed if _key(each) not in known)]
+        return [*replayed, *(each for each in weighed if each.choice not in known)]
 
     def with_sent(self, each: Alternative) -> Alternative:
         """Return what was weighed with what its cut sends once per step, which a plan's step has in it too."""
@@ -352,7 +352,7 @@ class Search:
             schedule=entry.settled.schedule,
             virtual_stages=entry.settled.virtual_stages,
             replicas=entry.options.replicas or (),
-            recompute=_recompute(cut.recompute),
+            recompute=recompute_of(cut.recompute),
             step_s=step_s + entry.sized.once_s,
             peak_bytes=max(held),
             verdict=replayed or ("fits" if fits else "borderline" if near else "no"),
@@ -360,37 +360,6 @@ class Search:
         )
         self.cut_of[found] = entry, cut
         return found
-
-
-def _configuration(entry: Entry, cut: LineCut) -> tuple[object, ...]:
-    """Return the key of what a cut of a configuration is written down as."""
-    settled, replicas = entry.settled, entry.options.replicas or ()
-    return entry.options.chunks, settled.schedule, settled.virtual_stages, replicas, _recompute(cut.recompute)
-
-
-def _recompute(options: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what stages recompute, once where all do the same."""
-    return options if len(set(options)) > 1 else options[:1]
-
-
-def _key(each: Alternative) -> tuple[object, ...]:
-    return each.chunks, each.schedule, each.virtual_stages, each.replicas, each.recompute
-
-
-def alternative(plan: Plan) -> Alternative:
-    """Return what a plan chose and what it costs."""
-    recompute = tuple(stage.recompute for stage in plan.stages)
-    return Alternative(
-        chunks=plan.chunks,
-        schedule=plan.schedule,
-        virtual_stages=plan.virtual_stages,
-        replicas=plan.replicas,
-        recompute=_recompute(recompute),
-        step_s=plan.step_s,
-        peak_bytes=max(stage.memory.peak_bytes for stage in plan.stages),
-        verdict=plan.verdict,
-        replayed=True,
-    )
 
 
 def _within(held: Iterable[float], limits: Iterable[float]) -> bool:
