@@ -7,7 +7,7 @@ row       nodes of one module taken together: times and FLOPs add up, saved stor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from autosplit.errors import listed
 from autosplit.planning.plan.fields import Record
+from autosplit.profile.stage_trace.stage_graph import users_of
 from autosplit.profile.types import Profile
 from autosplit.report.document import DEFAULT_WIDTH, Column, Section, as_text, column, room_beside
 from autosplit.report.words import format_count, plural, shorten, size_words
@@ -150,18 +151,8 @@ def _node(node: fx.Node, info: TracedNode, profile: Profile) -> NodeCost:
         why=profile.modelled.get(info.name, ""),
         forward_flops=found.forward_flops,
         backward_flops=found.backward_flops,
-        users=tuple(dict.fromkeys(_users(node))),
+        users=tuple(dict.fromkeys(OUTPUT if n.op == "output" else n.meta[INFO].name for n in users_of(node))),
     )
-
-
-def _users(node: fx.Node) -> Iterable[str]:
-    for user in node.users:
-        if user.op == "output":
-            yield OUTPUT
-        elif isinstance(info := user.meta.get(INFO), TracedNode):
-            yield info.name
-        else:
-            yield from _users(user)
 
 
 # -- as text ----------------------------------------------------------------------------------------------------------
