@@ -16,8 +16,9 @@ from autosplit.options import Options, Sample
 from autosplit.planning.memory import PeakRange
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.search import choose
-from autosplit.planning.search.choose import Space, choose_plan
+from autosplit.planning.search.choose import Choice
 from autosplit.planning.search.finish import Finished
+from autosplit.planning.search.sweep import Space, Sweep
 from autosplit.planning.timeline import predicted
 from autosplit.trace.ladder import Trace, trace
 from tests.models.blocks import wide_blocks
@@ -37,7 +38,7 @@ def found(model: nn.Module) -> Trace:
 
 def chosen(model: nn.Module, found: Trace, space: Space, *, limit: int | None = None, devices: int = 2) -> Plan:
     options = Options((torch.device("cpu"),) * devices, 8, memory_limit=limit, measure=False)
-    return choose_plan(model, found, options, space)
+    return Choice(Sweep(model, found, options, space, rows=ROWS)).plan
 
 
 def peak(own: Plan) -> int:

@@ -18,10 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import nn
-
 from autosplit.errors import InputError
-from autosplit.options import Options
 from autosplit.partition.line.search import LineCut, Policy
 from autosplit.planning.parallel.update import cut_summed_s
 from autosplit.planning.plan.fields import Verdict
@@ -29,15 +26,10 @@ from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Alternative, frontier, recompute_of
 from autosplit.planning.profiled.apply import assign, cut_sent_s
 from autosplit.planning.profiled.between import note_on_inside
-from autosplit.planning.profiled.problem import Shared
 from autosplit.planning.profiled.units import units_of
 from autosplit.planning.search.finish import Finished, finish, refined
-from autosplit.planning.search.sweep import Entry, Space, Sweep
+from autosplit.planning.search.sweep import Entry, Sweep
 from autosplit.progress import phase, update
-from autosplit.trace.inputs.inputs import batch_rows
-from autosplit.trace.ladder import Trace
-
-__all__ = ["Space", "choose_plan"]
 
 _REPLAYS = 10
 """How many cuts are replayed at most before the one that needs the least memory is taken."""
@@ -47,25 +39,6 @@ _EXACT = 1.01
 """A replay that is up to so much above the formula bears it out."""
 _NEAR = 1.05
 """A peak by the formula is borderline up to so much above the capacity."""
-
-
-def choose_plan(
-    model: nn.Module,
-    found: Trace,
-    options: Options,
-    space: Space,
-    *,
-    rows: int | None = None,
-    shared: Shared | None = None,
-) -> Plan:
-    """Return the best plan of a space, with the others that are worth a look as its ``frontier``.
-
-    ``options`` say everything that the space does not; ``rows`` is the size of the batch, by default the sample's.
-    Where nothing fits, the plan that comes closest comes back, its
-    verdict "no". Raises InputError where no entry of the space can be built for the devices.
-    """
-    sweep = Sweep(model, found, options, space, rows=rows or batch_rows(found.inputs), shared=shared)
-    return Choice(sweep).plan
 
 
 class Choice:
