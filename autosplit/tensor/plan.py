@@ -128,16 +128,14 @@ class _Planner:
     def __init__(self, traced: TracedGraph, ranks: int, rows: int, options: dict[str, Any]) -> None:
         self.traced, self.ranks, self.rows = traced, ranks, rows
         self.graph, self.runs = shorten_graph(traced)
-        run = Run(traced, self.graph, rows=rows)
-        self.facts: Facts = run.whole()
-        self.twins = run.twins
+        self.facts: Facts = Run(traced, self.graph, rows=rows).whole()
         outputs = {operand_of(o) for node in self.graph.nodes if node.op == "output" for o in node.all_input_nodes}
         self._options = options
         self.outputs = outputs
         self.problem = self._problem()
 
     def _problem(self, *, any_size: bool = False) -> Problem:
-        return Problem(self.facts, self.traced.root, self.twins, self.outputs, any_size=any_size, **self._options)
+        return Problem(self.facts, self.traced.root, self.outputs, any_size=any_size, **self._options)
 
     def plan(self) -> TensorPlan:
         """Solve and write down."""
