@@ -29,11 +29,11 @@ from autosplit.options import Options, Sample
 from autosplit.partition.problem import RECOMPUTE
 from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.profiled.problem import RecordedModel
 from autosplit.planning.request import sizes_of
 from autosplit.planning.search.choose import Choice
 from autosplit.planning.search.make import make_plan
 from autosplit.planning.search.sweep import Space, Sweep
-from autosplit.trace.inputs.inputs import batch_rows
 from benchmarks import pairs
 from examples.models import GPT, GPTConfig, ResNet, UNet
 
@@ -157,9 +157,9 @@ def recorded(pair: Pair) -> OnPaper:
 
 def swept(paper: OnPaper, space: Space) -> Iterator[Plan | None]:
     """Yield the plan of each combination alone, None where it does not fit or cannot be built."""
-    rows = batch_rows(paper.found.inputs)
+    rows = paper.recorded.rows
     for chunks in space.chunks:
-        sizes = sizes_of(rows, chunks, paper.found.graph.min_rows)
+        sizes = sizes_of(rows, chunks, paper.recorded.found.graph.min_rows)
         for schedule, virtual_stages in space.schedules:
             for recompute in RECOMPUTE:
                 options = replace(
@@ -171,14 +171,16 @@ def swept(paper: OnPaper, space: Space) -> Iterator[Plan | None]:
                 )
                 found = None
                 with contextlib.suppress(InfeasibleError, ScheduleError):
-                    found = make_plan(paper.model, paper.found, options, sizes=sizes)
+                    found = make_plan(paper.recorded.model, paper.recorded.found, options, sizes=sizes)
                 yield found
 
 
 def searched(paper: OnPaper, space: Space) -> Plan:
     """Return the best plan of a space; nothing is known of the recording before."""
-    rows = batch_rows(paper.found.inputs)
-    return Choice(Sweep(paper.model, paper.found, paper.options, space, rows=rows)).plan
+    rows = paper.recorded.rows
+    return Choice(
+        Sweep(RecordedModel(paper.recorded.model, paper.recorded.found), paper.options, space, rows=rows)
+    ).plan
 
 
 def measured(pair: Pair) -> Row:

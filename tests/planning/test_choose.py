@@ -15,6 +15,7 @@ from autosplit.api import plan
 from autosplit.options import Options, Sample
 from autosplit.planning.memory import PeakRange
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.profiled.problem import RecordedModel
 from autosplit.planning.search import choose
 from autosplit.planning.search.choose import Choice
 from autosplit.planning.search.finish import Finished
@@ -38,7 +39,7 @@ def found(model: nn.Module) -> Trace:
 
 def chosen(model: nn.Module, found: Trace, space: Space, *, limit: int | None = None, devices: int = 2) -> Plan:
     options = Options((torch.device("cpu"),) * devices, 8, memory_limit=limit, measure=False)
-    return Choice(Sweep(model, found, options, space, rows=ROWS)).plan
+    return Choice(Sweep(RecordedModel(model, found), options, space, rows=ROWS)).plan
 
 
 def peak(own: Plan) -> int:

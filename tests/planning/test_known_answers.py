@@ -15,6 +15,7 @@ from autosplit.options import Options, Sample
 from autosplit.planning.explain.verdicts import binding, device_verdicts
 from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.profiled.problem import RecordedModel
 from autosplit.planning.search.choose import Choice
 from autosplit.planning.search.sweep import Space, Sweep
 from benchmarks import published
@@ -44,7 +45,9 @@ def llama() -> OnPaper:
 def planned(llama: OnPaper, precision: str) -> Plan:
     """Plan for microbatches of one sequence; both precisions have bf16 weights."""
     options = replace(llama.options, precision=precision)
-    return Choice(Sweep(llama.model, llama.found, options, Space((SEQUENCES,)), rows=SEQUENCES)).plan
+    return Choice(
+        Sweep(RecordedModel(llama.recorded.model, llama.recorded.found), options, Space((SEQUENCES,)), rows=SEQUENCES)
+    ).plan
 
 
 def layers_of(plan: Plan) -> list[float]:

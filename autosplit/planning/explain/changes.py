@@ -85,7 +85,7 @@ class Request:
                 paper = replace(paper, options=replace(paper.options, optimizer=value))
             elif name == "precision":
                 options = replace(paper.options, precision=str(value))
-                paper = prepare(paper.model, paper.sample, options, loss_fn=paper.loss_fn)
+                paper = prepare(paper.recorded.model, paper.sample, options, loss_fn=paper.loss_fn)
             elif name == "recompute":
                 space = replace(space, recompute=(str(value),))
             elif name == "chunks":

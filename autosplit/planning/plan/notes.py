@@ -23,7 +23,7 @@ PLAIN_ON_TWO = (1.74, 1.83)
 
 def notes_of(case: ProfiledProblem, partition: Partition, *, unreplayed: str | None) -> Iterator[str]:
     """Yield what has to be said of a plan; ``unreplayed`` is why its peaks are the formula's, where they are."""
-    traced, costs, options = case.found.graph, case.costs, case.options
+    traced, costs, options = case.recorded.found.graph, case.costs, case.options
     infos = [info for _, info in traced.compute_nodes()]
     if (nothing := note_on_training(costs, case.problem.schedule)) is not None:
         yield nothing

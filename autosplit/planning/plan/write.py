@@ -53,8 +53,9 @@ class Writer:
 
     def __init__(self, case: ProfiledProblem, partition: Partition) -> None:
         self.case, self.partition, self.problem = case, partition, case.problem
-        self.model, self.traced, self.costs, self.options = case.model, case.found.graph, case.costs, case.options
-        self.sizes, found = case.sizes, case.found
+        self.costs, self.options, self.sizes, self.recorded = case.costs, case.options, case.sizes, case.recorded
+        self.model, found = case.recorded.model, case.recorded.found
+        self.traced = found.graph
         self.whole, self.proof = found.whole, found.proof
         self.schedule = case.problem.schedule_of(partition.stages)
         self.lane = self.schedule.stage_lane
@@ -72,7 +73,7 @@ class Writer:
     def _replayed(self) -> tuple[tuple[DeviceReplay, ...], str | None]:
         try:
             with autocast_of(self.options.precision, kernels=self.options.kernels):
-                return fullest_moments(self._cut, memo=self.case.shared.memo), None
+                return fullest_moments(self._cut, memo=self.recorded.memo), None
         except ProfileError as error:  # a stage that cannot be replayed: the formula's peaks stay
             return (), str(error).partition("\n")[0]
 
@@ -86,14 +87,14 @@ class Writer:
             self.sizes,
             self.schedule,
             self.recompute,
-            self.case.shared.outline.blocks,
+            self.recorded.outline.blocks,
         )
 
     @cached_property
     def ranges(self) -> Mapping[int, PeakRange]:
         """The range of each device's peak, by lane, where it has one."""
         with autocast_of(self.options.precision, kernels=self.options.kernels):
-            found = peak_ranges(self._cut, self.fullest, memo=self.case.shared.memo)
+            found = peak_ranges(self._cut, self.fullest, memo=self.recorded.memo)
         more = self._waiting
         return {lane: PeakRange(own.low_bytes + more[lane], own.high_bytes + more[lane]) for lane, own in found.items()}
 
@@ -164,7 +165,7 @@ class Writer:
             class_flops=self._class_flops(),
             measured=self.costs.measured,
             dtype=dtype,
-            sequence=tokens_per_row(self.case.found.inputs),
+            sequence=tokens_per_row(self.recorded.found.inputs),
             model_flops=model_flops(self.traced, self.case.whole, self.sizes, backward=self.schedule.has_backward)
             * self.options.parallel.dp,
             peak_flops_per_s=None if peak is None else peak * self.options.parallel.ranks / self.options.parallel.pp,
