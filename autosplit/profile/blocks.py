@@ -28,7 +28,7 @@ from autosplit.profile.expand import Costs, Run, Traces, Uneven
 from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
-from autosplit.profile.types import NodeProfile, Profile
+from autosplit.profile.types import NodeProfile
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 
 _FEWEST = 4
@@ -91,18 +91,15 @@ def templates(runs: Sequence[Run]) -> dict[fx.Node, fx.Node]:
 
 
 class CostMemo:
-    """Costs of one recording at several sizes or for several devices, each made once; under one autocast.
+    """Costs of one recording at several sizes, each made once; under one autocast.
 
-    Attributes:
-        mixes: some nodes run on the whole batch.
-        profiles: whole profiles, by all that they depend on.
+    ``mixes``: some nodes run on the whole batch.
     """
 
     def __init__(self, traced: TracedGraph) -> None:
         self._traced = traced
         self._graph, self._runs = shorten_graph(traced)
         self.mixes = any(info.node_class is NodeClass.FULL for _, info in traced.compute_nodes())
-        self.profiles: dict[Hashable, Profile] = {}
         self._known: dict[Hashable, dict[str, NodeProfile]] = {}
 
     def costs(

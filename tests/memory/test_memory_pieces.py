@@ -116,7 +116,7 @@ def test_i_and_w_do_what_b_does_and_leave_gradients_and_casts(
     blocks: int, logits: int, cast: bool, recompute: Recompute
 ) -> None:
     own = traces(8, blocks, recompute, logits=logits, cast=cast)
-    pieces = own.pieces[own.variant(last=False)]
+    pieces = own.pieces(last=False)
     for first in (True, False):
         whole, inputs, weights = (pieces.piece(kind, first=first) for kind in ("B", "I", "W"))
         assert bool(weights.steps) == (recompute == "never")

@@ -157,7 +157,7 @@ class Writer:
             overhead_s=extra_s,
             update_s=update_s,
             bubble=costs.timeline.bubble,
-            bottleneck_s=self.partition.bottleneck_s,
+            bottleneck_s=self.partition.costs.bottleneck_s,
             lower_bound_s=self.partition.lower_bound_s + shared_s(self.traced, self.costs),
             status=self.partition.status,
             objective="step_time",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,6 +78,7 @@ class RecordedModel:
         self.memo = TraceMemo(found.graph)
         self.outline = Outline(found.graph)
         self._costs = CostMemo(found.graph)
+        self._profiles: dict[Hashable, Profile] = {}
         self._shares: dict[tuple[int, bool], TensorShares] = {}
         self._parts: dict[tuple[int, int, bool, bool], tuple[Profile, Group, Profile]] = {}
 
@@ -109,14 +110,14 @@ class RecordedModel:
         """
         lead = options.devices[options.leading]
         on_lane = device is None and options.machine is None and lead.type == "cpu"
-        spec = "cpu-lane" if on_lane else device or device_specs(options)[options.leading]
+        spec = "cpu-lane" if on_lane else (device or device_specs(options)[options.leading])
         if options.measure:
             return self._profiled(options, sizes, spec)
         name = spec if isinstance(spec, str) else spec.name
         key = sizes[0], sum(sizes) if self._costs.mixes else None, name, options.kernels, id(options.loss)
-        if key not in self._costs.profiles:
-            self._costs.profiles[key] = self._profiled(options, sizes, spec)
-        return self._costs.profiles[key]
+        if key not in self._profiles:
+            self._profiles[key] = self._profiled(options, sizes, spec)
+        return self._profiles[key]
 
     def _profiled(self, options: Options, sizes: tuple[int, ...], device: DeviceSpec | str) -> Profile:
         leaves = probe_inputs(self.found.inputs, sizes[0])
