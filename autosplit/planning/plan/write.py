@@ -63,6 +63,10 @@ class Writer:
         solved = {name: stage for names, stage in pairs for name in names}
         self.stage_of = assign(case.index, solved, stages=partition.stages)
         self.recompute = tuple(cast(Recompute, option) for option in partition.costs.recompute)
+        blocks = case.recorded.outline.blocks
+        self._cut = Cut(
+            self.traced, self.costs, self.options, self.stage_of, self.sizes, self.schedule, self.recompute, blocks
+        )
 
     @property
     def fullest(self) -> tuple[DeviceReplay, ...]:
@@ -76,19 +80,6 @@ class Writer:
                 return fullest_moments(self._cut, memo=self.recorded.memo), None
         except ProfileError as error:  # a stage that cannot be replayed: the formula's peaks stay
             return (), str(error).partition("\n")[0]
-
-    @cached_property
-    def _cut(self) -> Cut:
-        return Cut(
-            self.traced,
-            self.costs,
-            self.options,
-            self.stage_of,
-            self.sizes,
-            self.schedule,
-            self.recompute,
-            self.recorded.outline.blocks,
-        )
 
     @cached_property
     def ranges(self) -> Mapping[int, PeakRange]:
