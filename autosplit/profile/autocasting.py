@@ -13,13 +13,12 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.errors import is_internal
 from autosplit.profile.blocks import shorten_graph, templates
 from autosplit.profile.lowering import CudaKernels, cuda_autocast
 from autosplit.profile.node_costs.border import BorderInterpreter, tensors_of
-from autosplit.profile.node_costs.fake import empty_value
+from autosplit.profile.node_costs.fake import empty_value, fake_mode
 from autosplit.profile.node_costs.shadow import shadow
 from autosplit.trace.borrowed.blank import fake
 from autosplit.trace.borrowed.state import random_state
@@ -48,7 +47,7 @@ def set_dtypes(traced: TracedGraph, *, kernels: Literal["cpu", "cuda"]) -> None:
     A node that cannot run on fake tensors keeps those that were recorded.
     """
     graph, runs = shorten_graph(traced)
-    mode, rows = FakeTensorMode(allow_non_fake_inputs=True), max(2, traced.min_rows)
+    mode, rows = fake_mode(), max(2, traced.min_rows)
     with random_state(), torch.inference_mode(False), torch.no_grad(), quiet_log(), mode:
         twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), nodes=graph.nodes)
         run = _Dtypes(twin.module, graph, rows, kernels)

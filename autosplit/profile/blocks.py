@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.memory.pieces import StageTrace
-from autosplit.profile.expand import Costs, Run, Traces, Uneven
+from autosplit.profile.expand import Run, Traces, Uneven, expanded_costs
 from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
@@ -121,7 +121,7 @@ class CostMemo:
         if self._runs:
             found = run(replace(self._traced, graph=self._graph))
             with contextlib.suppress(Uneven):
-                costs = Costs(self._runs, found).expanded()
+                costs = expanded_costs(self._runs, found)
                 return {info.name: costs[info.name] for _, info in self._traced.compute_nodes()}
         return run(self._traced)
 

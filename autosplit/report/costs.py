@@ -19,9 +19,9 @@ from autosplit.planning.plan.fields import Record
 from autosplit.profile.stage_trace.stage_graph import users_of
 from autosplit.profile.types import Profile
 from autosplit.report.document import DEFAULT_WIDTH, Column, Section, as_text, column, room_beside
-from autosplit.report.words import format_count, plural, shorten, size_words
+from autosplit.report.words import format_count, shorten, size_words
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
-from autosplit.units import format_bytes, format_seconds
+from autosplit.units import format_bytes, format_seconds, plural
 
 OUTPUT = ""
 """Among the users of a node: the model's caller."""

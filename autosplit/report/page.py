@@ -21,9 +21,9 @@ from autosplit.report.beside import Beside, beside, measured_sections
 from autosplit.report.document import printable
 from autosplit.report.prediction import changes, memory_words, needs_words, prediction, proof, verdicts
 from autosplit.report.sections import boundary_table, header, lists, stage_tables
-from autosplit.report.words import device_words, format_count, format_rate, plural, recompute_words, schedule_words
+from autosplit.report.words import device_words, format_count, format_rate, recompute_words, schedule_words
 from autosplit.schedule.action import Action, Schedule
-from autosplit.units import format_bytes, format_seconds
+from autosplit.units import format_bytes, format_seconds, plural
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = ("format", "model", "chart", "timeline", "memory", "cuts", "frontier", "page")
@@ -92,7 +92,7 @@ def _what(plan: Plan) -> str:
     """Return what was planned in one line: devices, schedule, batch, optimizer."""
     rows = plan.microbatch_rows
     tokens = "" if plan.sequence is None else f" of {plural(plan.sequence, 'token')}"
-    batch = f"{sum(rows)} rows{tokens} in {len(rows)} microbatch{'es' * (len(rows) != 1)}"
+    batch = f"{sum(rows)} rows{tokens} in {plural(len(rows), 'microbatch')}"
     precision = "" if (plan.precision or plan.dtype) is None else f" in {plan.precision or plan.dtype}"
     size = f"{format_count(plan.parameters)} parameters{precision}"
     schedule = schedule_words(plan.schedule, plan.virtual_stages, plan.replicas)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from autosplit.planning.explain.verdicts import DeviceVerdict, binding, device_verdicts
 from autosplit.planning.plan.plan import Plan
 from autosplit.report.document import Section, column, room_beside, table_width
-from autosplit.report.words import clip, format_rate, numbers, plural, recompute_words, schedule_words, size_words
-from autosplit.units import format_bytes, format_seconds
+from autosplit.report.words import clip, format_rate, numbers, recompute_words, schedule_words, size_words
+from autosplit.units import format_bytes, format_seconds, plural
 
 COLLAPSED_SHARE = 0.5
 HINDERED_SHARE = 0.1
