@@ -159,7 +159,7 @@ def _replayed(cut: Cut, stage: int, memo: TraceMemo) -> ReplayedStage:
         loss=cut.options.loss,
         apart=True,
         kernels="cuda" if cut.devices[stage].type == "cuda" else "cpu",
-        observed=cut.profile.workspaces if str(cut.devices[stage]) == cut.profile.device else None,
+        observed=cut.profile.times.workspaces if str(cut.devices[stage]) == cut.profile.times.device else None,
     )
     units = block_paths(nodes.root, (info.module for _, info in nodes.computing())) if option == "block" else ()
     found = memo.traces(

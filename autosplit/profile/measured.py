@@ -182,7 +182,7 @@ class _Timing(BorderInterpreter):
         if self._clock.warms:
             with self._watched:
                 self._once(node, private=True)
-        _, warm = self._once(node, private=True)
+        warm = self._once(node, private=True)[1]
         affordable = min(self._repeats, int(_LONG_S / max(warm.forward_s + warm.backward_s, 1e-9)))
         for _ in range(affordable - 1):
             samples.runs.append(self._once(node, private=True)[1])

@@ -117,7 +117,7 @@ def cost_report(
     parameters = list(model.parameters())
     return CostReport(
         model=type(model).__name__,
-        device=profile.device,
+        device=profile.times.device,
         hardware=hardware,
         basis="measured" if profile.measured else "modelled",
         torch=str(torch.__version__),
@@ -141,7 +141,7 @@ def cost_report(
 
 
 def _node(node: fx.Node, info: TracedNode, profile: Profile) -> NodeCost:
-    found, sample = profile.nodes[info.name], profile.samples.get(info.name)
+    found, sample = profile.nodes[info.name], profile.times.nodes.get(info.name)
     figures = vars(found) | ({} if sample is None else vars(sample)) | {"estimated": found.estimated or ""}
     return NodeCost(
         **{name: value for name, value in figures.items() if name in NodeCost.model_fields},
