@@ -395,30 +395,3 @@ class PlanRecord(Record):
             return 0.0
         value_s = self.step_s - self.overhead_s if self.objective == "step_time" else self.bottleneck_s
         return max(0.0, value_s / self.lower_bound_s - 1) if self.lower_bound_s > 0 else math.inf
-
-
-def frontier(chosen: Alternative, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
-    """Return what was chosen and of the others those that nothing beats in both step and peak, the fastest first.
-
-    The formula may find another better by a little that a replay would not: what was chosen stays.
-    """
-    kept: list[Alternative] = []
-    for each in sorted((chosen, *others), key=lambda own: (own.step_s, own.peak_bytes)):
-        if each is chosen or not kept or each.peak_bytes < kept[-1].peak_bytes:
-            kept.append(each)
-    beaten = {
-        id(each)
-        for each in kept
-        if each is not chosen
-        and ((each.step_s >= chosen.step_s and each.peak_bytes >= chosen.peak_bytes) or _same(each, chosen))
-    }
-    return tuple(each for each in kept if id(each) not in beaten)
-
-
-def _same(each: Alternative, chosen: Alternative) -> bool:
-    """Tell whether another is no better than what was chosen by more than the formula is worth."""
-    return (
-        each.verdict == chosen.verdict
-        and each.step_s > 0.99 * chosen.step_s
-        and (each.peak_bytes > 0.99 * chosen.peak_bytes)
-    )

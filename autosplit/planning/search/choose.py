@@ -23,7 +23,7 @@ from autosplit.partition.line.search import LineCut, Policy
 from autosplit.planning.parallel.update import cut_summed_s
 from autosplit.planning.plan.fields import Verdict
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Alternative, frontier, recompute_of
+from autosplit.planning.plan.record import Alternative, recompute_of
 from autosplit.planning.profiled.apply import assign, cut_sent_s
 from autosplit.planning.profiled.between import note_on_inside
 from autosplit.planning.profiled.units import units_of
@@ -76,9 +76,9 @@ class Choice:
         others = self._search.alternatives(besides=plan.alternative) if limited else []
         unit_of = finished.entry.sized.coarse.unit_of
         units = units_of(case, unit_of, finished.writer.partition.assignment)
-        shown = frontier(plan.alternative, others)
+        shown = _frontier(plan.alternative, others)
         near = [self._search.with_sent(each) for each in shown if each in others]
-        return plan.model_copy(update={"frontier": frontier(plan.alternative, near), "units": units})
+        return plan.model_copy(update={"frontier": _frontier(plan.alternative, near), "units": units})
 
 
 @dataclass(frozen=True)
@@ -333,6 +333,33 @@ class Search:
         )
         self.cut_of[found] = entry, cut
         return found
+
+
+def _frontier(chosen: Alternative, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
+    """Return what was chosen and of the others those that nothing beats in both step and peak, the fastest first.
+
+    The formula may find another better by a little that a replay would not: what was chosen stays.
+    """
+    kept: list[Alternative] = []
+    for each in sorted((chosen, *others), key=lambda own: (own.step_s, own.peak_bytes)):
+        if each is chosen or not kept or each.peak_bytes < kept[-1].peak_bytes:
+            kept.append(each)
+    beaten = {
+        id(each)
+        for each in kept
+        if each is not chosen
+        and ((each.step_s >= chosen.step_s and each.peak_bytes >= chosen.peak_bytes) or _same(each, chosen))
+    }
+    return tuple(each for each in kept if id(each) not in beaten)
+
+
+def _same(each: Alternative, chosen: Alternative) -> bool:
+    """Tell whether another is no better than what was chosen by more than the formula is worth."""
+    return (
+        each.verdict == chosen.verdict
+        and each.step_s > 0.99 * chosen.step_s
+        and (each.peak_bytes > 0.99 * chosen.peak_bytes)
+    )
 
 
 def _within(held: Iterable[float], limits: Iterable[float]) -> bool:
