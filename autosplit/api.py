@@ -30,7 +30,6 @@ from autosplit.planning.request import chosen
 from autosplit.planning.search.make import recosted
 from autosplit.runtime.lanes.ambient import without_callers_modes
 from autosplit.trace.borrowed.state import attributes, random_state
-from autosplit.trace.inputs.inputs import batch_rows
 from cost_models.registry import spread
 
 if TYPE_CHECKING:
@@ -337,7 +336,8 @@ def plan(
         request = None if degrees is None else meshes(degrees, sequence=sequence_parallel)
         if pinned is not None:
             own_options = request.options(degrees) if request and isinstance(degrees, Parallel) else paper.options
-            return assumed(recosted(paper.model, paper.found, own_options, pinned), paper)
+            recorded = paper.recorded
+            return assumed(recosted(recorded.model, recorded.found, own_options, pinned), paper)
         return assumed(_searched(paper, request, find=find, free_chunks=chunks == "auto"), paper)
 
 
@@ -345,7 +345,7 @@ def _searched(paper: OnPaper, mesh: MeshRequest | None, *, find: str, free_chunk
     """Return the best plan of a mesh, or else of a pipeline over all devices."""
     if mesh is not None:
         return plan_mesh(mesh)
-    rows = batch_rows(paper.found.inputs)
+    rows = paper.recorded.rows
     return answered(paper, lambda own: search_space(own.options, rows=rows, free_chunks=free_chunks), find=find)
 
 

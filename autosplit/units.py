@@ -1,4 +1,4 @@
-"""Text for bytes and seconds, and bytes from text."""
+"""Text for bytes, seconds and numbers of things, and bytes from text."""
 
 from __future__ import annotations
 
@@ -43,6 +43,12 @@ def format_seconds(seconds: float) -> str:
             value = seconds / scale
             return f"{value:.{_digits(value)}f} {unit}"
     return f"{seconds * 1e6:.2f} µs" if seconds else "0 s"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a number and its noun: ``"1 row"``, ``"2 rows"``, ``"3 microbatches"``."""
+    more = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{count} {noun if count == 1 else more}"
 
 
 def _digits(value: float) -> int:

@@ -31,8 +31,6 @@ from autosplit.planning.parallel.rank import rank_profile
 from autosplit.planning.parallel.search import MeshRequest, plan_mesh
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.write import Writer
-from autosplit.planning.profiled.problem import prepare as prepare_case
-from autosplit.planning.profiled.problem import profiled, rank_costs
 from autosplit.planning.request import chosen, settle, sizes_of
 from autosplit.planning.search.make import given
 from autosplit.planning.timeline import simulated
@@ -206,8 +204,8 @@ def planned(row: Row) -> Result:
     begin = time.process_time()
     request = request_of(row, own=False)
     options, paper = request.options(row.parallel), request.paper
-    sizes = sizes_of(row.batch // row.parallel.dp, options.chunks, paper.found.graph.min_rows)
-    case = prepare_case(paper.model, paper.found, options, sizes=sizes, shared=paper.shared)
+    sizes = sizes_of(row.batch // row.parallel.dp, options.chunks, paper.recorded.found.graph.min_rows)
+    case = paper.recorded.problem(options, sizes)
     stages = row.parallel.pp * row.virtual
     case = case.under(options, settle(options, parts=stages, microbatches=len(sizes)))
     options_of = {"auto": ("never", "block"), "selective": ("never",)}
@@ -234,14 +232,14 @@ def planned(row: Row) -> Result:
 def _changed_s(plan: Plan, request: MeshRequest, row: Row) -> float:
     """Return the step of a run that makes attention's core again, or hides collectives: a plan does neither."""
     options, paper = request.options(row.parallel), request.paper
-    whole = profiled(paper.model, paper.found, options, plan.microbatch_rows, memo=paper.shared.costs)
-    costs = rank_costs(whole, options, paper.shared)
-    products = {name for name in paper.shared.outline.blocks if whole.nodes[name].forward_flops}
+    whole = paper.recorded.profile(options, plan.microbatch_rows)
+    costs = paper.recorded.of_rank(whole, options)
+    products = {name for name in paper.recorded.outline.blocks if whole.nodes[name].forward_flops}
     alone = costs
     if row.source in _OVERLAPPED and row.parallel.tp > 1:
-        shares = paper.shared.shares(row.parallel, rng=options.rng)
+        shares = paper.recorded.shares(row.parallel, rng=options.rng)
         model = cost_model_of(options.machine.devices[0])  # type: ignore[union-attr]
-        blocks = paper.shared.outline.blocks
+        blocks = paper.recorded.outline.blocks
         alone = rank_profile(whole, shares, group=Group(1, 1, None, None), blocks=blocks, model=model, fp8=True)
     stages = []
     for stage in plan.stages:

@@ -24,7 +24,7 @@ import torch
 from autosplit.options import Options, Sample
 from autosplit.planning.paper import prepare, stand_ins
 from autosplit.planning.parallel.search import MeshRequest, MeshSearch
-from autosplit.planning.profiled.problem import Shared
+from autosplit.planning.profiled.problem import RecordedModel
 from autosplit.planning.request import chosen
 from benchmarks.layout_models import SHAPES, Shape, build, gpt, llama, loss
 from cost_models import machine
@@ -83,7 +83,7 @@ def measured(pair: Pair) -> dict[str, Any]:
     found = {"recording_s": round(recorded - begin, 1)}
     for name in ("planner", "sweep") if pair.sweep else ("planner",):
         begin = time.process_time()
-        fresh = replace(paper, shared=Shared(paper.found))
+        fresh = replace(paper, recorded=RecordedModel(paper.recorded.model, paper.recorded.found))
         search = MeshSearch(MeshRequest(fresh, own, choices, "auto", "auto", True), exhaustive=name == "sweep")
         best = search.run()
         found[name] = {

@@ -4,7 +4,7 @@
 
 Every pair is a model and devices on paper; where a limit is given it is a share of the peak of the best plan without
 one. The sweep solves, cuts and replays each combination of microbatches, schedule and recompute alone, as `autosplit`
-does when all three are given; the best that fits is the reference. The search is one `choose_plan` over the same
+does when all three are given; the best that fits is the reference. The search is one `Choice` over the same
 space. ``above`` is the search's step over the reference's, ``share`` its part of the sweep's time; seconds are of this
 process's CPU, without the recording of the model, which both start from. All pairs take about a quarter of an hour. The
 file is written after every pair.
@@ -29,10 +29,11 @@ from autosplit.options import Options, Sample
 from autosplit.partition.problem import RECOMPUTE
 from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.profiled.problem import RecordedModel
 from autosplit.planning.request import sizes_of
-from autosplit.planning.search.choose import Space, choose_plan
+from autosplit.planning.search.choose import Choice
 from autosplit.planning.search.make import make_plan
-from autosplit.trace.inputs.inputs import batch_rows
+from autosplit.planning.search.sweep import Space, Sweep
 from benchmarks import pairs
 from examples.models import GPT, GPTConfig, ResNet, UNet
 
@@ -156,9 +157,9 @@ def recorded(pair: Pair) -> OnPaper:
 
 def swept(paper: OnPaper, space: Space) -> Iterator[Plan | None]:
     """Yield the plan of each combination alone, None where it does not fit or cannot be built."""
-    rows = batch_rows(paper.found.inputs)
+    rows = paper.recorded.rows
     for chunks in space.chunks:
-        sizes = sizes_of(rows, chunks, paper.found.graph.min_rows)
+        sizes = sizes_of(rows, chunks, paper.recorded.found.graph.min_rows)
         for schedule, virtual_stages in space.schedules:
             for recompute in RECOMPUTE:
                 options = replace(
@@ -170,8 +171,16 @@ def swept(paper: OnPaper, space: Space) -> Iterator[Plan | None]:
                 )
                 found = None
                 with contextlib.suppress(InfeasibleError, ScheduleError):
-                    found = make_plan(paper.model, paper.found, options, sizes=sizes)
+                    found = make_plan(paper.recorded.model, paper.recorded.found, options, sizes=sizes)
                 yield found
+
+
+def searched(paper: OnPaper, space: Space) -> Plan:
+    """Return the best plan of a space; nothing is known of the recording before."""
+    rows = paper.recorded.rows
+    return Choice(
+        Sweep(RecordedModel(paper.recorded.model, paper.recorded.found), paper.options, space, rows=rows)
+    ).plan
 
 
 def measured(pair: Pair) -> Row:
@@ -179,11 +188,11 @@ def measured(pair: Pair) -> Row:
     space = Space(CHUNKS, SCHEDULES)
     paper = recorded(pair)
     if pair.limit is not None:
-        free = choose_plan(paper.model, paper.found, paper.options, space)
+        free = searched(paper, space)
         limit = int(pair.limit * max(stage.memory.peak_bytes for stage in free.stages))
         paper = replace(paper, options=replace(paper.options, memory_limit=limit))
     begun = time.process_time()
-    chosen = choose_plan(paper.model, paper.found, paper.options, space)
+    chosen = searched(paper, space)
     search_cpu_s = time.process_time() - begun
     begun = time.process_time()
     plans = list(swept(paper, space))

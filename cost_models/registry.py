@@ -10,7 +10,7 @@ from difflib import SequenceMatcher
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -70,7 +70,7 @@ def machine(devices: str | Path | Sequence[str | Path | DeviceSpec]) -> MachineS
     if not devices:
         raise ValueError(f"a machine has at least one device; give a list of names, or {_FORMS}")
     specs = [entry if isinstance(entry, DeviceSpec) else device(entry) for entry in devices]
-    return _assembled(_Layout(specs, 1))
+    return _assembled(specs)
 
 
 def spread(machine: MachineSpec) -> MachineSpec:
@@ -82,7 +82,7 @@ def spread(machine: MachineSpec) -> MachineSpec:
     count = len(machine)
     if len(machine.host_devices) > 1 or len(kinds) > 1 or group is None or count <= group or count % group:
         return machine
-    return _assembled(_Layout([*machine.devices[:group]], count // group))
+    return _assembled(machine.devices[:group], hosts=count // group)
 
 
 def find(name: str | Path) -> DeviceSpec | MachineSpec:
@@ -111,20 +111,15 @@ def identify(driver_name: str) -> DeviceSpec | None:
     return next((spec for spec in map(device, names()) if driver_name in spec.driver_names), None)
 
 
-class _Layout(NamedTuple):
-    """The devices of one host, and how many such hosts there are."""
-
-    specs: list[DeviceSpec]
-    hosts: int
-
-
 def _machine_text(text: str) -> MachineSpec:
     if text in machine_names():
         return _machine(json.loads(_read_shipped("machines", text)), where=text, folder=None)
-    return _assembled(_layout(text, folder=None))
+    specs, hosts = _layout(text, folder=None)
+    return _assembled(specs, hosts=hosts)
 
 
-def _layout(text: str, *, folder: Path | None) -> _Layout:
+def _layout(text: str, *, folder: Path | None) -> tuple[list[DeviceSpec], int]:
+    """Return the devices of one host, and how many such hosts there are."""
     parts = text.split("+")
     hosts, specs = 1, list[DeviceSpec]()
     for part in parts:
@@ -134,7 +129,7 @@ def _layout(text: str, *, folder: Path | None) -> _Layout:
                 raise ValueError(f"{text!r} mixes hosts and kinds of devices; write a machine file with host_devices")
             hosts = counts[0]
         specs += [_named(name, text=text, folder=folder)] * counts[-1]
-    return _Layout(specs, hosts)
+    return specs, hosts
 
 
 def _counts(part: str, *, text: str) -> tuple[list[int], str]:
@@ -161,9 +156,8 @@ def _named(name: str, *, text: str, folder: Path | None) -> DeviceSpec:
     )
 
 
-def _assembled(layout: _Layout) -> MachineSpec:
-    """Return the machine with a layout; what is known of one host of that kind holds for several."""
-    specs, hosts = layout
+def _assembled(specs: Sequence[DeviceSpec], *, hosts: int = 1) -> MachineSpec:
+    """Return the machine with these devices on each host; what is known of one host of that kind holds for several."""
     one = _text(specs, hosts=1)
     is_known = one in machine_names() and all(spec == device(spec.name) for spec in specs)
     known = _machine_text(one) if is_known else None
@@ -206,7 +200,7 @@ def network() -> LinkSpec:
 def _machine_file(path: Path) -> MachineSpec:
     fields = _read_file(path)
     if _is_device(fields):
-        return _assembled(_Layout([_device(fields, where=str(path))], 1))
+        return _assembled([_device(fields, where=str(path))])
     return _machine(fields, where=str(path), folder=path.parent)
 
 
@@ -227,8 +221,8 @@ def _machine(fields: Any, *, where: str, folder: Path | None) -> MachineSpec:
 def _with_devices(fields: Any, *, folder: Path | None) -> Any:
     given = fields.get("devices") if isinstance(fields, dict) else None
     if isinstance(given, str):
-        layout = _layout(given, folder=folder)
-        shape = {"devices": layout.specs * layout.hosts, "host_devices": (len(layout.specs),) * layout.hosts}
+        specs, hosts = _layout(given, folder=folder)
+        shape = {"devices": specs * hosts, "host_devices": (len(specs),) * hosts}
         return shape | {name: value for name, value in fields.items() if name != "devices"}
     if isinstance(given, list):
         specs = [device(_beside(entry, folder)) if isinstance(entry, str) else entry for entry in given]

@@ -50,7 +50,7 @@ def costs_of(spec: ModelSpec, options: ProfileOptions) -> CostReport:
         measure=measured,
         device=device,
     )
-    hardware = device_text(torch.device(costs.device)) if costs.measured else ""
+    hardware = device_text(torch.device(costs.times.device)) if costs.measured else ""
     return cost_report(model, found.graph, costs, sizes=sizes, hardware=hardware)
 
 

@@ -64,9 +64,9 @@ def input_specs(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = Tru
     return specs
 
 
-def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = True) -> Any:
+def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int) -> Any:
     """Return random values for `input_specs`, else what the model brings; InputError: no inputs are known."""
-    specs = input_specs(spec, model=model, rows=rows, say=say)
+    specs = input_specs(spec, model=model, rows=rows)
     sample = build_sample(specs, model=model, seed=spec.seed) if specs else _carried(model)
     if sample is None:
         raise InputError(

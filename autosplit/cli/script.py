@@ -10,7 +10,7 @@ from typing import Any
 
 from autosplit.cli.inputs import CONFIG_PREFIX, InputSpec, ModelSpec, TensorForm, nested
 from autosplit.planning.plan.plan import Plan
-from autosplit.report.words import plural
+from autosplit.units import plural
 from cost_models.machines import MachineSpec
 
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "momentum": "SGD"}

@@ -105,15 +105,15 @@ def _answer_json(partition: Partition, *, stages: int, seconds: float) -> dict[s
     value, bound = _ms(partition.value_s), _ms(partition.lower_bound_s)
     found = {
         "assignment": partition.assignment,
-        "bottleneck": _ms(partition.bottleneck_s),
+        "bottleneck": _ms(partition.costs.bottleneck_s),
         "lower_bound": bound,
         "status": partition.status,
         "seconds": round(seconds, 6),
         "unit": "ms",
         "objective": partition.objective,
         "gap": value / bound - 1 if bound else None if value else 0.0,
-        "loads": [*map(_ms, partition.loads_s), *[0.0] * empty],
-        "bytes": [*partition.stage_bytes, *[0] * empty],
+        "loads": [*map(_ms, partition.costs.loads_s), *[0.0] * empty],
+        "bytes": [*partition.costs.stage_bytes, *[0] * empty],
     }
     return found | ({"step_time": value} if partition.objective == "step_time" else {})
 
@@ -125,13 +125,13 @@ def _answer_table(workload: Workload, partition: Partition, *, stages: int, seco
     members: list[list[int]] = [[] for _ in range(partition.stages)]
     for node, stage in enumerate(partition.assignment):
         members[stage].append(node)
-    has_bytes = any(partition.stage_bytes)
+    has_bytes = any(partition.costs.stage_bytes)
     header = ["stage", "nodes", "first", "last", "load"] + ["memory"] * has_bytes
     rows = []
     for stage, own in enumerate(members):
         ends = [f"{node} {_short(workload.works[node].name)}" for node in (own[0], own[-1])] if own else ["-", "-"]
-        load = f"{_ms(partition.loads_s[stage]):.6g} ms"
-        rows.append([stage, len(own), *ends, load] + [format_bytes(partition.stage_bytes[stage])] * has_bytes)
+        load = f"{_ms(partition.costs.loads_s[stage]):.6g} ms"
+        rows.append([stage, len(own), *ends, load] + [format_bytes(partition.costs.stage_bytes[stage])] * has_bytes)
     align = ("right", "right", "left", "left", "right", "right")[: len(header)]
     table = tabulate(rows, headers=header, tablefmt="simple", disable_numparse=True, colalign=align)
     unused = f"; {stages - partition.stages} more stay empty" if stages > partition.stages else ""
@@ -145,7 +145,7 @@ def _verdict(partition: Partition, *, seconds: float) -> str:
     proof = "optimal: no partition has less"
     if partition.status != "optimal":
         proof = f"none is below {_ms(partition.lower_bound_s):.7g} ms: at most {partition.gap:.2%} above the best"
-    rows = [["bottleneck", f"{_ms(partition.bottleneck_s):.7g} ms"], ["solved in", f"{seconds:.2f} s"]]
+    rows = [["bottleneck", f"{_ms(partition.costs.bottleneck_s):.7g} ms"], ["solved in", f"{seconds:.2f} s"]]
     if partition.objective == "step_time":
         rows.insert(0, ["step time", f"{_ms(partition.value_s):.7g} ms"])
     rows[0][1] += f", {proof}"

@@ -113,7 +113,6 @@ class Parts:
 
 
 Recompute = Literal["never", "block", "always", "except_last"]
-Variant = Literal["never", "recomputed"]
 MemoryKind = Literal["parameters", "optimizer", "gradients", "activations", "casts", "whole_batch", "transient"]
 """What bytes are for.
 
@@ -134,18 +133,20 @@ class StageTraces:
     never: StageTrace | None = None
     recomputed: StageTrace | None = None
 
-    def variant(self, *, last: bool) -> Variant:
-        """Return which trace a microbatch runs; ``last``: it is the last one of the step."""
+    def pieces(self, *, last: bool) -> TracePieces:
+        """Return the pieces of the trace that a microbatch runs; ``last``: it is the last one of the step."""
         plain = self.recompute == "never" or (last and self.recompute == "except_last")
-        return "never" if plain else "recomputed"
+        return self._plain if plain else self._recomputed
 
     @cached_property
-    def pieces(self) -> Mapping[Variant, TracePieces]:
-        """The pieces of each trace."""
-        traces: tuple[tuple[Variant, StageTrace | None], ...] = (("never", self.never), ("recomputed", self.recomputed))
-        return {
-            variant: TracePieces(trace, whole=variant == "recomputed") for variant, trace in traces if trace is not None
-        }
+    def _plain(self) -> TracePieces:
+        assert self.never is not None
+        return TracePieces(self.never)
+
+    @cached_property
+    def _recomputed(self) -> TracePieces:
+        assert self.recomputed is not None
+        return TracePieces(self.recomputed, whole=True)
 
     @property
     def guessed_bytes(self) -> int:

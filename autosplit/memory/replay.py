@@ -122,10 +122,9 @@ class Lane:
 
     def piece(self, action: Action) -> Piece:
         """Return what an action does."""
-        traces = self.traces[action.stage]
-        variant = traces.variant(last=action.microbatch == self._microbatches - 1)
+        pieces = self.traces[action.stage].pieces(last=action.microbatch == self._microbatches - 1)
         first = action.microbatch == self._first[action.stage]
-        return traces.pieces[variant].piece(action.kind, first=first, keeps=self._keeps)
+        return pieces.piece(action.kind, first=first, keeps=self._keeps)
 
 
 def _device(lane: Lane, finish: Sequence[Change]) -> DeviceReplay:

@@ -49,35 +49,15 @@ class Partition:
         return len(self.costs.loads_s)
 
     @property
-    def loads_s(self) -> tuple[float, ...]:
-        """Load of each stage."""
-        return self.costs.loads_s
-
-    @property
-    def stage_bytes(self) -> tuple[int, ...]:
-        """Peak bytes of each stage."""
-        return self.costs.stage_bytes
-
-    @property
-    def recompute(self) -> tuple[str, ...]:
-        """What each stage does again."""
-        return self.costs.recompute
-
-    @property
-    def bottleneck_s(self) -> float:
-        """The largest load of a device."""
-        return self.costs.bottleneck_s
-
-    @property
     def gap(self) -> float:
         """By how much, relatively, the value is above the bound at most."""
         return self.value_s / self.lower_bound_s - 1.0 if self.lower_bound_s else 0.0 if not self.value_s else math.inf
 
 
 def _find(problem: Problem, **how: Any) -> Answer:
-    from autosplit.partition.ideals.search import search
+    from autosplit.partition.ideals.search import Search
 
-    return search(problem, **how)
+    return Search(problem, **how).run()
 
 
 @phase("solving")

@@ -208,8 +208,7 @@ def _paths(simulator: FastSimulator, totals: Floats, scale: Floats) -> Floats:
 
 def _ends(simulator: FastSimulator, seconds: Floats) -> tuple[Ints, Floats]:
     """Return for each action those that it waits for, and when it ends."""
-    sources = simulator.neighbours()
-    before = np.stack([simulator.previous, sources], axis=1)
+    before = np.stack([simulator.previous, simulator.near], axis=1)
     ends = np.zeros(simulator.count + 1)
     for low, high in zip(simulator.starts[:-1].tolist(), simulator.starts[1:].tolist(), strict=True):
         ends[low:high] = ends[before[low:high]].max(axis=1) + seconds[low:high]

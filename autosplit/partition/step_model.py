@@ -19,7 +19,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.graph import Graph
 from autosplit.partition.problem import Problem
 from autosplit.schedule.action import Schedule
 
@@ -94,18 +93,20 @@ class FastSimulator:
         self.previous: Ints = np.full(self.count, self.count, dtype=np.int64)
         self.previous[by_lane[1:]] = by_lane[:-1]
         self.previous[by_lane[ends[:-1] + 1]] = self.count
-        none = np.full((1, schedule.microbatches), self.count, dtype=np.int64)
-        self.forward_row: Ints = np.concatenate([np.array(rows.forward, dtype=np.int64), none])
-        self.gradient_row: Ints = np.concatenate([np.array(rows.gradient, dtype=np.int64), none])
+        self.forward_row: Ints = np.array(rows.forward, dtype=np.int64)
+        self.gradient_row: Ints = np.array(rows.gradient, dtype=np.int64)
+        self.near: Ints = np.array(rows.near, dtype=np.int64)
+        """For each action the neighbouring stage's that it waits for; ``count`` stands for none."""
         lane_of = np.array(schedule.stage_lane)
         self.travels: NDArray[np.bool_] = np.triu(lane_of[:, None] != lane_of[None, :])
-        self._near, self._near_hop = self._neighbours()
         self._known: dict[bytes, _Arrivals] = {}
 
     @cached_property
     def _ticks(self) -> list[tuple[int, int, Ints, Ints, Ints, Ints]]:
         """Of each tick its first action and the one behind its last, and their rows that `_ends` needs."""
-        rows = (self.previous, self._near, self._near_hop, self.duration * self.stages + self.stage)
+        hop = np.where(self.duration == 0, self.stage - 1, self.stages - 1 + self.stage)
+        hop[self.near == self.count] = self.hops
+        rows = (self.previous, self.near, hop, self.duration * self.stages + self.stage)
         return [(low, high, *(row[low:high] for row in rows)) for low, high in pairwise(self.starts.tolist())]
 
     @property
@@ -122,10 +123,6 @@ class FastSimulator:
             ends = self._ends(times, slice(low, low + width), delays)
             steps[low : low + width] = ends[self.last].max(axis=0, initial=0.0)
         return steps
-
-    def neighbours(self) -> Ints:
-        """Return for each action the row of the neighbouring stage's that it waits for; ``count`` stands for none."""
-        return self._near
 
     def _ends(self, times: StepTimes, cuts: slice, delays: _Delays) -> Floats:
         """Return when each action ends in some of the cuts."""
@@ -149,15 +146,6 @@ class FastSimulator:
                 start[own] = np.maximum(start[own], arrive)
             np.add(start, duration.take(kind, 0), out=ends[low:high])
         return ends
-
-    def _neighbours(self) -> tuple[Ints, Ints]:
-        """Return for each action the neighbouring stage's that it waits for, and which hop that is."""
-        forward, weight = self.duration == 0, self.duration == 3
-        stage, microbatch, last = self.stage, self.microbatch, self.stages - 1
-        none = weight | np.where(forward, stage == 0, stage == last)
-        source = np.where(forward, self.forward_row[stage - 1, microbatch], self.gradient_row[stage + 1, microbatch])
-        hop = np.where(forward, stage - 1, last + stage)
-        return np.where(none, self.count, source), np.where(none, self.hops, hop)
 
     def _delays(self, times: StepTimes) -> _Delays:
         """Return the delays of all cuts between neighbours, and those that reach further in any of them."""
@@ -203,12 +191,12 @@ class Crossings:
     backward_s: Floats
 
     @classmethod
-    def of(cls, problem: Problem, graph: Graph) -> Crossings:
-        """Return the problem's nets between the graph's groups; nets with equal ends are one."""
+    def of(cls, problem: Problem, group_of: Sequence[int]) -> Crossings:
+        """Return the problem's nets between groups of its works; nets with equal ends are one."""
         seconds: dict[tuple[int, frozenset[int]], list[float]] = {}
         for net in problem.nets:
-            producer = graph.group_of[net.producer]
-            consumers = frozenset(graph.group_of[consumer] for consumer in net.consumers) - {producer}
+            producer = group_of[net.producer]
+            consumers = frozenset(group_of[consumer] for consumer in net.consumers) - {producer}
             pair = seconds.setdefault((producer, consumers), [0.0, 0.0])
             pair[0] += net.forward_s if net.ordered else 0.0
             pair[1] += net.backward_s if net.ordered else net.forward_s + net.backward_s
@@ -224,10 +212,11 @@ class Crossings:
 
 
 class StepModel:
-    """A problem's graph on its devices in their own order: ``steps`` tells what cuts of it take."""
+    """A problem's works in groups, on its devices in their own order: ``steps`` tells what cuts of them take."""
 
-    def __init__(self, problem: Problem, graph: Graph, *, stages: int) -> None:
-        self.problem, self.graph, self.stages = problem, graph, stages
+    def __init__(self, problem: Problem, group_of: Sequence[int], *, stages: int) -> None:
+        """``group_of`` says the group of each work; groups are numbered from 0."""
+        self.problem, self.stages = problem, stages
         schedule = problem.schedule_of(stages)
         self.schedule = schedule
         self.simulator = FastSimulator(schedule)
@@ -236,11 +225,11 @@ class StepModel:
         self.scale: Floats = np.array([1.0 if devices is None else devices[place].slowdown for place in self.lane])
         self.link, self.near_link = _links(problem, self.lane)
         self.forward_s, self.backward_s, self.weight_s = (
-            _by_group(graph, [getattr(work, name) for work in problem.works])
+            _by_group(group_of, [getattr(work, name) for work in problem.works])
             for name in ("forward_s", "backward_s", "weight_s")
         )
-        self.crossings = Crossings.of(problem, graph)
-        self.ties = [(tie.transfer_s, sorted({graph.group_of[user] for user in tie.users})) for tie in problem.ties]
+        self.crossings = Crossings.of(problem, group_of)
+        self.ties = [(tie.transfer_s, sorted({group_of[user] for user in tie.users})) for tie in problem.ties]
 
     def steps(self, stage_of: NDArray[np.int64], again: Floats) -> Floats:
         """Return what a step takes with ``stage_of[cut, group]`` and ``again[cut, stage]`` of the forwards redone."""
@@ -296,9 +285,9 @@ class StepModel:
         return longest
 
 
-def _by_group(graph: Graph, each: Sequence[float]) -> Floats:
-    summed: Floats = np.zeros(graph.size)
-    np.add.at(summed, np.array(graph.group_of), np.array(each, dtype=np.float64))
+def _by_group(group_of: Sequence[int], each: Sequence[float]) -> Floats:
+    summed: Floats = np.zeros(max(group_of) + 1)
+    np.add.at(summed, np.array(group_of), np.array(each, dtype=np.float64))
     return summed
 
 

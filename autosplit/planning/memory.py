@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -140,16 +140,11 @@ def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[DeviceR
     ``memo`` holds what was traced for other cuts of the same recording, and takes what is traced now. Raises whatever a
     node raises on fake tensors.
     """
-    schedule = cut.schedule
-    stages = replayed_stages(cut, memo=memo or TraceMemo(cut.traced), stages=range(schedule.stages))
+    schedule, memo = cut.schedule, memo or TraceMemo(cut.traced)
+    stages = {stage: _replayed(cut, stage, memo) for stage in range(schedule.stages)}
     traces = {stage: own.traces for stage, own in stages.items()}
     finish = {lane: finish_of(cut, lane) for lane in range(len(schedule.lanes))}
     return replay(schedule, traces, [own.static for own in stages.values()], finish=finish)
-
-
-def replayed_stages(cut: Cut, *, memo: TraceMemo, stages: Iterable[int]) -> dict[int, ReplayedStage]:
-    """Return what is replayed of some stages."""
-    return {stage: _replayed(cut, stage, memo) for stage in stages}
 
 
 def _replayed(cut: Cut, stage: int, memo: TraceMemo) -> ReplayedStage:
@@ -164,7 +159,7 @@ def _replayed(cut: Cut, stage: int, memo: TraceMemo) -> ReplayedStage:
         loss=cut.options.loss,
         apart=True,
         kernels="cuda" if cut.devices[stage].type == "cuda" else "cpu",
-        observed=cut.profile.workspaces if str(cut.devices[stage]) == cut.profile.device else None,
+        observed=cut.profile.times.workspaces if str(cut.devices[stage]) == cut.profile.times.device else None,
     )
     units = block_paths(nodes.root, (info.module for _, info in nodes.computing())) if option == "block" else ()
     found = memo.traces(
@@ -356,7 +351,7 @@ def _fragments(cut: Cut, memo: TraceMemo, lane: int) -> float:
     lanes = tuple(tuple(a for a in actions if a.microbatch < few) for actions in cut.schedule.lanes)
     short = replace(cut, schedule=replace(cut.schedule, lanes=lanes), sizes=cut.sizes[:few])
     own = cut.schedule.stages_on(lane)
-    stages = replayed_stages(short, memo=memo, stages=own)
+    stages = {stage: _replayed(short, stage, memo) for stage in own}
     finish = finish_of(short, lane)
     traces = {stage: found.traces for stage, found in stages.items()}
     static = [stages[n].static if n in stages else StaticBytes() for n in range(cut.schedule.stages)]

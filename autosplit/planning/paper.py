@@ -18,13 +18,13 @@ from torch import nn
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Options, Sample
 from autosplit.planning.paper_loss import paper_loss
-from autosplit.planning.profiled.problem import Shared
+from autosplit.planning.profiled.problem import RecordedModel
 from autosplit.planning.search.sweep import Space, Sweep
 from autosplit.profile.autocasting import AUTOCASTS, autocast_of, set_dtypes
 from autosplit.profile.node_costs.shadow import shadow
 from autosplit.trace.borrowed.blank import blank, has_meta
 from autosplit.trace.inputs.objects import mapped
-from autosplit.trace.ladder import Trace, trace
+from autosplit.trace.ladder import trace
 from cost_models.machines import MachineSpec
 
 _DTYPES = {"fp32": torch.float32, "amp_bf16": torch.float32, "amp_fp16": torch.float32}
@@ -42,14 +42,11 @@ class OnPaper:
     ``by_values``: the forward hangs on values, so that the model's own were used.
     """
 
-    model: nn.Module
-    found: Trace
+    recorded: RecordedModel
     options: Options
     sample: Sample
     loss_fn: Any
     by_values: bool
-    shared: Shared
-    """What searches over the recording share."""
 
     def of(self, options: Options) -> OnPaper:
         """Return the recording under other options."""
@@ -57,7 +54,7 @@ class OnPaper:
 
     def sweep(self, space: Space, *, rows: int) -> Sweep:
         """Return the configurations of a space for so many rows."""
-        return Sweep(self.model, self.found, self.options, space, rows=rows, shared=self.shared)
+        return Sweep(self.recorded, self.options, space, rows=rows)
 
 
 def stand_ins(machine: MachineSpec) -> tuple[torch.device, ...]:
@@ -102,7 +99,7 @@ def prepare(model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any 
         if loss_fn is not None:
             options = replace(options, loss=paper_loss(loss_fn, found.graph))
     by_values = twin is model and not has_meta(model)
-    return OnPaper(twin, found, options, sample if by_values else blank, loss_fn, by_values, Shared(found))
+    return OnPaper(RecordedModel(twin, found), options, sample if by_values else blank, loss_fn, by_values)
 
 
 def search_space(options: Options, *, rows: int, free_chunks: bool) -> Space:

@@ -14,11 +14,10 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.errors import InputError
 from autosplit.profile.lowering import CudaKernels
-from autosplit.profile.node_costs.fake import empty_value
+from autosplit.profile.node_costs.fake import empty_value, fake_mode
 from autosplit.profile.node_costs.ledger import Ledger, Operation
 from autosplit.profile.node_costs.work import cost_model_of, work_of
 from autosplit.profile.stage_trace.stage_graph import first_output
@@ -133,7 +132,7 @@ def with_loss(
 def _fake_run(
     kernels: Literal["cpu", "cuda"] | None,
 ) -> Iterator[tuple[Ledger, contextlib.AbstractContextManager[Any]]]:
-    mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger(kernels=kernels or "cpu")
+    mode, ledger = fake_mode(), Ledger(kernels=kernels or "cpu")
     lowering: contextlib.AbstractContextManager[Any] = CudaKernels() if kernels == "cuda" else contextlib.nullcontext()
     with random_state(), torch.inference_mode(False), torch.enable_grad(), quiet_log(), warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # a target of another shape is only warned of

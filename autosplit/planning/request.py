@@ -28,6 +28,7 @@ from autosplit.schedule.action import Schedule
 from autosplit.schedule.catalog import build, least_per_device, stages_per_device
 from autosplit.schedule.files import from_rows, read_actions
 from autosplit.schedule.validate import validate
+from autosplit.units import plural
 
 if TYPE_CHECKING:
     from autosplit.options import Options
@@ -81,8 +82,8 @@ def _is_path(schedule: Any) -> bool:
 def _fitting(own: Schedule, *, virtual_stages: int, devices: int, chunks: int) -> ScheduleRequest:
     if len(own.lanes) != devices:
         raise ScheduleError(
-            f"schedule {own.name!r} has {_count(len(own.lanes), 'row')}, one per device, and there are "
-            f"{_count(devices, 'device')}; give {_count(len(own.lanes), 'device')}, or a file with {devices} rows"
+            f"schedule {own.name!r} has {plural(len(own.lanes), 'row')}, one per device, and there are "
+            f"{plural(devices, 'device')}; give {plural(len(own.lanes), 'device')}, or a file with {devices} rows"
         )
     each = max(own.stage_lane.count(lane) for lane in range(devices))
     if virtual_stages not in (1, each):
@@ -92,7 +93,7 @@ def _fitting(own: Schedule, *, virtual_stages: int, devices: int, chunks: int) -
         )
     if chunks not in (_DEFAULT_CHUNKS, own.microbatches):
         raise ScheduleError(
-            f"schedule {own.name!r} has {_count(own.microbatches, 'microbatch')}, chunks={chunks} was given; "
+            f"schedule {own.name!r} has {plural(own.microbatches, 'microbatch')}, chunks={chunks} was given; "
             f"give chunks={own.microbatches}, or a file with {chunks}"
         )
     rows = tuple(tuple(map(str, lane)) for lane in own.lanes)
@@ -119,7 +120,7 @@ def schedule_of(
         raise ScheduleError(f"schedule {name!r} is for {whole.stages} stages, and there are {stages}; plan again")
     if microbatches > whole.microbatches:
         raise ScheduleError(
-            f"schedule {name!r} has {_count(whole.microbatches, 'microbatch')}, {microbatches} are to run; "
+            f"schedule {name!r} has {plural(whole.microbatches, 'microbatch')}, {microbatches} are to run; "
             f"give chunks={whole.microbatches}, or a file with {microbatches}"
         )
     lanes = tuple(tuple(a for a in lane if a.microbatch < microbatches) for lane in whole.lanes)
@@ -153,16 +154,16 @@ def settle(options: Options, *, parts: int, microbatches: int) -> ResolvedSchedu
         stages = from_rows(options.actions, name=name).stages
         if stages > parts:
             raise ScheduleError(
-                f"schedule {name!r} is for {stages} stages, and the model has only {_count(parts, 'separable part')}; "
-                f"give a file of at most {_count(parts, 'stage')}, or a schedule by name"
+                f"schedule {name!r} is for {stages} stages, and the model has only {plural(parts, 'separable part')}; "
+                f"give a file of at most {plural(parts, 'stage')}, or a schedule by name"
             )
         own = schedule_of(name, stages=stages, microbatches=microbatches, actions=options.actions)
         return ResolvedSchedule(name, options.virtual_stages, stages, own)
     if replicas := options.replicas:
         if len(replicas) > parts:
             raise ScheduleError(
-                f"replicas={list(replicas)} are {_count(len(replicas), 'stage')}, and the model has only "
-                f"{_count(parts, 'separable part')}; give fewer stages"
+                f"replicas={list(replicas)} are {plural(len(replicas), 'stage')}, and the model has only "
+                f"{plural(parts, 'separable part')}; give fewer stages"
             )
         if microbatches < max(replicas):
             raise ScheduleError(
@@ -179,18 +180,13 @@ def settle(options: Options, *, parts: int, microbatches: int) -> ResolvedSchedu
     stages = min(parts // each, devices) * each
     if not stages:
         name, each, stages = "1f1b", 1, 1
-    used = "" if stages == devices * each else f" on {_count(stages // each, 'device')}"
+    used = "" if stages == devices * each else f" on {plural(stages // each, 'device')}"
     instead = f" under {name}" if each != asked or (name != options.schedule and options.schedule != "auto") else ""
     warning = (
-        f"{_count(devices, 'device')} were given{f' for {asked} stages each' if asked > 1 else ''}, but the model has "
-        f"only {_count(parts, 'separable part')}: using {_count(stages, 'stage')}{used if asked > 1 else ''}{instead}"
+        f"{plural(devices, 'device')} were given{f' for {asked} stages each' if asked > 1 else ''}, but the model has "
+        f"only {plural(parts, 'separable part')}: using {plural(stages, 'stage')}{used if asked > 1 else ''}{instead}"
     )
     return ResolvedSchedule(name, each, stages, warning=warning)
-
-
-def _count(number: int, noun: str) -> str:
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"
 
 
 def sizes_of(rows: int, chunks: int, min_rows: int, *, like: str = "tensor_split") -> tuple[int, ...]:

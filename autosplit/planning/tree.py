@@ -122,7 +122,7 @@ class _Writer:
             optimizer=str(self.options.optimizer),
             step_s=step_s,
             bubble=1.0 - 1.0 / len(stages) if step_s else 0.0,
-            bottleneck_s=self.partition.bottleneck_s,
+            bottleneck_s=self.partition.costs.bottleneck_s,
             lower_bound_s=self.partition.lower_bound_s,
             status=self.partition.status,
             objective="bottleneck",

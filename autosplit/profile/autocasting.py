@@ -13,13 +13,12 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.errors import is_internal
-from autosplit.profile.blocks import shorten_graph
+from autosplit.profile.blocks import shorten_graph, templates
 from autosplit.profile.lowering import CudaKernels, cuda_autocast
 from autosplit.profile.node_costs.border import BorderInterpreter, tensors_of
-from autosplit.profile.node_costs.fake import empty_value
+from autosplit.profile.node_costs.fake import empty_value, fake_mode
 from autosplit.profile.node_costs.shadow import shadow
 from autosplit.trace.borrowed.blank import fake
 from autosplit.trace.borrowed.state import random_state
@@ -47,19 +46,14 @@ def set_dtypes(traced: TracedGraph, *, kernels: Literal["cpu", "cuda"]) -> None:
 
     A node that cannot run on fake tensors keeps those that were recorded.
     """
-    short = shorten_graph(traced)
-    mode, rows = FakeTensorMode(allow_non_fake_inputs=True), max(2, traced.min_rows)
+    graph, runs = shorten_graph(traced)
+    mode, rows = fake_mode(), max(2, traced.min_rows)
     with random_state(), torch.inference_mode(False), torch.no_grad(), quiet_log(), mode:
-        twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), nodes=short.graph.nodes)
-        run = _Dtypes(twin.module, short.graph, rows, kernels)
-        inputs = [empty_value(node, rows, needs_grad=False) for node in short.graph.nodes if _is_input(node)]
+        twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), nodes=graph.nodes)
+        run = _Dtypes(twin.module, graph, rows, kernels)
+        inputs = [empty_value(node, rows, needs_grad=False) for node in graph.nodes if _is_input(node)]
         run.run(rows, *inputs)
-    like = {
-        other: first
-        for own in short.runs
-        for block in own.nodes[2:-1]
-        for other, first in zip(block, own.nodes[1], strict=True)
-    }
+    like = templates(runs)
     for node, info in traced.compute_nodes():
         found = run.found.get(like.get(node, node).meta[INFO].name, ())
         if len(found) == len(info.tensors):

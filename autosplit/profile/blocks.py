@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -24,11 +24,11 @@ import torch
 from torch import fx, nn
 
 from autosplit.memory.pieces import StageTrace
-from autosplit.profile.expand import Costs, Run, Traces, Uneven
+from autosplit.profile.expand import Run, Traces, Uneven, expanded_costs
 from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
-from autosplit.profile.types import NodeProfile, Profile
+from autosplit.profile.types import NodeProfile
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 
 _FEWEST = 4
@@ -37,31 +37,19 @@ _DEEPEST = 4
 """How many numbered components of a module's path may name its block."""
 
 
-@dataclass(frozen=True)
-class ShortStage:
-    """A stage without the blocks that others stand for, and the runs of blocks that it was made of."""
-
-    stage: StageNodes
-    runs: tuple[Run, ...]
+Runs = tuple[Run, ...]
+"""The runs of blocks of which a graph has but three: the first, a template, and the last."""
 
 
-@dataclass(frozen=True)
-class ShortGraph:
-    """A graph without the blocks that others stand for, and the runs of blocks that it was made of."""
-
-    graph: fx.Graph
-    runs: tuple[Run, ...]
-
-
-def shorten(stage: StageNodes, *, behind: int = 0) -> ShortStage:
-    """Return a stage without the blocks that others stand for; the same one where there are none.
+def shorten(stage: StageNodes, *, behind: int = 0) -> tuple[StageNodes, Runs]:
+    """Return a stage without the blocks that others stand for, and their runs; the same one where there are none.
 
     ``behind``: how many blocks at the end of each run stay as they are.
     """
     found = find_runs(stage.own, stage.root, outputs=stage.outputs)
     runs = tuple(run.without(behind) for run in found if len(run.paths) >= _FEWEST + behind)
     if not runs:
-        return ShortStage(stage, ())
+        return stage, ()
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in (*stage.numbers, *stage.inputs):
         copies[node] = graph.placeholder(node.name)
@@ -71,48 +59,47 @@ def shorten(stage: StageNodes, *, behind: int = 0) -> ShortStage:
     def copied(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
         return tuple(copies[node] for node in nodes)
 
-    short = StageNodes(stage.root, copied(stage.numbers), copied(stage.inputs), own, copied(stage.outputs))
-    return ShortStage(short, runs)
+    return StageNodes(stage.root, copied(stage.numbers), copied(stage.inputs), own, copied(stage.outputs)), runs
 
 
-def shorten_graph(traced: TracedGraph) -> ShortGraph:
-    """Return a recording's graph without the blocks that others stand for."""
+def shorten_graph(traced: TracedGraph) -> tuple[fx.Graph, Runs]:
+    """Return a recording's graph without the blocks that others stand for, and their runs."""
     runs = tuple(find_runs([n for n in traced.graph.nodes if n.op not in ("placeholder", "output")], traced.root))
     if not runs:
-        return ShortGraph(traced.graph, ())
+        return traced.graph, ()
     graph = fx.Graph()
     _copied(traced.graph.nodes, runs, graph, {})
-    return ShortGraph(graph, runs)
+    return graph, runs
 
 
 def _copied(
     nodes: Iterable[fx.Node], runs: Sequence[Run], graph: fx.Graph, copies: dict[fx.Node, fx.Node]
 ) -> tuple[fx.Node, ...]:
     """Copy nodes into a graph, but for those of blocks that others stand for; enter the copies and return them."""
-    stand_ins: dict[fx.Node, fx.Node] = {}
-    for run in runs:
-        for block in run.nodes[2:-1]:
-            stand_ins |= zip(block, run.nodes[1], strict=True)
-    own = [node for node in nodes if node not in stand_ins]
+    like = templates(runs)
+    own = [node for node in nodes if node not in like]
     for node in own:
-        copies[node] = graph.node_copy(node, lambda operand: copies[stand_ins.get(operand, operand)])
+        copies[node] = graph.node_copy(node, lambda operand: copies[like.get(operand, operand)])
         copies[node].meta = node.meta
     return tuple(copies[node] for node in own)
 
 
-class CostMemo:
-    """Costs of one recording at several sizes or for several devices, each made once; under one autocast.
+def templates(runs: Sequence[Run]) -> dict[fx.Node, fx.Node]:
+    """Map the nodes of the blocks that others stand for to those of their templates."""
+    blocks = ((run.nodes[1], block) for run in runs for block in run.nodes[2:-1])
+    return {own: like for template, block in blocks for like, own in zip(template, block, strict=True)}
 
-    Attributes:
-        mixes: some nodes run on the whole batch.
-        profiles: whole profiles, by all that they depend on.
+
+class CostMemo:
+    """Costs of one recording at several sizes, each made once; under one autocast.
+
+    ``mixes``: some nodes run on the whole batch.
     """
 
     def __init__(self, traced: TracedGraph) -> None:
         self._traced = traced
-        self._short = shorten_graph(traced)
+        self._graph, self._runs = shorten_graph(traced)
         self.mixes = any(info.node_class is NodeClass.FULL for _, info in traced.compute_nodes())
-        self.profiles: dict[Hashable, Profile] = {}
         self._known: dict[Hashable, dict[str, NodeProfile]] = {}
 
     def costs(
@@ -131,10 +118,10 @@ class CostMemo:
         return self._known[key]
 
     def _expanded(self, run: Callable[[TracedGraph], dict[str, NodeProfile]]) -> dict[str, NodeProfile]:
-        if self._short.runs:
-            found = run(replace(self._traced, graph=self._short.graph))
+        if self._runs:
+            found = run(replace(self._traced, graph=self._graph))
             with contextlib.suppress(Uneven):
-                costs = Costs(self._short.runs, found).expanded()
+                costs = expanded_costs(self._runs, found)
                 return {info.name: costs[info.name] for _, info in self._traced.compute_nodes()}
         return run(self._traced)
 
@@ -147,10 +134,10 @@ def block_trace(stage: StageNodes, how: How) -> StageTrace:
     again, which ends before its last node.
     """
     for behind in (1, 0) if how.whole else (0, 1):
-        short = shorten(stage, behind=behind)
-        if short.runs:
+        short, runs = shorten(stage, behind=behind)
+        if runs:
             with contextlib.suppress(Uneven):
-                return Traces(short.runs, trace_stage(short.stage, how)).expanded()
+                return Traces(runs, trace_stage(short, how)).expanded()
     return trace_stage(stage, how)
 
 

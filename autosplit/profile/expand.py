@@ -6,7 +6,7 @@ the template what stands at the same place in its own, in the previous or in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -241,36 +241,28 @@ def _check_balance(trace: StageTrace) -> None:
             raise Uneven
 
 
-class Costs:
-    """Costs of a short graph's nodes, on their way to be those of all nodes."""
-
-    def __init__(self, runs: Sequence[Run], short: Mapping[str, NodeProfile]) -> None:
-        self.runs, self.short = runs, short
-        self.names = _Names(runs, _labels(runs))
-        self.renames = _renames(runs)
-        entered: set[int] = set()
-        for name, cost in short.items():
-            for storage, size in (*cost.outputs.items(), *cost.saved.items()):
-                if storage not in entered:
-                    entered.add(storage)
-                    self.names.enter(storage, size, name, "")
-
-    def expanded(self) -> dict[str, NodeProfile]:
-        """Return the costs of all nodes, those of each run one after the other; raises Uneven."""
-        found: dict[str, NodeProfile] = {}
-        for name, cost in self.short.items():
-            where = self.names.labels.get(name)
-            if where is None:
-                found[name] = cost
-                continue
-            run, block = where
-            last = self.runs[run].copies + 1
-            for position in (0,) if block == 0 else (last,) if block == 2 else range(1, last):
-                own = self.renames[run, position][name] if block == 1 else name
-                place = _placing(self.names, run, position)
-                found[own] = replace(cost, name=own, saved=place(cost.saved), outputs=place(cost.outputs))
-        return found
-
-
-def _placing(names: _Names, run: int, position: int) -> Callable[[Mapping[int, int]], dict[int, int]]:
-    return lambda storages: {names.at(storage, run, position): size for storage, size in storages.items()}
+def expanded_costs(runs: Sequence[Run], short: Mapping[str, NodeProfile]) -> dict[str, NodeProfile]:
+    """Return the costs of all nodes by those of a short graph: each run one after the other. Raises Uneven."""
+    names, renames = _Names(runs, _labels(runs)), _renames(runs)
+    entered: set[int] = set()
+    for name, cost in short.items():
+        for storage, size in (*cost.outputs.items(), *cost.saved.items()):
+            if storage not in entered:
+                entered.add(storage)
+                names.enter(storage, size, name, "")
+    found: dict[str, NodeProfile] = {}
+    for name, cost in short.items():
+        where = names.labels.get(name)
+        if where is None:
+            found[name] = cost
+            continue
+        run, block = where
+        last = runs[run].copies + 1
+        for position in (0,) if block == 0 else (last,) if block == 2 else range(1, last):
+            own = renames[run, position][name] if block == 1 else name
+            saved, outputs = (
+                {names.at(storage, run, position): size for storage, size in storages.items()}
+                for storages in (cost.saved, cost.outputs)
+            )
+            found[own] = replace(cost, name=own, saved=saved, outputs=outputs)
+    return found

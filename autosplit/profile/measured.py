@@ -74,7 +74,6 @@ def measure(
 
 @dataclass(frozen=True)
 class _Run:
-    result: Any
     forward_s: float
     backward_s: float
     forward_peak_bytes: int | None
@@ -85,36 +84,31 @@ class _Run:
 
 @dataclass
 class _Samples:
-    forward_s: list[float] = field(default_factory=list)
-    backward_s: list[float] = field(default_factory=list)
+    runs: list[_Run] = field(default_factory=list)
     splits: list[SplitBackward] = field(default_factory=list)
-    forward_peak_bytes: int | None = None
-    backward_peak_bytes: int | None = None
-
-    def add(self, run: _Run) -> None:
-        self.forward_s.append(run.forward_s)
-        self.backward_s.append(run.backward_s)
-        if run.forward_peak_bytes is not None:
-            self.forward_peak_bytes = max(run.forward_peak_bytes, self.forward_peak_bytes or 0)
-        if run.backward_peak_bytes is not None:
-            self.backward_peak_bytes = max(run.backward_peak_bytes, self.backward_peak_bytes or 0)
 
     def summary(self) -> MeasuredNode:
-        backward_s = statistics.median(self.backward_s)
+        forwards_s, backwards_s = [run.forward_s for run in self.runs], [run.backward_s for run in self.runs]
+        backward_s = statistics.median(backwards_s)
         split = SplitBackward(backward_s, 0.0)
         if self.splits:
             parts = [(own.input_s, own.weight_s) for own in self.splits]
             split = SplitBackward(*map(statistics.median, zip(*parts, strict=True)))
         return MeasuredNode(
-            forward_s=statistics.median(self.forward_s),
+            forward_s=statistics.median(forwards_s),
             backward_s=backward_s,
             split=split,
-            forward_range_s=_quartiles(self.forward_s),
-            backward_range_s=_quartiles(self.backward_s),
-            samples=len(self.forward_s),
-            forward_peak_bytes=self.forward_peak_bytes,
-            backward_peak_bytes=self.backward_peak_bytes,
+            forward_range_s=_quartiles(forwards_s),
+            backward_range_s=_quartiles(backwards_s),
+            samples=len(self.runs),
+            forward_peak_bytes=_highest([run.forward_peak_bytes for run in self.runs]),
+            backward_peak_bytes=_highest([run.backward_peak_bytes for run in self.runs]),
         )
+
+
+def _highest(peaks: Sequence[int | None]) -> int | None:
+    """Return the highest of the peaks that were counted, at least 0; None where none was."""
+    return max((max(peak, 0) for peak in peaks if peak is not None), default=None)
 
 
 class _Timing(BorderInterpreter):
@@ -174,10 +168,10 @@ class _Timing(BorderInterpreter):
         kind = called(node, self.module, {given: value_kind(self.env[given]) for given in node.all_input_nodes})
         if kind not in self._samples:
             self._samples[kind] = self._rehearse(node)
-        run = self._once(node, private=False)
-        self._samples[kind].add(run)
+        result, run = self._once(node, private=False)
+        self._samples[kind].runs.append(run)
         self._kinds[info.name] = kind
-        return run.result
+        return result
 
     def _rehearse(self, node: fx.Node) -> _Samples:
         """Warm the node up and measure it on copies, as often as its length allows.
@@ -188,17 +182,16 @@ class _Timing(BorderInterpreter):
         if self._clock.warms:
             with self._watched:
                 self._once(node, private=True)
-        warm = self._once(node, private=True)
+        warm = self._once(node, private=True)[1]
         affordable = min(self._repeats, int(_LONG_S / max(warm.forward_s + warm.backward_s, 1e-9)))
-        defers = warm.defers
-        del warm
         for _ in range(affordable - 1):
-            samples.add(self._once(node, private=True))
-        if defers:
+            samples.runs.append(self._once(node, private=True)[1])
+        if warm.defers:
             samples.splits = [self._split(node) for _ in range(max(1, affordable))]
         return samples
 
-    def _once(self, node: fx.Node, *, private: bool) -> _Run:
+    def _once(self, node: fx.Node, *, private: bool) -> tuple[Any, _Run]:
+        """Run a node; return its result, and what that took."""
         call, clock = self.prepare(node, private=private), self._clock
         before = clock.held_bytes() or 0
         forward = clock.timed(call.run)
@@ -208,8 +201,7 @@ class _Timing(BorderInterpreter):
             ones = [torch.ones_like(target) for target in targets]
             backward = clock.timed(lambda: _backward(call, targets, ones))
             backward_s, backward_peak = backward.seconds, backward.peak_bytes
-        return _Run(
-            call.settle(forward.result),
+        return call.settle(forward.result), _Run(
             forward.seconds,
             backward_s,
             None if forward.peak_bytes is None else forward.peak_bytes - before,

@@ -77,12 +77,7 @@ class Profile:
         state: parameters and buffers by qualified name (each object once, under its first name).
         input_bytes: bytes of each input placeholder at ``rows``, by stable name.
         input_grads: whether each input wants a gradient, likewise.
-        device: the device on which the times were measured, as text.
-        measured: False when the times come from a cost model.
-        out_of_memory: nodes that could not be measured because memory ran out, and why.
-        samples: what was measured, by stable node name: medians, ranges, and the device's own peak bytes.
-        workspaces: bytes of scratch that the device's kernels were seen to hold meanwhile, by `operation_key`; None
-            where nobody looked.
+        times: what was measured, and on which device; without nodes where all times come from that device's cost model.
         shares: what of the nodes and the state the rank has whose costs these are.
         before_loss: the node that also computes the loss, as it is without.
     """
@@ -91,14 +86,15 @@ class Profile:
     nodes: Mapping[str, NodeProfile]
     state: Mapping[str, StateProfile]
     input_bytes: Mapping[str, int]
-    device: str
-    measured: bool
+    times: MeasuredTimes
     input_grads: Mapping[str, bool] = field(default_factory=dict)
-    out_of_memory: Mapping[str, str] = field(default_factory=dict)
-    samples: Mapping[str, MeasuredNode] = field(default_factory=dict)
-    workspaces: Mapping[str, int] | None = None
     shares: TensorShares = field(default_factory=TensorShares)
     before_loss: NodeProfile | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether the times were measured; else they come from a cost model."""
+        return bool(self.times.nodes)
 
     @property
     def estimated(self) -> dict[str, str]:
@@ -111,7 +107,7 @@ class Profile:
         if not self.measured:
             return {}
         mixing = "it runs once per step, on the whole batch, or needs what does"
-        return {name: self.out_of_memory.get(name, mixing) for name in self.nodes if name not in self.samples}
+        return {name: self.times.out_of_memory.get(name, mixing) for name in self.nodes if name not in self.times.nodes}
 
 
 @dataclass(frozen=True)

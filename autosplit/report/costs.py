@@ -7,7 +7,7 @@ row       nodes of one module taken together: times and FLOPs add up, saved stor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,11 +16,12 @@ from torch import fx, nn
 
 from autosplit.errors import listed
 from autosplit.planning.plan.fields import Record
+from autosplit.profile.stage_trace.stage_graph import users_of
 from autosplit.profile.types import Profile
 from autosplit.report.document import DEFAULT_WIDTH, Column, Section, as_text, column, room_beside
-from autosplit.report.words import format_count, plural, shorten, size_words
+from autosplit.report.words import format_count, shorten, size_words
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
-from autosplit.units import format_bytes, format_seconds
+from autosplit.units import format_bytes, format_seconds, plural
 
 OUTPUT = ""
 """Among the users of a node: the model's caller."""
@@ -116,7 +117,7 @@ def cost_report(
     parameters = list(model.parameters())
     return CostReport(
         model=type(model).__name__,
-        device=profile.device,
+        device=profile.times.device,
         hardware=hardware,
         basis="measured" if profile.measured else "modelled",
         torch=str(torch.__version__),
@@ -140,7 +141,7 @@ def cost_report(
 
 
 def _node(node: fx.Node, info: TracedNode, profile: Profile) -> NodeCost:
-    found, sample = profile.nodes[info.name], profile.samples.get(info.name)
+    found, sample = profile.nodes[info.name], profile.times.nodes.get(info.name)
     figures = vars(found) | ({} if sample is None else vars(sample)) | {"estimated": found.estimated or ""}
     return NodeCost(
         **{name: value for name, value in figures.items() if name in NodeCost.model_fields},
@@ -150,18 +151,8 @@ def _node(node: fx.Node, info: TracedNode, profile: Profile) -> NodeCost:
         why=profile.modelled.get(info.name, ""),
         forward_flops=found.forward_flops,
         backward_flops=found.backward_flops,
-        users=tuple(dict.fromkeys(_users(node))),
+        users=tuple(dict.fromkeys(OUTPUT if n.op == "output" else n.meta[INFO].name for n in users_of(node))),
     )
-
-
-def _users(node: fx.Node) -> Iterable[str]:
-    for user in node.users:
-        if user.op == "output":
-            yield OUTPUT
-        elif isinstance(info := user.meta.get(INFO), TracedNode):
-            yield info.name
-        else:
-            yield from _users(user)
 
 
 # -- as text ----------------------------------------------------------------------------------------------------------

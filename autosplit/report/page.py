@@ -19,11 +19,11 @@ from autosplit.planning.plan.record import Alternative, LaneCurve
 from autosplit.planning.timeline import StepTimeline
 from autosplit.report.beside import Beside, beside, measured_sections
 from autosplit.report.document import printable
-from autosplit.report.prediction import changes, is_this_plan, memory_words, needs_words, prediction, proof, verdicts
+from autosplit.report.prediction import changes, memory_words, needs_words, prediction, proof, verdicts
 from autosplit.report.sections import boundary_table, header, lists, stage_tables
-from autosplit.report.words import device_words, format_count, format_rate, plural, recompute_words, schedule_words
+from autosplit.report.words import device_words, format_count, format_rate, recompute_words, schedule_words
 from autosplit.schedule.action import Action, Schedule
-from autosplit.units import format_bytes, format_seconds
+from autosplit.units import format_bytes, format_seconds, plural
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = ("format", "model", "chart", "timeline", "memory", "cuts", "frontier", "page")
@@ -92,7 +92,7 @@ def _what(plan: Plan) -> str:
     """Return what was planned in one line: devices, schedule, batch, optimizer."""
     rows = plan.microbatch_rows
     tokens = "" if plan.sequence is None else f" of {plural(plan.sequence, 'token')}"
-    batch = f"{sum(rows)} rows{tokens} in {len(rows)} microbatch{'es' * (len(rows) != 1)}"
+    batch = f"{sum(rows)} rows{tokens} in {plural(len(rows), 'microbatch')}"
     precision = "" if (plan.precision or plan.dtype) is None else f" in {plan.precision or plan.dtype}"
     size = f"{format_count(plan.parameters)} parameters{precision}"
     schedule = schedule_words(plan.schedule, plan.virtual_stages, plan.replicas)
@@ -151,7 +151,7 @@ def page_data(plan: Plan, seen: Beside | None = None) -> dict[str, Any]:
         "units": [unit | {"name": printable(unit["name"])} for unit in fields["units"]] if movable else [],
         "curves": [_short(curve) for curve in plan.curves] if plan.curves_match(schedule) else None,
         "frontier": [
-            fields | {"title": _title(one), "plan": is_this_plan(plan, one)}
+            fields | {"title": _title(one), "plan": one.choice == plan.alternative.choice}
             for fields, one in zip(fields["frontier"], plan.frontier, strict=True)
         ],
         "recorded": None if seen is None else _recorded(schedule, seen),

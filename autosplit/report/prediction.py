@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from autosplit.planning.explain.verdicts import DeviceVerdict, binding, device_verdicts
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Alternative
 from autosplit.report.document import Section, column, room_beside, table_width
-from autosplit.report.words import clip, format_rate, numbers, plural, recompute_words, schedule_words, size_words
-from autosplit.units import format_bytes, format_seconds
+from autosplit.report.words import clip, format_rate, numbers, recompute_words, schedule_words, size_words
+from autosplit.units import format_bytes, format_seconds, plural
 
 COLLAPSED_SHARE = 0.5
 HINDERED_SHARE = 0.1
@@ -173,7 +172,8 @@ def frontier(plan: Plan, *, width: int | None) -> Iterator[Section]:
     """Yield the plans that none beats in both step and peak, the fastest first."""
     if len(plan.frontier) < 2:
         return
-    shown = [one for place, one in enumerate(plan.frontier) if place < FRONTIER_ROWS or is_this_plan(plan, one)]
+    chosen = plan.alternative.choice
+    shown = [one for place, one in enumerate(plan.frontier) if place < FRONTIER_ROWS or one.choice == chosen]
     left = len(plan.frontier) - len(shown)
     below = [f"and {left} slower ones that need less"] if left else []
     if not all(one.replayed for one in shown):
@@ -188,7 +188,7 @@ def frontier(plan: Plan, *, width: int | None) -> Iterator[Section]:
         column("step", shown, lambda one: format_seconds(one.step_s)),
         column("largest peak", shown, lambda one: f"{'' if one.replayed else '~'}{format_bytes(one.peak_bytes)}"),
         column("verdict", shown, lambda one: one.verdict, align="left"),
-        column("", shown, lambda one: "this plan" if is_this_plan(plan, one) else "", align="left"),
+        column("", shown, lambda one: "this plan" if one.choice == chosen else "", align="left"),
     )
     room = room_beside([*setting, *outcome], width=width)
     recompute = column("recompute", shown, lambda one: clip(recompute_words(one.recompute), width=room), align="left")
@@ -210,14 +210,6 @@ def meshes(plan: Plan) -> Iterator[Section]:
     )
     left = [f"and {len(plan.meshes) - len(shown)} more"] if len(plan.meshes) > len(shown) else []
     yield Section("Other meshes", columns=columns, below=(*left, ">: a lower bound"))
-
-
-def is_this_plan(plan: Plan, one: Alternative) -> bool:
-    """Tell whether a weighed plan is the one that was chosen."""
-    chosen = tuple(stage.recompute for stage in plan.stages)
-    listed = one.recompute * len(chosen) if len(one.recompute) == 1 else one.recompute
-    same = (one.chunks, one.schedule, one.virtual_stages) == (plan.chunks, plan.schedule, plan.virtual_stages)
-    return same and listed == chosen and one.replicas == plan.replicas
 
 
 def _range(row: DeviceVerdict) -> str:

@@ -33,8 +33,8 @@ from autosplit.report.document import (
     table_width,
 )
 from autosplit.report.prediction import changes, frontier, meshes, prediction, shares, verdicts
-from autosplit.report.words import covers, fit_modules, format_count, plural, repeats, shorten, size_words, some_numbers
-from autosplit.units import format_bytes, format_seconds
+from autosplit.report.words import covers, fit_modules, format_count, repeats, shorten, size_words, some_numbers
+from autosplit.units import format_bytes, format_seconds, plural
 
 NARROWEST_MODULES = 24
 BOUNDARY_ROWS = 24

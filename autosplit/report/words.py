@@ -93,11 +93,6 @@ def size_words(count: int | None) -> str:
     return "-" if count is None else format_bytes(count)
 
 
-def plural(count: int, word: str) -> str:
-    """Return a number and its noun: ``"1 row"``, ``"2 rows"``."""
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
-
 def repeats(names: Sequence[str]) -> str:
     """Return names with equal neighbours counted: ``"2 x cuda:0, cpu"``."""
     counts = [(name, len(list(run))) for name, run in groupby(names)]

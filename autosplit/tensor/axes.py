@@ -272,3 +272,11 @@ def shard_of(dims: Sequence[Axis], atom: Axis) -> Shard | None:
         lengths = [(len(list(group)), length) for length, group in groupby(length for _, length in pieces)]
         found = Shard(number, tuple(lengths))
     return found
+
+
+def shard_if_any(dims: Sequence[Axis], atom: Axis) -> Shard | None:
+    """Return how a tensor is cut when an axis is sharded; None where it is not, or cannot be."""
+    try:
+        return shard_of(dims, atom)
+    except Incompatible:
+        return None

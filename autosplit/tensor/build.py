@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from torch import fx, nn
@@ -69,8 +70,7 @@ class _Builder:
         return replace(info, tensors=tuple(tensors), part=part)
 
     def _state(self, target: str) -> Any:
-        path, _, name = target.rpartition(".")
-        return getattr(self.traced.root.get_submodule(path) if path else self.traced.root, name)
+        return attrgetter(target)(self.traced.root)
 
     def _placed(self, key: Operand) -> Placements:
         """Return how a value lies where it is made."""

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from autosplit.profile.node_costs.flops import flat_tensors
-from autosplit.tensor.axes import Axis, Incompatible, Shard, shard_of
+from autosplit.tensor.axes import Axis, Shard, shard_if_any
 from autosplit.tensor.facts import Facts, NodeFacts, operand_of
 from autosplit.tensor.follow import Follower, KernelsAsOne
 from autosplit.tensor.local import local_arguments, local_shape, lookup_of
@@ -53,10 +53,7 @@ def draws_in_parts(facts: Facts, node: NodeFacts, axis: Axis) -> bool:
 
 
 def _shard(facts: Facts, key: int, axis: Axis) -> Shard | None:
-    try:
-        return shard_of(facts.dims[key], axis)
-    except Incompatible:
-        return None
+    return shard_if_any(facts.dims[key], axis)
 
 
 def _shapes(facts: Facts, root: nn.Module, node: NodeFacts, axis: Axis, ranks: int) -> list[list[int]]:

@@ -90,7 +90,7 @@ class Run(fx.Interpreter):
         shapes = [info.shape_at(rows) for info in given]
         self._lengths = lengths_in(traced.lengths, shapes)
         self.facts = Facts(rows, self._lengths)
-        self.twins: dict[int, tuple[Tensor, Tensor]] = {}
+        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
         self._follower = Follower(rules())
         first = next(traced.root.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
@@ -139,10 +139,10 @@ class Run(fx.Interpreter):
         """Return a fake tensor of a parameter's, a buffer's or a constant's shape: one for each."""
         if not isinstance(value, Tensor):
             return value
-        if id(value) not in self.twins:
+        if id(value) not in self._twins:
             twin = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-            self.twins[id(value)] = value, self._entered(twin)
-        return self.twins[id(value)][1]
+            self._twins[id(value)] = value, self._entered(twin)
+        return self._twins[id(value)][1]
 
     def _computed(self, node: fx.Node, info: TracedNode) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(node)

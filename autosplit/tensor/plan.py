@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx
 
 from autosplit.errors import InputError, listed
 from autosplit.profile.blocks import shorten_graph
@@ -126,18 +127,15 @@ def check_sharded(plan: TensorPlan) -> None:
 class _Planner:
     def __init__(self, traced: TracedGraph, ranks: int, rows: int, options: dict[str, Any]) -> None:
         self.traced, self.ranks, self.rows = traced, ranks, rows
-        short = shorten_graph(traced)
-        self.runs, self.graph = short.runs, short.graph
-        run = Run(traced, self.graph, rows=rows)
-        self.facts: Facts = run.whole()
-        self.twins = run.twins
+        self.graph, self.runs = shorten_graph(traced)
+        self.facts: Facts = Run(traced, self.graph, rows=rows).whole()
         outputs = {operand_of(o) for node in self.graph.nodes if node.op == "output" for o in node.all_input_nodes}
         self._options = options
         self.outputs = outputs
         self.problem = self._problem()
 
     def _problem(self, *, any_size: bool = False) -> Problem:
-        return Problem(self.facts, self.traced.root, self.twins, self.outputs, any_size=any_size, **self._options)
+        return Problem(self.facts, self.traced.root, self.outputs, any_size=any_size, **self._options)
 
     def plan(self) -> TensorPlan:
         """Solve and write down."""
@@ -249,7 +247,7 @@ class _Planner:
         by_tensor: dict[int, Placement] = {}
         why: dict[int, str] = {}
         for key, (placement, *_) in placed.items():
-            tensor = _attribute(root, key)
+            tensor = attrgetter(key.removeprefix("."))(root)
             by_tensor[id(tensor)] = placement
             why[id(tensor)] = reasons.get(key, "")
         names = dict(root.named_parameters(remove_duplicate=False))
@@ -269,8 +267,9 @@ class _Planner:
                 node = nodes[key]
                 name, own, size, gradient = node.name, node.gives, node.value_bytes, node.gradient
             elif key in placed:
-                tensor = _attribute(self.traced.root, key)
-                name, own, size = key.removeprefix("."), placed[key], tensor.numel() * tensor.element_size()
+                name, own = key.removeprefix("."), placed[key]
+                tensor = attrgetter(name)(self.traced.root)
+                size = tensor.numel() * tensor.element_size()
                 gradient = tensor.requires_grad
             else:
                 continue
@@ -297,11 +296,6 @@ def _users(traced: TracedGraph, nodes: Mapping[str, NodePlan]) -> dict[Operand, 
                 count = len(nodes[operand.name].gives) if operand.name in nodes else 1
                 found.setdefault(operand_of(operand), []).append(("output", (REPLICATED,) * count))
     return found
-
-
-def _attribute(root: nn.Module, key: Operand) -> Tensor:
-    path, _, name = key.removeprefix(".").rpartition(".")
-    return getattr(root.get_submodule(path), name)
 
 
 def _divisors(size: int) -> str:

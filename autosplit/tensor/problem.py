@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
-from autosplit.tensor.axes import Axis, Incompatible, shard_of
+from autosplit.tensor.axes import Axis, shard_if_any, shard_of
 from autosplit.tensor.check import draws_in_parts, runs
 from autosplit.tensor.facts import Facts, Operand
 from autosplit.tensor.moves import collectives
@@ -76,7 +77,6 @@ class Problem:
         self,
         facts: Facts,
         root: nn.Module,
-        twins: Mapping[int, tuple[Tensor, Tensor]],
         outputs: Collection[Operand],
         *,
         ranks: int,
@@ -92,7 +92,7 @@ class Problem:
         self._outputs = outputs
         self._draws = draws
         self._nested = {name for name, node in facts.nodes.items() if len(node.results) != 1}
-        self._parameters({id(twin): tensor for tensor, twin in twins.values()}, any_size, pins)
+        self._parameters(any_size, pins)
         self._nodes(any_size)
 
     @property
@@ -100,12 +100,12 @@ class Problem:
         """The parameters that nodes take."""
         return [key for key, value in self.values.items() if key not in self.ways]
 
-    def _parameters(self, parameters: Mapping[int, Tensor], any_size: bool, pins: Mapping[str, int | None]) -> None:
+    def _parameters(self, any_size: bool, pins: Mapping[str, int | None]) -> None:
         """Enter parameters, each once whatever its names, and collect the axes that may be sharded."""
         self.axes: dict[Axis, None] = {}
         first: dict[int, Operand] = {}
         for key, value in self.facts.values.items():
-            parameter = parameters.get(id(value))
+            parameter = attrgetter(key[1:])(self.root) if key.startswith(".") else None
             if not isinstance(parameter, nn.Parameter):
                 continue
             if id(value) in first:
@@ -116,7 +116,7 @@ class Problem:
             states: list[State] = [REPLICATED]
             for atom in dict.fromkeys(atom for axis in dims for atom in axis.atoms()):
                 divides = atom.size > 1 and (any_size or atom.size % self.ranks == 0)
-                if divides and atom not in self.facts.outer and self._fits(dims, atom):
+                if divides and atom not in self.facts.outer and shard_if_any(dims, atom) is not None:
                     states.append(atom)
                     self.axes[atom] = None
             if key[1:] in pins:
@@ -127,12 +127,6 @@ class Problem:
     def _dim(self, dims: list[Axis], state: State) -> int | None:
         shard = shard_of(dims, state) if isinstance(state, Axis) else None
         return None if shard is None else shard.dim
-
-    def _fits(self, dims: list[Axis], atom: Axis) -> bool:
-        try:
-            return shard_of(dims, atom) is not None
-        except Incompatible:
-            return False
 
     def _nodes(self, any_size: bool) -> None:
         for name, node in self.facts.nodes.items():

@@ -97,7 +97,7 @@ def test_new_sums_take_the_place_of_the_old_ones() -> None:
 
 
 def test_casts_are_made_by_the_first_microbatch() -> None:
-    pieces = traces(4, cast=True).pieces["never"]
+    pieces = traces(4, cast=True).pieces(last=True)
     first, later = (pieces.piece("F", first=first) for first in (True, False))
     assert first.left["casts"] == 2 * (2 * 4 * 16 + 16 + 4), "weights and biases of two layers, in bfloat16"
     assert "casts" not in later.left
@@ -116,7 +116,7 @@ def test_i_and_w_do_what_b_does_and_leave_gradients_and_casts(
     blocks: int, logits: int, cast: bool, recompute: Recompute
 ) -> None:
     own = traces(8, blocks, recompute, logits=logits, cast=cast)
-    pieces = own.pieces[own.variant(last=False)]
+    pieces = own.pieces(last=False)
     for first in (True, False):
         whole, inputs, weights = (pieces.piece(kind, first=first) for kind in ("B", "I", "W"))
         assert bool(weights.steps) == (recompute == "never")

@@ -105,7 +105,7 @@ def test_the_smallest_limit_is_the_smallest(empty: bool) -> None:
         error = refusal(limited, stages=stages, empty=empty)
         assert error.smallest_bytes == least, seed
         met = replace(problem, devices=devices_of((error.smallest_bytes,) * stages))
-        assert max(solve(met, stages=stages, empty=empty).stage_bytes) <= least
+        assert max(solve(met, stages=stages, empty=empty).costs.stage_bytes) <= least
         refused += 1
     assert refused > 60
 
@@ -141,7 +141,7 @@ def test_an_incomplete_search_names_a_limit_that_it_can_meet() -> None:
     limit = caught.value.smallest_bytes
     assert limit is not None
     met = replace(problem, devices=devices_of((limit, limit)))
-    assert max(solve(met, stages=2, ideal_limit=8).stage_bytes) <= limit
+    assert max(solve(met, stages=2, ideal_limit=8).costs.stage_bytes) <= limit
 
 
 def test_stages_over_a_replayed_peak_name_their_largest_part() -> None:

@@ -31,26 +31,26 @@ def searched(seed: int, schedule: str, virtual: int, *, works: int = 14) -> Line
 @pytest.mark.parametrize("limited", [False, True])
 def test_what_comes_out_no_move_makes_shorter(seed: int, schedule: str, virtual: int, limited: bool) -> None:
     search = searched(seed, schedule, virtual)
-    options, room = (list(RECOMPUTE) if limited else ["never"]), None
+    options, room = [RECOMPUTE if limited else ("never",)] * search.stages, None
     if limited:
         least = max(search.min_memory_cut(options, [1e9] * 3).device_bytes)
-        free = search.fastest(["never"])
+        free = search.fastest([("never",)] * search.stages)
         assert free is not None
         room = [(least + max(free.device_bytes)) / 2] * 3
     found = search.fastest(options, room)
     assert found is not None
     chains = np.concatenate([moved(found.bounds, further=True), paired(found.bounds)])
     assert all(left < right for chain in chains.tolist() for left, right in pairwise(chain))
-    ranked = sorted(options, key=search.share)
-    chosen = search._fitting(chains, ranked, room)
-    steps = search.model.steps(stages_of(chosen.chains, search.line.size), search._redone(chosen, ranked))
+    chosen = search._fitting(chains, options, room)
+    again = np.array([[search.share(option) for option in chosen.recompute(row)] for row in range(len(chosen.chains))])
+    steps = search.model.steps(stages_of(chosen.chains, search.line.size), again)
     assert (steps >= found.step_s * (1 - 2e-9)).all()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_options_beside_a_cut_are_those_from_nothing(seed: int) -> None:
     search = searched(seed, "interleaved", 2)
-    ranked = sorted(RECOMPUTE, key=search.share)
+    ranked = [RECOMPUTE] * search.stages
     least = max(search.min_memory_cut(ranked, [1e9] * 3).device_bytes)
     room = [1.15 * least] * 3
     found = search.fastest(ranked, room)
@@ -64,10 +64,12 @@ def test_options_beside_a_cut_are_those_from_nothing(seed: int) -> None:
 
 def test_without_limits_what_takes_the_same_time_is_the_same_cut() -> None:
     search = searched(1, "1f1b", 1)
-    every, block, always = (search.fastest(list(RECOMPUTE)), search.fastest(["block"]), search.fastest(["always"]))
+    every, never, block, always = (
+        search.fastest([options] * search.stages) for options in (RECOMPUTE, ("never",), ("block",), ("always",))
+    )
     assert block is not None
     assert always is not None
-    assert every == search.fastest(["never"])
+    assert every == never
     assert (block.bounds, block.step_s) == (always.bounds, always.step_s)
     assert block.device_bytes == search.cut(block.bounds, block.recompute).device_bytes
     assert set(block.recompute) == {"block"}

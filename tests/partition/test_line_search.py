@@ -12,7 +12,7 @@ from autosplit.partition.checker import Costs, check
 from autosplit.partition.graph import base_graph
 from autosplit.partition.line.coarse import coarsened, runs, taken_apart
 from autosplit.partition.line.line import Line
-from autosplit.partition.line.search import LineSearch
+from autosplit.partition.line.search import LineSearch, listed
 from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem, TensorEdge, Tie, Work
 from autosplit.partition.step_bound import spread_bound
 
@@ -83,7 +83,7 @@ def test_the_fastest_cut_is_within_two_percent_of_the_best_of_all(seed: int, sch
     search = LineSearch(Line(problem), problem, stages=stages)
     every = [check(problem, assigned(bounds), recompute=("never",) * stages) for bounds in all_cuts(9, stages)]
     best = min(costs.step_s for costs in every)
-    found = search.fastest(["never"])
+    found = search.fastest([("never",)] * search.stages)
     assert found is not None
     assert best * (1 - 1e-9) <= found.step_s <= best * 1.02
 
@@ -92,18 +92,18 @@ def test_the_fastest_cut_is_within_two_percent_of_the_best_of_all(seed: int, sch
 def test_a_cut_keeps_its_room_and_recomputes_only_what_it_must(seed: int) -> None:
     problem = random_problem(seed)
     search = LineSearch(Line(problem), problem, stages=3)
-    least = max(search.min_memory_cut(list(RECOMPUTE), [1e9] * 3).device_bytes)
-    free = search.fastest(["never"])
+    least = max(search.min_memory_cut([RECOMPUTE] * search.stages, [1e9] * 3).device_bytes)
+    free = search.fastest([("never",)] * search.stages)
     assert free is not None
     room = (least + max(free.device_bytes)) / 2
-    found = search.fastest(list(RECOMPUTE), [room] * 3)
+    found = search.fastest([RECOMPUTE] * search.stages, [room] * 3)
     assert found is not None
     assert max(found.device_bytes) <= room
     pairs = product(all_cuts(9, 3), product(RECOMPUTE, repeat=3))
     every = (check(problem, assigned(bounds), recompute=options) for bounds, options in pairs)
     best = min(costs.step_s for costs in every if max(costs.device_bytes) <= room)
     assert found.step_s <= best * 1.02
-    assert search.fastest(list(RECOMPUTE), [least * 0.9] * 3) is None
+    assert search.fastest([RECOMPUTE] * search.stages, [least * 0.9] * 3) is None
 
 
 def test_a_neighbour_fits_where_one_of_a_devices_stages_needs_most_of_its_room() -> None:
@@ -113,11 +113,11 @@ def test_a_neighbour_fits_where_one_of_a_devices_stages_needs_most_of_its_room()
     before = search.cut((0, 2, 4, 6, 8), ["never"] * 4)
     assert before.device_bytes == (40, 130)
     room = [50.0, 120.0]
-    assert search.fastest(["never"], room) is None
-    found = search.fastest(["never"], room, near=before)
+    assert search.fastest([("never",)] * search.stages, room) is None
+    found = search.fastest([("never",)] * search.stages, room, near=before)
     assert found is not None
     assert found.device_bytes in {(50, 120), (40, 120)}
-    assert search.fastest(["never"], [30.0, 30.0], near=before) is None
+    assert search.fastest([("never",)] * search.stages, [30.0, 30.0], near=before) is None
 
 
 def test_a_devices_stages_update_at_once_and_keep_their_last_microbatches_at_once() -> None:
@@ -131,15 +131,15 @@ def test_a_devices_stages_update_at_once_and_keep_their_last_microbatches_at_onc
     assert search.device_bytes((0, 1, 2, 3, 4), ["always"] * 4) == (2 * 10 + 30,) * 2
     assert search.device_bytes((0, 1, 2, 3, 4), ["except_last"] * 4) == (2 * 10 + 2 * 30,) * 2
     even = search.cut((0, 1, 2, 3, 4), ["except_last"] * 4)
-    assert search.fastest(["except_last"], [79.0] * 2, near=even) is None
-    leaner = search.fastest(["except_last", "always"], [79.0] * 2, near=even)
+    assert search.fastest([("except_last",)] * search.stages, [79.0] * 2, near=even) is None
+    leaner = search.fastest([("except_last", "always")] * search.stages, [79.0] * 2, near=even)
     assert leaner is not None
     assert max(leaner.device_bytes) <= 79
 
 
-def test_what_a_tuple_lists_is_recomputed_stage_by_stage() -> None:
+def test_what_is_listed_is_recomputed_stage_by_stage() -> None:
     problem = random_problem(0)
-    found = LineSearch(Line(problem), problem, stages=3).listed(("block", "never", "always"))
+    found = LineSearch(Line(problem), problem, stages=3).fastest(listed(("block", "never", "always")))
     assert found is not None
     assert found.recompute == ("block", "never", "always")
 

@@ -29,7 +29,7 @@ def test_a_slow_device_and_its_link_by_hand() -> None:
     assert costs.loads_s == (2 * 3 + 4 * 0.75, 9 + 4 * 0.75)
     assert costs.device_loads_s == costs.loads_s
     partition = solve(problem, stages=2)
-    assert (partition.assignment, partition.bottleneck_s, partition.status) == ((0, 1, 1, 1), 12.0, "optimal")
+    assert (partition.assignment, partition.costs.bottleneck_s, partition.status) == ((0, 1, 1, 1), 12.0, "optimal")
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -41,6 +41,6 @@ def test_large_graphs_start_from_runs_of_their_order(seed: int, monkeypatch: pyt
     monkeypatch.setattr(search, "_ENTRIES", 200)
     assert in_runs(graph).size <= 8 < graph.size
     rough = solve(problem, stages=3)
-    assert rough.lower_bound_s <= exact.bottleneck_s * (1 + 1e-9)
-    assert exact.bottleneck_s * (1 - 1e-9) <= rough.bottleneck_s < 1.5 * exact.bottleneck_s
+    assert rough.lower_bound_s <= exact.costs.bottleneck_s * (1 + 1e-9)
+    assert exact.costs.bottleneck_s * (1 - 1e-9) <= rough.costs.bottleneck_s < 1.5 * exact.costs.bottleneck_s
     assert (exact.status, len(set(rough.assignment))) == ("optimal", 3)

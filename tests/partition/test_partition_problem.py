@@ -24,10 +24,10 @@ CHAIN = Problem(
 def test_a_chain_by_hand() -> None:
     partition = solve(CHAIN, stages=2)
     assert partition.assignment == (0, 0, 1, 1)
-    assert partition.loads_s == (6.75, 6.75)
+    assert partition.costs.loads_s == (6.75, 6.75)
     # Stage 0: two works, holds 0 and 1 for two microbatches. Stage 1: holds 1 (a boundary) and 2 for one.
-    assert partition.stage_bytes == (200 + 2 * 20 + 8, 200 + 1 * 20 + 10)
-    assert (partition.bottleneck_s, partition.lower_bound_s, partition.status) == (6.75, 6.75, "optimal")
+    assert partition.costs.stage_bytes == (200 + 2 * 20 + 8, 200 + 1 * 20 + 10)
+    assert (partition.costs.bottleneck_s, partition.lower_bound_s, partition.status) == (6.75, 6.75, "optimal")
 
 
 def test_colours_and_the_cycles_they_make_leave_fewer_stages() -> None:
@@ -46,21 +46,21 @@ def test_every_stage_gets_a_work_even_where_fewer_were_faster() -> None:
     works = (Work("a", 1.0, 0.0), Work("b", 1.0, 0.0), Work("c", 1.0, 0.0))
     problem = Problem(works, (TensorEdge(0, (1,), 9.0, 0.0), TensorEdge(1, (2,), 9.0, 0.0)), microbatches=2)
     partition = solve(problem, stages=3)
-    assert (partition.assignment, partition.bottleneck_s, partition.status) == ((0, 1, 2), 19.0, "optimal")
+    assert (partition.assignment, partition.costs.bottleneck_s, partition.status) == ((0, 1, 2), 19.0, "optimal")
 
 
 def test_a_leaf_that_may_be_merged_can_still_be_the_stage_that_saves_the_cut() -> None:
     works = (*(Work(name, 10.0, 0.0) for name in "abc"), Work("leaf", 0.0, 0.0))
     problem = Problem(works, (TensorEdge(0, (1, 2), 100.0, 0.0), TensorEdge(0, (3,), 0.0, 0.0)), microbatches=2)
     partition = solve(problem, stages=2)
-    assert (partition.assignment, partition.bottleneck_s, partition.status) == ((0, 0, 0, 1), 30.0, "optimal")
+    assert (partition.assignment, partition.costs.bottleneck_s, partition.status) == ((0, 0, 0, 1), 30.0, "optimal")
 
 
 def test_among_equal_bottlenecks_the_fullest_stage_is_emptiest() -> None:
     works = tuple(Work(f"w{index}", time, 0.0, static_bytes=10) for index, time in enumerate((9.0, 0.0, 0.0, 0.0, 9.0)))
     problem = Problem(works, tuple(TensorEdge(index, (index + 1,), 0.0, 0.0) for index in range(4)), microbatches=2)
     partition = solve(problem, stages=2)
-    assert (partition.bottleneck_s, max(partition.stage_bytes)) == (9.0, 30)
+    assert (partition.costs.bottleneck_s, max(partition.costs.stage_bytes)) == (9.0, 30)
 
 
 def test_capacities_move_the_cut() -> None:

@@ -40,7 +40,7 @@ def test_the_model_equals_the_checker(seed: int) -> None:
     again = [[recompute_fraction(name, microbatches=problem.microbatches) for name in own] for own in options]
     stage_of = np.zeros((len(cuts), graph.size), dtype=np.int64)
     stage_of[:, np.array(graph.group_of)] = np.array(cuts)
-    steps = StepModel(problem, graph, stages=stages).steps(stage_of, np.array(again))
+    steps = StepModel(problem, graph.group_of, stages=stages).steps(stage_of, np.array(again))
     assert steps == pytest.approx([each.step_s for each in costs], rel=1e-12)
 
 

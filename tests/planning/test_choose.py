@@ -15,9 +15,11 @@ from autosplit.api import plan
 from autosplit.options import Options, Sample
 from autosplit.planning.memory import PeakRange
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.profiled.problem import RecordedModel
 from autosplit.planning.search import choose
-from autosplit.planning.search.choose import Space, alternative, choose_plan
+from autosplit.planning.search.choose import Choice
 from autosplit.planning.search.finish import Finished
+from autosplit.planning.search.sweep import Space, Sweep
 from autosplit.planning.timeline import predicted
 from autosplit.trace.ladder import Trace, trace
 from tests.models.blocks import wide_blocks
@@ -37,7 +39,7 @@ def found(model: nn.Module) -> Trace:
 
 def chosen(model: nn.Module, found: Trace, space: Space, *, limit: int | None = None, devices: int = 2) -> Plan:
     options = Options((torch.device("cpu"),) * devices, 8, memory_limit=limit, measure=False)
-    return choose_plan(model, found, options, space)
+    return Choice(Sweep(RecordedModel(model, found), options, space, rows=ROWS)).plan
 
 
 def peak(own: Plan) -> int:
@@ -105,7 +107,7 @@ def test_where_nothing_fits_what_is_fuller_by_an_exact_formula_is_not_replayed(
 
 def test_the_frontier_holds_what_nothing_beats_in_both(model: nn.Module, found: Trace, tmp_path: Path) -> None:
     best = chosen(model, found, WIDE)
-    assert alternative(best) in best.frontier
+    assert best.alternative in best.frontier
     for faster, slower in pairwise(best.frontier):
         assert faster.step_s < slower.step_s
         assert faster.peak_bytes > slower.peak_bytes

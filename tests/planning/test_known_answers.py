@@ -15,7 +15,9 @@ from autosplit.options import Options, Sample
 from autosplit.planning.explain.verdicts import binding, device_verdicts
 from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.search.choose import Space, choose_plan
+from autosplit.planning.profiled.problem import RecordedModel
+from autosplit.planning.search.choose import Choice
+from autosplit.planning.search.sweep import Space, Sweep
 from benchmarks import published
 from benchmarks.published_torchgpipe import experiments, predicted, stages_of
 from tests.planning.llama import Llama
@@ -42,7 +44,10 @@ def llama() -> OnPaper:
 
 def planned(llama: OnPaper, precision: str) -> Plan:
     """Plan for microbatches of one sequence; both precisions have bf16 weights."""
-    return choose_plan(llama.model, llama.found, replace(llama.options, precision=precision), Space((SEQUENCES,)))
+    options = replace(llama.options, precision=precision)
+    return Choice(
+        Sweep(RecordedModel(llama.recorded.model, llama.recorded.found), options, Space((SEQUENCES,)), rows=SEQUENCES)
+    ).plan
 
 
 def layers_of(plan: Plan) -> list[float]:

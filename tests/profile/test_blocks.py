@@ -153,11 +153,11 @@ def test_no_block_is_run_that_another_stands_for(name: str, monkeypatch: pytest.
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_are_left_out_where_they_may_be(name: str) -> None:
     stage = Stages(made(name, 6)).of()
-    short = shorten(stage)
-    nodes, left = len(stage.computing()), len(short.stage.computing())
+    short, runs = shorten(stage)
+    nodes, left = len(stage.computing()), len(short.computing())
     assert (left < nodes) == CASES[name][2]
     if name == "two runs":
-        assert [len(run.paths) for run in short.runs] == [6, 6]
+        assert [len(run.paths) for run in runs] == [6, 6]
 
 
 def described(costs: dict[str, NodeProfile]) -> Any:
@@ -199,9 +199,9 @@ def test_values_of_the_whole_step_that_each_block_takes_for_itself(learned: bool
     units = {f"blocks.{number}" for number in range(6)} if recompute == "block" else ()
     grads = {info.name: learned for info in infos if info.node_class is NodeClass.SHARED}
     how = How(ROWS, input_grads=grads, units=units, apart=True)
-    short = shorten(stage, behind=1)
-    assert len(short.stage.computing()) < len(stage.computing())
-    expanded = block_trace(stage, how) if learned else Traces(short.runs, trace_stage(short.stage, how)).expanded()
+    short, runs = shorten(stage, behind=1)
+    assert len(short.computing()) < len(stage.computing())
+    expanded = block_trace(stage, how) if learned else Traces(runs, trace_stage(short, how)).expanded()
     assert shape(expanded)[0][:2] == shape(trace_stage(stage, how))[0][:2]
 
 
@@ -212,8 +212,8 @@ def test_gradients_that_are_there_and_casts_that_autocast_keeps(apart: bool, amp
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=amp):
         stage = Stages(made.__wrapped__("plain", 5)).of()
         how = How(ROWS, apart=apart)
-        short = shorten(stage)
-        whole, expanded = trace_stage(stage, how), Traces(short.runs, trace_stage(short.stage, how)).expanded()
+        short, runs = shorten(stage)
+        whole, expanded = trace_stage(stage, how), Traces(runs, trace_stage(short, how)).expanded()
     sizes = [sorted(c for s in t.backward_later for _, c in s.changes) for t in (whole, expanded)]
     assert sizes[0] == sizes[1]
     assert shape(expanded)[0][:2] == shape(whole)[0][:2]

@@ -43,7 +43,7 @@ def test_every_node_is_there_once_in_model_order(graph, measure):
     found = profile(graph, inputs=[x], rows=ROWS, batch_rows=4 * ROWS, measure=measure)
     assert list(found.nodes) == ["embedding", "mul", "norm", "head", "softmax"]
     assert (found.rows, found.input_bytes, found.estimated) == (ROWS, {"input/x": ROWS * 8}, {})
-    assert (found.device, found.measured) == (("cpu", True) if measure else ("cpu-lane", False))
+    assert (found.times.device, found.measured) == (("cpu", True) if measure else ("cpu-lane", False))
     assert all(node.forward_s > 0 and node.backward_s > 0 for node in found.nodes.values())
     assert found.nodes["softmax"].output_bytes == 4 * ROWS * 11 * 4
 
@@ -68,14 +68,14 @@ def test_state_names_every_object_once(graph):
 def test_without_inputs_the_cost_model_answers(graph):
     lane = profile(graph, rows=ROWS, batch_rows=ROWS)
     card = profile(graph, rows=ROWS, batch_rows=ROWS, device="H100-SXM5-80GB")
-    assert (lane.measured, card.measured, card.device) == (False, False, "H100-SXM5-80GB")
+    assert (lane.measured, card.measured, card.times.device) == (False, False, "H100-SXM5-80GB")
     assert lane.nodes["head"].forward_s != card.nodes["head"].forward_s
 
 
 def test_a_model_on_meta_is_never_measured():
     x = torch.zeros(ROWS, dtype=torch.long, device="meta")
     found = profile(traced(Tied().to("meta"), x), inputs=[x], rows=ROWS, batch_rows=ROWS)
-    assert (found.measured, found.device) == (False, "cpu-lane")
+    assert (found.measured, found.times.device) == (False, "cpu-lane")
     assert found.nodes["head"].forward_flops == 2 * ROWS * 6 * 11
 
 

@@ -101,7 +101,7 @@ def test_a_cost_model_answers_for_what_memory_runs_out_for(hungry):
         found = profile(hungry, inputs=[torch.randn(ROWS, 4)], rows=ROWS, batch_rows=ROWS)
     assert len(caught) == 1
     assert list(found.modelled) == ["greedy", "after", "add"]
-    assert set(found.samples) == {"first", "beside"}
+    assert set(found.times.nodes) == {"first", "beside"}
     assert found.measured
     assert all(node.forward_s > 0 for node in found.nodes.values())
     assert found.nodes["greedy"].forward_flops == fits.nodes["greedy"].forward_flops > 0
@@ -113,7 +113,7 @@ def test_memory_that_ran_out_is_given_back(hungry, monkeypatch):
 
     def once(self: Any, node: Any, *, private: bool) -> Any:
         found = run(self, node, private=private)
-        kept.append(weakref.ref(found.result))
+        kept.append(weakref.ref(found[0]))
         return found
 
     monkeypatch.setattr(measured._Timing, "_once", once)
@@ -143,7 +143,7 @@ def test_no_memory_for_copies_of_inputs(monkeypatch):
     )
     with pytest.warns(UserWarning, match="memory ran out"):
         answer = profile(graph, inputs=[torch.randn(ROWS, 4)], rows=ROWS, batch_rows=ROWS)
-    assert (answer.measured, answer.device) == (False, "cpu-lane")
+    assert (answer.measured, answer.times.device) == (False, "cpu-lane")
 
 
 def test_a_device_that_runs_out_gives_its_cache_back(monkeypatch):

@@ -12,8 +12,10 @@ import torch
 from autosplit import plan as plan_for
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.search.choose import Space, choose_plan
+from autosplit.planning.profiled.problem import RecordedModel
+from autosplit.planning.search.choose import Choice
 from autosplit.planning.search.make import make_plan
+from autosplit.planning.search.sweep import Space, Sweep
 from autosplit.report.page import page_data
 from autosplit.trace.ladder import trace
 from tests.models.blocks import wide_blocks
@@ -165,7 +167,8 @@ def test_a_moved_cut_is_costed_nearly_as_a_plan_of_it(
     model = wide_blocks(BLOCKS, WIDTH, norm=True)
     traced = trace(model, Sample(torch.zeros(ROWS, WIDTH)))
     options = Options((torch.device("cpu"),) * 2, CHUNKS, measure=False)
-    plan = choose_plan(model, traced, options, Space((CHUNKS,), ((schedule, 1),), (recompute,)))
+    space = Space((CHUNKS,), ((schedule, 1),), (recompute,))
+    plan = Choice(Sweep(RecordedModel(model, traced), options, space, rows=ROWS)).plan
     assert plan.curves
     page = opened(plan)
     for first in (2, 5):

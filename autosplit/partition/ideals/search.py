@@ -75,26 +75,12 @@ class Answer:
     exhaustive: bool
 
 
-def search(
-    problem: Problem,
-    *,
-    stages: int,
-    least: Literal["load", "bytes"],
-    empty: bool,
-    ideal_limit: int,
-    clock: Clock = FOREVER,
-) -> Answer:
-    """Return the best cut into ``stages`` non-empty stages, or as many as the graph has groups when these are fewer.
+class Search:
+    """The search for the best cut into ``stages`` non-empty stages, or as many as the graph has groups, if fewer.
 
-    ``least="load"`` keeps the problem's capacities; ``least="bytes"`` has no limit. ``empty`` allows empty stages. When
-    the ``clock`` is over the best so far comes back.
+    ``least="load"`` keeps the problem's capacities; ``least="bytes"`` has no limit. ``empty`` allows empty stages.
     """
-    found = _Search(problem, stages=stages, least=least, empty=empty, ideal_limit=ideal_limit, clock=clock)
-    found.run()
-    return Answer(None if found.best is None else found.best.assignment, found.lower, found.closed)
 
-
-class _Search:
     def __init__(
         self,
         problem: Problem,
@@ -103,7 +89,7 @@ class _Search:
         least: Literal["load", "bytes"],
         empty: bool,
         ideal_limit: int,
-        clock: Clock,
+        clock: Clock = FOREVER,
     ) -> None:
         self.problem, self.least, self.ideal_limit, self.clock = problem, least, ideal_limit, clock
         self.base = base_graph(problem)
@@ -117,8 +103,8 @@ class _Search:
         self.lower = self._first_bound()
         self.loads_known = False
 
-    def run(self) -> None:
-        """Search until the gap is closed, all was searched, or the time is over."""
+    def run(self) -> Answer:
+        """Search until the gap is closed, all was searched, or the time is over; return the best so far."""
         try:
             self._prefixes()
             self._loads_alone()
@@ -130,6 +116,7 @@ class _Search:
             self._settle()
         except OutOfTime:
             pass
+        return Answer(None if self.best is None else self.best.assignment, self.lower, self.closed)
 
     @property
     def closed(self) -> bool:
@@ -183,7 +170,7 @@ class _Search:
         """
         if self.best is not None or self.capacity is None or self.closed:
             return
-        lean = _Search(
+        lean = Search(
             self.problem,
             stages=self.goal.stages,
             least="bytes",

@@ -15,7 +15,6 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.graph import Graph
 from autosplit.partition.line.interval_dp import IntervalDP, Place
 from autosplit.partition.line.line import Line, LineBytes
 from autosplit.partition.problem import Problem, recompute_fraction
@@ -38,6 +37,10 @@ _GAIN = 1e-9
 """What a move must gain, as a part of the step."""
 
 
+Policy = Sequence[Sequence[str]]
+"""What each stage may recompute, the fastest first; one entry per stage."""
+
+
 @dataclass(frozen=True)
 class LineCut:
     """Stage ``k`` has the units from ``bounds[k]`` to ``bounds[k + 1]``; what its step takes and its devices hold."""
@@ -50,10 +53,15 @@ class LineCut:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Cuts that fit: their bounds, and which of the options each stage takes."""
+    """Cuts that fit: their bounds, and which of the options, by name, each stage takes."""
 
     chains: Ints
     options: Ints
+    names: Sequence[str]
+
+    def recompute(self, row: int) -> tuple[str, ...]:
+        """Return what the stages of a cut recompute."""
+        return tuple(self.names[option] for option in self.options[row])
 
 
 class LineSearch:
@@ -61,7 +69,7 @@ class LineSearch:
 
     def __init__(self, line: Line, problem: Problem, *, stages: int) -> None:
         self.line, self.problem, self.stages = line, problem, stages
-        self.model = StepModel(problem, _chain(line), stages=stages)
+        self.model = StepModel(problem, range(line.size), stages=stages)
         self.lane = self.model.lane
         self.in_flight = problem.in_flight(stages)
         schedule = self.model.schedule
@@ -70,51 +78,33 @@ class LineSearch:
         self.each = max(map(len, self.stages_on))
 
     def fastest(
-        self,
-        options: Sequence[str],
-        room: Sequence[float] | None = None,
-        *,
-        near: LineCut | None = None,
+        self, policy: Policy, room: Sequence[float] | None = None, *, near: LineCut | None = None
     ) -> LineCut | None:
         """Return the cut with the shortest step whose devices hold no more than ``room``, None where none is found.
 
-        Every stage takes of ``options`` the fastest with which its device has room. The neighbours of ``near`` are
-        looked at too.
+        Every stage takes of its options the fastest with which its device has room. The neighbours of ``near`` are
+        looked at too: under tight limits the dynamic program, which divides a device's memory evenly among its stages,
+        may miss all that fit.
         """
-        return self._fastest(sorted(options, key=self.share), room, near)
-
-    def listed(
-        self,
-        recompute: Sequence[str],
-        room: Sequence[float] | None = None,
-        *,
-        near: LineCut | None = None,
-    ) -> LineCut | None:
-        """Return the like cut whose stages recompute as listed, one entry per stage."""
-        return self._fastest(tuple(recompute), room, near)
-
-    def _fastest(self, ranked: Sequence[str], room: Sequence[float] | None, near: LineCut | None) -> LineCut | None:
-        """``ranked`` is a list of what every stage may take, or a tuple of what each takes."""
-        best = None if near is None else self._best(self._fitting(self._beside(near), ranked, room), ranked)
+        best = None if near is None else self._best(self._fitting(self._beside(near), policy, room))
         for slack in _SLACK if self.each > 1 and room is not None else (1.0,):
-            bands = self._bands(ranked, None if room is None else [own * slack / self.each for own in room])
+            bands = self._bands(policy, None if room is None else [own * slack / self.each for own in room])
             chains = np.array(list(bands.chains()), dtype=np.int64).reshape(-1, self.stages + 1)
-            found = self._best(self._fitting(chains, ranked, room), ranked)
+            found = self._best(self._fitting(chains, policy, room))
             if found is not None and (best is None or found.step_s < best.step_s):
                 best = found
             if found is not None:
                 break
-        return None if best is None else self._moved(best, ranked, room)
+        return None if best is None else self._moved(best, policy, room)
 
     def _beside(self, cut: LineCut) -> Ints:
         """Return the cut, for other options may fit it, and those with one boundary elsewhere, or two."""
         own = np.array([cut.bounds], dtype=np.int64)
         return np.concatenate([own, moved(cut.bounds, further=False), paired(cut.bounds)])
 
-    def _bands(self, ranked: Sequence[str], room: Sequence[float] | None, *, least_bytes: bool = False) -> IntervalDP:
+    def _bands(self, policy: Policy, room: Sequence[float] | None, *, least_bytes: bool = False) -> IntervalDP:
         places = []
-        for place in range(self.stages):
-            options = [ranked[place]] if isinstance(ranked, tuple) else ranked
+        for place, options in enumerate(policy):
             limit = None if room is None else room[self.lane[place]]
             each = tuple((option, self.share(option)) for option in options)
             scale = float(self.model.scale[place]) / self.replicas[place]
@@ -122,17 +112,17 @@ class LineSearch:
         widest = self.line.size if least_bytes else _widest(self)
         return IntervalDP(self.line, places, widest=widest, least_bytes=least_bytes)
 
-    def min_memory_cut(self, options: Sequence[str], room: Sequence[float]) -> LineCut:
+    def min_memory_cut(self, policy: Policy, room: Sequence[float]) -> LineCut:
         """Return the cut whose fullest device is fullest by least, relative to its room.
 
-        Every stage takes the one with the least bytes of a list of options, or what a tuple lists for it.
+        Every stage takes the one of its options with the least bytes.
         """
-        chain = self._bands(options, list(room), least_bytes=True).highest()
+        chain = self._bands(policy, list(room), least_bytes=True).highest()
         assert chain is not None, "without a limit every line of enough units can be cut"
-        if isinstance(options, tuple):
-            return self.cut(chain, options)
-        own = self._bytes(chain, options)
-        return self.cut(chain, [options[least] for least in (own.held + own.transient).argmin(axis=1)])
+        names = _names(policy)
+        own = self._bytes(chain, names)
+        held = [dict(zip(names, each, strict=True)) for each in (own.held + own.transient).tolist()]
+        return self.cut(chain, [min(options, key=each.__getitem__) for options, each in zip(policy, held, strict=True)])
 
     def cut(self, bounds: Sequence[int], recompute: Sequence[str]) -> LineCut:
         """Return what a cut costs whose stages recompute as listed."""
@@ -162,51 +152,51 @@ class LineSearch:
         return LineBytes.of(self.line, bounds, options, stages=own, in_flight=self.in_flight)
 
     def _fitting(
-        self, chains: Ints, ranked: Sequence[str], room: Sequence[float] | None, *, beside: LineCut | None = None
+        self, chains: Ints, policy: Policy, room: Sequence[float] | None, *, beside: LineCut | None = None
     ) -> _Chosen:
         """Return the cuts that fit, and what each stage does again: nothing more than it must for its device's room.
 
         ``beside``: a cut that fits, most of whose stages the others share.
         """
-        options = _names(ranked)
-        asked = ranked if isinstance(ranked, tuple) else [ranked[0]] * self.stages
-        asked = asked if beside is None else beside.recompute
-        chosen = np.tile(np.array([options.index(option) for option in asked], dtype=np.int64), (len(chains), 1))
+        names = _names(policy)
+        asked = [options[0] for options in policy] if beside is None else beside.recompute
+        chosen = np.tile(np.array([names.index(option) for option in asked], dtype=np.int64), (len(chains), 1))
         if room is None or not len(chains):
-            return _Chosen(chains, chosen)
+            return _Chosen(chains, chosen, names)
         changed = np.ones((len(chains), self.stages), dtype=np.bool_)
         if beside is not None:
             other = chains != np.array(beside.bounds)
             changed = other[:, :-1] | other[:, 1:]
         fits = np.ones(len(chains), dtype=np.bool_)
+        allowed = [[names.index(option) for option in options] for options in policy]
         for stages, limit in zip(self.stages_on, room, strict=False):
             some = np.flatnonzero(changed[:, stages].any(axis=1) & fits)
             if len(some):
-                chosen[some[:, None], stages], fits[some] = self._on_device(chains[some], stages, ranked, limit)
+                each, own = self._bytes(chains[some], names, stages=stages), [allowed[stage] for stage in stages]
+                chosen[some[:, None], stages], fits[some] = self._on_device(each, own, self._again(names), limit)
         kept = np.flatnonzero(fits)
-        return _Chosen(chains[kept], chosen[kept])
+        return _Chosen(chains[kept], chosen[kept], names)
 
     def _on_device(
-        self, chains: Ints, stages: Sequence[int], ranked: Sequence[str], limit: float
+        self, each: LineBytes, allowed: Sequence[Sequence[int]], again: Floats, limit: float
     ) -> tuple[Ints, NDArray[np.bool_]]:
-        """Return what the stages of one device take of the options in each cut, and whether they have room so."""
-        options = _names(ranked)
-        listed = isinstance(ranked, tuple)
-        own = np.array([options.index(ranked[stage]) if listed else 0 for stage in stages])
-        each = self._bytes(chains, options, stages=stages)
-        chosen, fits = np.tile(own, (len(chains), 1)), each.needed(own) <= limit
-        for row in () if listed else np.flatnonzero(~fits).tolist():
+        """Return what the stages of one device take of their options in each cut, and whether they have room so."""
+        own = np.array([options[0] for options in allowed])
+        chosen, fits = np.tile(own, (len(each.held), 1)), each.needed(own) <= limit
+        free = any(len(options) > 1 for options in allowed)
+        for row in np.flatnonzero(~fits).tolist() if free else ():
             one = LineBytes(each.held[row], each.transient[row], each.step[row])
-            found = self._leaner(one, options, limit)
+            found = self._leaner(one, allowed, again.tolist(), limit)
             if found is not None:
                 fits[row], chosen[row] = True, found
         return chosen, fits
 
-    def _leaner(self, each: LineBytes, ranked: Sequence[str], limit: float) -> list[int] | None:
+    def _leaner(
+        self, each: LineBytes, allowed: Sequence[Sequence[int]], again: Sequence[float], limit: float
+    ) -> list[int] | None:
         """Return what the stages of one device do again so that it has room; None where they cannot."""
-        again = [self.share(option) for option in ranked]
         held, transient, step = each.held.tolist(), each.transient.tolist(), float(each.step.sum())
-        own = [0] * len(held)
+        own = [options[0] for options in allowed]
         if step > limit:
             return None
 
@@ -217,8 +207,8 @@ class LineSearch:
 
         while (now := needed(own)) > limit:
             moves = []
-            for stage in range(len(own)):
-                for option in range(own[stage] + 1, len(ranked)):
+            for stage, options in enumerate(allowed):
+                for option in options[options.index(own[stage]) + 1 :]:
                     then = needed([*own[:stage], option, *own[stage + 1 :]])
                     moves.append((then > limit, again[option] * (then <= limit), then - now, stage, option))
             # Nothing may come of one stage alone: what one does again is there beside what another keeps.
@@ -231,31 +221,21 @@ class LineSearch:
         """Return what a step takes in each cut."""
         return self.model.steps(stages_of(chains, self.line.size), again)
 
-    def _best(self, chosen: _Chosen, ranked: Sequence[str]) -> LineCut | None:
+    def _best(self, chosen: _Chosen) -> LineCut | None:
         """Return the cut with the shortest step."""
-        again = self._redone(chosen, ranked)
-        if not len(again):
+        if not len(chosen.chains):
             return None
-        steps = self._steps(chosen.chains, again)
+        steps = self._steps(chosen.chains, self._again(chosen.names)[chosen.options])
         best = int(np.argmin(steps))
-        return self._written(chosen, best, float(steps[best]), ranked)
+        bounds, recompute = tuple(chosen.chains[best].tolist()), chosen.recompute(best)
+        return LineCut(bounds, recompute, float(steps[best]), self.device_bytes(bounds, recompute))
 
-    def _redone(self, chosen: _Chosen, ranked: Sequence[str]) -> Floats:
-        """Return which part of its forwards each stage of each cut does again."""
-        redone: Floats = self._again(_names(ranked))[chosen.options]
-        return redone
-
-    def _written(self, chosen: _Chosen, row: int, step_s: float, ranked: Sequence[str]) -> LineCut:
-        bounds, options = tuple(chosen.chains[row].tolist()), _names(ranked)
-        recompute = tuple(options[option] for option in chosen.options[row])
-        return LineCut(bounds, recompute, step_s, self.device_bytes(bounds, recompute))
-
-    def _moved(self, cut: LineCut, ranked: Sequence[str], room: Sequence[float] | None) -> LineCut:
+    def _moved(self, cut: LineCut, policy: Policy, room: Sequence[float] | None) -> LineCut:
         """Move boundaries while the step gets shorter: a few at a time, at last any row of them."""
         left = _MOVED // max(self.model.simulator.count, 1)
         for further in (False, True) if self.stages <= _RANGED else (False,):
             for _ in range(_ROUNDS):
-                found, simulated = self._nearby(cut, ranked, room, left, further=further)
+                found, simulated = self._nearby(cut, policy, room, left, further=further)
                 left -= simulated
                 if found is None:
                     break
@@ -263,14 +243,14 @@ class LineSearch:
         return cut
 
     def _nearby(
-        self, cut: LineCut, ranked: Sequence[str], room: Sequence[float] | None, most: int, *, further: bool
+        self, cut: LineCut, policy: Policy, room: Sequence[float] | None, most: int, *, further: bool
     ) -> tuple[LineCut | None, int]:
         """Return the best of the cuts with moved boundaries if it gains something, and how many were simulated."""
         chains = np.concatenate([paired(cut.bounds), moved(cut.bounds, further=further)])
         if not len(chains) or most < 1:
             return None, 0
-        chosen = self._fitting(chains[:: -(-len(chains) // most)], ranked, room, beside=cut)
-        found = self._best(chosen, ranked)
+        chosen = self._fitting(chains[:: -(-len(chains) // most)], policy, room, beside=cut)
+        found = self._best(chosen)
         gains = found is not None and found.step_s < cut.step_s * (1 - _GAIN)
         return found if gains else None, len(chosen.chains)
 
@@ -322,9 +302,14 @@ def _pairs(last: int) -> Ints:
     return np.array(offsets, dtype=np.int64).reshape(-1, last + 1)
 
 
-def _names(ranked: Sequence[str]) -> list[str]:
-    """Return the options that stages choose among, or that a tuple lists."""
-    return list(dict.fromkeys(ranked))
+def listed(recompute: Sequence[str]) -> Policy:
+    """Return the policy under which each stage recomputes what is listed for it."""
+    return [(option,) for option in recompute]
+
+
+def _names(policy: Policy) -> list[str]:
+    """Return all options that some stage has."""
+    return list(dict.fromkeys(option for options in policy for option in options))
 
 
 def _widest(search: LineSearch) -> int:
@@ -334,19 +319,3 @@ def _widest(search: LineSearch) -> int:
     longest = _LONGEST * float(works[-1]) * max(search.replicas) / sum(search.replicas)
     widest = int((np.searchsorted(works, works + longest, side="right") - 1 - np.arange(len(works))).max())
     return max(min(line.size, widest), 1, -(-line.size // search.stages))
-
-
-def _chain(line: Line) -> Graph:
-    """Return the line's units as a graph: each is a group."""
-    works = line.problem.works
-    count = len(works)
-    return Graph(
-        times_s=tuple(work.forward_s + work.backward_s for work in works),
-        static_bytes=tuple(work.static_bytes for work in works),
-        resident_bytes=(0,) * count,
-        transient_bytes=tuple(work.transient_bytes for work in works),
-        edges=frozenset((unit, unit + 1) for unit in range(count - 1)),
-        tensors=(),
-        storages=(),
-        group_of=tuple(range(count)),
-    )

@@ -80,7 +80,7 @@ class _Cut:
 class _Search:
     def __init__(self, problem: Problem, graph: Graph, *, stages: int, empty: bool, clock: Clock) -> None:
         self.problem, self.graph, self.stages, self.empty, self.clock = problem, graph, stages, empty, clock
-        self.model = StepModel(problem, graph, stages=stages)
+        self.model = StepModel(problem, graph.group_of, stages=stages)
         self.group_of = np.array(graph.group_of)
         self.before = [sorted(tails) for tails in graph.predecessors()]
         self.after = [sorted(heads) for heads in graph.successors()]
@@ -108,7 +108,7 @@ class _Search:
         capacity = self.problem.capacity_bytes
         limits = None if capacity is None else [math.inf if own is None else float(own) for own in capacity]
         search = LineSearch(Line(coarse.problem), coarse.problem, stages=self.stages)
-        found = search.fastest(("never",), limits)
+        found = search.fastest([("never",)] * self.stages, limits)
         if found is None:
             return None
         stages = np.zeros(self.graph.size, dtype=np.int64)

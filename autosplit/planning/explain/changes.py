@@ -19,8 +19,9 @@ from autosplit.planning.explain.verdicts import binding
 from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Change
-from autosplit.planning.search.choose import Search, Space, choose_plan
+from autosplit.planning.search.choose import Choice, Search
 from autosplit.planning.search.finish import Finished
+from autosplit.planning.search.sweep import Space
 from autosplit.units import format_bytes, format_seconds
 from cost_models import registry
 from cost_models.specs import DeviceSpec
@@ -51,9 +52,12 @@ class Request:
     rows: int
 
     def plan(self) -> Plan:
-        """Return the best plan."""
-        paper = self.paper
-        return choose_plan(paper.model, paper.found, paper.options, self.space, rows=self.rows, shared=paper.shared)
+        """Return the best plan, with the others that are worth a look as its ``frontier``.
+
+        Where nothing fits it is the one that comes closest, its verdict "no". Raises InputError where no entry of the
+        space can be built for the devices.
+        """
+        return Choice(self.paper.sweep(self.space, rows=self.rows)).plan
 
     def search(self) -> Search:
         """Return the search for a cut."""
@@ -81,7 +85,7 @@ class Request:
                 paper = replace(paper, options=replace(paper.options, optimizer=value))
             elif name == "precision":
                 options = replace(paper.options, precision=str(value))
-                paper = prepare(paper.model, paper.sample, options, loss_fn=paper.loss_fn)
+                paper = prepare(paper.recorded.model, paper.sample, options, loss_fn=paper.loss_fn)
             elif name == "recompute":
                 space = replace(space, recompute=(str(value),))
             elif name == "chunks":

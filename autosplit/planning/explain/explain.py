@@ -16,7 +16,6 @@ from autosplit.planning.paper_loss import note_on_no_loss
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.search.sweep import Space
 from autosplit.progress import phase
-from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.units import format_bytes, format_seconds
 
 MOST_ROWS = 2**20
@@ -47,7 +46,7 @@ def smallest(paper: OnPaper, space_of: SpaceOf) -> Extreme:
     machine. Where no number will do, it is the plan for the most. Raises DeviceError where the machine has devices of
     several kinds, and InputError where something was asked for that is made for one number of them.
     """
-    counts, rows = _counts(paper), batch_rows(paper.found.inputs)
+    counts, rows = _counts(paper), paper.recorded.rows
 
     def request(index: int) -> Request:
         machine = resolve_machine(counts[index][1])
@@ -75,7 +74,7 @@ def largest_batch(paper: OnPaper, space: Space) -> Extreme:
     The number is the one that was asked for, else the one that is best for the sample's batch. Where not even the
     smallest batch fits, it is the plan for that. Raises InputError for a sample without a batch.
     """
-    first = Request(paper, space, batch_rows(paper.found.inputs)).plan()
+    first = Request(paper, space, paper.recorded.rows).plan()
     chunks = space.chunks[0] if len(space.chunks) == 1 else len(first.microbatch_rows)
     if all(stage.memory.capacity_bytes is None for stage in first.stages):
         raise InputError("no capacity is known, so any batch fits; give memory_limit=, or devices with a known memory")
@@ -84,7 +83,7 @@ def largest_batch(paper: OnPaper, space: Space) -> Extreme:
         return Request(paper, replace(space, chunks=(chunks,)), each * chunks)
 
     plan = cache(lambda each: request(each).plan())
-    fewest, near = paper.found.graph.min_rows, max(first.microbatch_rows)
+    fewest, near = paper.recorded.found.graph.min_rows, max(first.microbatch_rows)
     for _ in range(_GUESSES):
         leanest = request(near).search().min_memory_cut()
         near = min(max(int(near / max(leanest.fullest, 1e-6)) if leanest else 0, fewest), MOST_ROWS)
@@ -143,7 +142,7 @@ _ROOM = 0.8
 def answered(paper: OnPaper, space_of: Callable[[OnPaper], Space], *, find: str) -> Plan:
     """Return the best plan, or the one for the fewest devices or for the largest batch, with its explanation."""
     if find == "best":
-        request = Request(paper, space_of(paper), batch_rows(paper.found.inputs))
+        request = Request(paper, space_of(paper), paper.recorded.rows)
         found = explained(request.plan(), request)
         return found.model_copy(update={"notes": (*found.notes, *_fewer_microbatches(found, paper, request.space))})
     edge = smallest(paper, space_of) if find == "smallest" else largest_batch(paper, space_of(paper))
@@ -156,13 +155,13 @@ def assumed(plan: Plan, paper: OnPaper) -> Plan:
     """Return the plan with notes on what nobody said: what stands for the loss, and whose values decided."""
     found = []
     if paper.options.loss is None and plan.schedule != "forward":
-        found.append(note_on_no_loss(paper.found.graph))
+        found.append(note_on_no_loss(paper.recorded.found.graph))
     if paper.by_values:
         found.append(
             "the forward decides by values, so the model and inputs were taken with theirs: other values may take "
             "another way through it"
         )
-    elif answers := paper.found.gathered.scope.answers:
+    elif answers := paper.recorded.found.gathered.scope.answers:
         found.append(
             f"the forward reads values {'once' if len(answers) == 1 else f'{len(answers)} times'} (first: "
             f"{answers[0].name}); where sizes do not decide them, it is planned for finite values and for masks that "
@@ -173,7 +172,7 @@ def assumed(plan: Plan, paper: OnPaper) -> Plan:
 
 def _fewer_microbatches(plan: Plan, paper: OnPaper, space: Space) -> Iterator[str]:
     """Yield a note where the batch has too few rows for the microbatches that were asked for."""
-    used, rows, least = len(plan.microbatch_rows), sum(plan.microbatch_rows), paper.found.graph.min_rows
+    used, rows, least = len(plan.microbatch_rows), sum(plan.microbatch_rows), paper.recorded.found.graph.min_rows
     if len(space.chunks) == 1 and used < space.chunks[0]:
         of = f" of at least {least}" if least > 1 else ""
         yield (

@@ -25,14 +25,12 @@ from autosplit.planning.parallel.reasons import mesh_reasons
 from autosplit.planning.plan.fields import MeshAlternative, MeshDegrees
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.formulate import state_bytes
-from autosplit.planning.profiled.problem import profiled, rank_costs
 from autosplit.planning.request import sizes_of
 from autosplit.planning.search.choose import Choice, Search
 from autosplit.planning.search.finish import Finished
 from autosplit.planning.search.sweep import Space
 from autosplit.profile.types import Profile
 from autosplit.progress import phase
-from autosplit.trace.inputs.inputs import batch_rows
 from cost_models.machines import MachineSpec
 
 _SIZES = 6
@@ -71,7 +69,7 @@ class MeshRequest:
     @property
     def rows(self) -> int:
         """The rows of the global batch."""
-        return batch_rows(self.paper.found.inputs)
+        return self.paper.recorded.rows
 
     def options(self, parallel: Parallel) -> Options:
         """Return the options of one pipeline of a mesh."""
@@ -107,7 +105,7 @@ class _Mesh:
         """What is searched where nothing is left out."""
         if not self.request.free_chunks:
             return search_space(self.options, rows=self.rows, free_chunks=False)
-        least = self.request.paper.found.graph.min_rows
+        least = self.request.paper.recorded.found.graph.min_rows
         sizes = [least * 2**power for power in range(_SIZES) if self.rows % (least * 2**power) == 0]
         counts = {self.rows // size for size in sizes} or {1}
         enough = {count for count in counts if count >= self.parallel.pp} or {max(counts)}
@@ -126,10 +124,9 @@ class _Mesh:
 
     def _costs(self, chunks: int) -> Profile:
         """Return what a rank does with one microbatch of the whole model."""
-        paper = self.request.paper
-        sizes = sizes_of(self.rows, chunks, paper.found.graph.min_rows)
-        whole = profiled(paper.model, paper.found, self.options, sizes, memo=paper.shared.costs)
-        return rank_costs(whole, self.options, paper.shared)
+        recorded = self.request.paper.recorded
+        sizes = sizes_of(self.rows, chunks, recorded.found.graph.min_rows)
+        return recorded.of_rank(recorded.profile(self.options, sizes), self.options)
 
     @cached_property
     def fullness(self) -> float:
@@ -239,7 +236,7 @@ class MeshSearch:
             return
         count = len(machine)
         island = sum(machine.island_of(device) == machine.island_of(0) for device in range(count))
-        parts = len(set(self.request.paper.shared.outline.blocks.values())) or count
+        parts = len(set(self.request.paper.recorded.outline.blocks.values())) or count
         for tp in self._tensor_degrees(island):
             for dp in range(1, count // tp + 1):
                 pp = count // (tp * dp)
@@ -260,7 +257,7 @@ class MeshSearch:
         for tp in (tp for tp in range(1, most + 1) if count % tp == 0):
             with suppress(InputError):
                 parallel = Parallel(tp=tp, sequence=self.request.sequence)
-                self.request.paper.shared.shares(parallel, rng=self.request.paper.options.rng)
+                self.request.paper.recorded.shares(parallel, rng=self.request.paper.options.rng)
                 yield tp
 
     def _check(self, parallel: Parallel) -> None:

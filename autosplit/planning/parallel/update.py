@@ -33,28 +33,19 @@ def update_s(timeline: Timeline, states: Mapping[int, Sequence[StateProfile]], o
     """
     if not timeline.schedule.has_backward:
         return 0.0
+    schedule, ends_s = timeline.schedule, [0.0] * timeline.schedule.stages
+    for action, end_s in zip(schedule.issue_order, timeline.ends_s, strict=True):
+        ends_s[action.stage] = max(end_s, ends_s[action.stage])
     if options.placed is None:
-        return _replicas_s(timeline, summed_s(timeline.schedule, states, options))
-    ends_s: dict[int, float] = {}
-    for action, end_s in zip(timeline.schedule.issue_order, timeline.ends_s, strict=True):
-        lane = timeline.schedule.stage_lane[action.stage]
-        ends_s[lane] = max(end_s, ends_s.get(lane, 0.0))
+        sums_s = summed_s(schedule, states, options)
+        return max(0.0, *(end_s + sum_s - timeline.step_s for end_s, sum_s in zip(ends_s, sums_s, strict=True)))
     done_s = []
-    for lane, end_s in ends_s.items():
-        own = timeline.schedule.stages_on(lane)
-        forward_s, backward_s = (sum(timeline.seconds[kind][stage] for stage in own) for kind in ("F", "B"))
+    for lane in sorted(set(schedule.stage_lane)):
+        own = schedule.stages_on(lane)
+        hidden_s = [sum(timeline.seconds[kind][stage] for stage in own) for kind in ("F", "B")]
         trained = [state for stage in own for state in states.get(stage, ()) if state.is_parameter and state.trainable]
-        done_s.append(end_s + _behind_s(trained, options, lane, hidden_s=(forward_s, backward_s)))
-    return max(0.0, max(done_s, default=0.0) - timeline.step_s)
-
-
-def _replicas_s(timeline: Timeline, sums_s: Sequence[float]) -> float:
-    """Return how much later than the last action stages have summed their gradients, which take so long."""
-    done_s = [
-        end_s + sums_s[action.stage]
-        for action, end_s in zip(timeline.schedule.issue_order, timeline.ends_s, strict=True)
-    ]
-    return max(0.0, max(done_s, default=0.0) - timeline.step_s)
+        done_s.append(max(ends_s[stage] for stage in own) + _behind_s(trained, options, lane, hidden_s=hidden_s))
+    return max(0.0, max(done_s) - timeline.step_s)
 
 
 def summed_s(schedule: Schedule, states: Mapping[int, Sequence[StateProfile]], options: Options) -> list[float]:
@@ -83,7 +74,7 @@ def cut_summed_s(schedule: Schedule, costs: Profile, stage_of: Mapping[str, int]
     return max(summed_s(schedule, states, options))
 
 
-def _behind_s(trained: Sequence[StateProfile], options: Options, lane: int, *, hidden_s: tuple[float, float]) -> float:
+def _behind_s(trained: Sequence[StateProfile], options: Options, lane: int, *, hidden_s: Sequence[float]) -> float:
     """Return what one device does behind its last action; ``hidden_s`` are the times of a forward and a backward."""
     assert options.placed is not None
     assert options.machine is not None

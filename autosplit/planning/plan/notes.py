@@ -23,7 +23,7 @@ PLAIN_ON_TWO = (1.74, 1.83)
 
 def notes_of(case: ProfiledProblem, partition: Partition, *, unreplayed: str | None) -> Iterator[str]:
     """Yield what has to be said of a plan; ``unreplayed`` is why its peaks are the formula's, where they are."""
-    traced, costs, options = case.found.graph, case.costs, case.options
+    traced, costs, options = case.recorded.found.graph, case.costs, case.options
     infos = [info for _, info in traced.compute_nodes()]
     if (nothing := note_on_training(costs, case.problem.schedule)) is not None:
         yield nothing
@@ -54,13 +54,13 @@ def notes_of(case: ProfiledProblem, partition: Partition, *, unreplayed: str | N
     if costs.estimated:
         name, why = next(iter(costs.estimated.items()))
         yield f"costs of {len(costs.estimated)} operations are estimates (first: {name}: {why})"
-    if costs.out_of_memory:
-        name, why = next(iter(costs.out_of_memory.items()))
-        yield f"times of {len(costs.out_of_memory)} operations are modelled (first: {name}: {why})"
+    if short := costs.times.out_of_memory:
+        name, why = next(iter(short.items()))
+        yield f"times of {len(short)} operations are modelled (first: {name}: {why})"
     elif options.measure and options.kernels == "cuda" and not costs.measured:
         place = options.devices[options.leading]
         yield (
-            f"times are those of {costs.device} by its data sheet: nothing was measured on {place}; where the "
+            f"times are those of {costs.times.device} by its data sheet: nothing was measured on {place}; where the "
             "model lies there while it is planned, it is"
         )
     yield from notes_on_unknown(options)

@@ -183,6 +183,16 @@ class Alternative(Record):
     replayed: bool
     """Whether the peak was replayed, or is the additive formula's."""
 
+    @property
+    def choice(self) -> tuple[object, ...]:
+        """What was chosen, as a key: of another plan that chose the same it is equal."""
+        return self.chunks, self.schedule, self.virtual_stages, self.replicas, recompute_of(self.recompute)
+
+
+def recompute_of(stages: Sequence[str]) -> tuple[str, ...]:
+    """Return what stages recompute, once where all do the same."""
+    return tuple(stages if len(set(stages)) > 1 else stages[:1])
+
 
 class Change(Record):
     """What would make a plan fit that does not, or fit better, and its price."""
@@ -347,6 +357,21 @@ class PlanRecord(Record):
         return hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:16]
 
     @property
+    def alternative(self) -> Alternative:
+        """What was chosen and what it costs, as for other plans."""
+        return Alternative(
+            chunks=self.chunks,
+            schedule=self.schedule,
+            virtual_stages=self.virtual_stages,
+            replicas=self.replicas,
+            recompute=recompute_of([stage.recompute for stage in self.stages]),
+            step_s=self.step_s,
+            peak_bytes=max(stage.memory.peak_bytes for stage in self.stages),
+            verdict=self.verdict,
+            replayed=True,
+        )
+
+    @property
     def edited(self) -> bool:
         """Whether stages, schedule or chunks were changed by hand, so that times and memory are those of before.
 
@@ -370,30 +395,3 @@ class PlanRecord(Record):
             return 0.0
         value_s = self.step_s - self.overhead_s if self.objective == "step_time" else self.bottleneck_s
         return max(0.0, value_s / self.lower_bound_s - 1) if self.lower_bound_s > 0 else math.inf
-
-
-def frontier(chosen: Alternative, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
-    """Return what was chosen and of the others those that nothing beats in both step and peak, the fastest first.
-
-    The formula may find another better by a little that a replay would not: what was chosen stays.
-    """
-    kept: list[Alternative] = []
-    for each in sorted((chosen, *others), key=lambda own: (own.step_s, own.peak_bytes)):
-        if each is chosen or not kept or each.peak_bytes < kept[-1].peak_bytes:
-            kept.append(each)
-    beaten = {
-        id(each)
-        for each in kept
-        if each is not chosen
-        and ((each.step_s >= chosen.step_s and each.peak_bytes >= chosen.peak_bytes) or _same(each, chosen))
-    }
-    return tuple(each for each in kept if id(each) not in beaten)
-
-
-def _same(each: Alternative, chosen: Alternative) -> bool:
-    """Tell whether another is no better than what was chosen by more than the formula is worth."""
-    return (
-        each.verdict == chosen.verdict
-        and each.step_s > 0.99 * chosen.step_s
-        and (each.peak_bytes > 0.99 * chosen.peak_bytes)
-    )

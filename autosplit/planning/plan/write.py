@@ -53,8 +53,9 @@ class Writer:
 
     def __init__(self, case: ProfiledProblem, partition: Partition) -> None:
         self.case, self.partition, self.problem = case, partition, case.problem
-        self.model, self.traced, self.costs, self.options = case.model, case.found.graph, case.costs, case.options
-        self.sizes, found = case.sizes, case.found
+        self.costs, self.options, self.sizes, self.recorded = case.costs, case.options, case.sizes, case.recorded
+        self.model, found = case.recorded.model, case.recorded.found
+        self.traced = found.graph
         self.whole, self.proof = found.whole, found.proof
         self.schedule = case.problem.schedule_of(partition.stages)
         self.lane = self.schedule.stage_lane
@@ -62,6 +63,10 @@ class Writer:
         solved = {name: stage for names, stage in pairs for name in names}
         self.stage_of = assign(case.index, solved, stages=partition.stages)
         self.recompute = tuple(cast(Recompute, option) for option in partition.costs.recompute)
+        blocks = case.recorded.outline.blocks
+        self._cut = Cut(
+            self.traced, self.costs, self.options, self.stage_of, self.sizes, self.schedule, self.recompute, blocks
+        )
 
     @property
     def fullest(self) -> tuple[DeviceReplay, ...]:
@@ -72,28 +77,15 @@ class Writer:
     def _replayed(self) -> tuple[tuple[DeviceReplay, ...], str | None]:
         try:
             with autocast_of(self.options.precision, kernels=self.options.kernels):
-                return fullest_moments(self._cut, memo=self.case.shared.memo), None
+                return fullest_moments(self._cut, memo=self.recorded.memo), None
         except ProfileError as error:  # a stage that cannot be replayed: the formula's peaks stay
             return (), str(error).partition("\n")[0]
-
-    @cached_property
-    def _cut(self) -> Cut:
-        return Cut(
-            self.traced,
-            self.costs,
-            self.options,
-            self.stage_of,
-            self.sizes,
-            self.schedule,
-            self.recompute,
-            self.case.shared.outline.blocks,
-        )
 
     @cached_property
     def ranges(self) -> Mapping[int, PeakRange]:
         """The range of each device's peak, by lane, where it has one."""
         with autocast_of(self.options.precision, kernels=self.options.kernels):
-            found = peak_ranges(self._cut, self.fullest, memo=self.case.shared.memo)
+            found = peak_ranges(self._cut, self.fullest, memo=self.recorded.memo)
         more = self._waiting
         return {lane: PeakRange(own.low_bytes + more[lane], own.high_bytes + more[lane]) for lane, own in found.items()}
 
@@ -156,7 +148,7 @@ class Writer:
             overhead_s=extra_s,
             update_s=update_s,
             bubble=costs.timeline.bubble,
-            bottleneck_s=self.partition.bottleneck_s,
+            bottleneck_s=self.partition.costs.bottleneck_s,
             lower_bound_s=self.partition.lower_bound_s + shared_s(self.traced, self.costs),
             status=self.partition.status,
             objective="step_time",
@@ -164,7 +156,7 @@ class Writer:
             class_flops=self._class_flops(),
             measured=self.costs.measured,
             dtype=dtype,
-            sequence=tokens_per_row(self.case.found.inputs),
+            sequence=tokens_per_row(self.recorded.found.inputs),
             model_flops=model_flops(self.traced, self.case.whole, self.sizes, backward=self.schedule.has_backward)
             * self.options.parallel.dp,
             peak_flops_per_s=None if peak is None else peak * self.options.parallel.ranks / self.options.parallel.pp,

@@ -1,8 +1,8 @@
-"""One configuration of a model on its devices: profiled, and formulated as the problem that is to be cut."""
+"""A recorded model: profiled for its devices, and formulated as the problem that is to be cut."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,8 +40,7 @@ from cost_models.specs import DeviceSpec
 class ProfiledProblem:
     """A model that was profiled for its microbatches, as the problem that is to be cut."""
 
-    model: nn.Module
-    found: Trace
+    recorded: RecordedModel
     options: Options
     sizes: tuple[int, ...]
     costs: Profile
@@ -49,41 +48,128 @@ class ProfiledProblem:
     whole: Profile
     """Of the whole model."""
     problem: Problem
-    shared: Shared
     warning: str | None = None
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
         """The stable names that each work of the problem stands for."""
-        return self.shared.outline.names
+        return self.recorded.outline.names
 
     @property
     def index(self) -> DataflowIndex:
         """What feeds the nodes of the recording."""
-        return self.shared.outline.index
+        return self.recorded.outline.index
 
     def under(self, options: Options, schedule: ResolvedSchedule) -> ProfiledProblem:
         """Return the problem under another schedule than 1F1B, and what else was asked for with it."""
         return replace(self, options=options, problem=scheduled(self.problem, schedule), warning=schedule.warning)
 
 
-class Shared:
-    """What is known of a recording whatever is searched: searches over it at other batches or devices may share it."""
+class RecordedModel:
+    """A recorded model, with what is known of it whatever is searched, at any batch and for any devices.
 
-    def __init__(self, found: Trace) -> None:
+    Attributes:
+        memo: the traces of its stages.
+        outline: its works.
+    """
+
+    def __init__(self, model: nn.Module, found: Trace) -> None:
+        self.model, self.found = model, found
         self.memo = TraceMemo(found.graph)
-        self.costs = CostMemo(found.graph)
         self.outline = Outline(found.graph)
-        self._found = found
+        self._costs = CostMemo(found.graph)
+        self._profiles: dict[Hashable, Profile] = {}
         self._shares: dict[tuple[int, bool], TensorShares] = {}
         self._parts: dict[tuple[int, int, bool, bool], tuple[Profile, Group, Profile]] = {}
+
+    @property
+    def rows(self) -> int:
+        """The rows of the batch that was recorded."""
+        return batch_rows(self.found.inputs)
+
+    # -- problems ------------------------------------------------------------------------------------------------
+    def problem(self, options: Options, sizes: tuple[int, ...]) -> ProfiledProblem:
+        """Profile for microbatches of the given sizes and formulate the problem under 1F1B."""
+        whole = self.profile(options, sizes)
+        costs = self.of_rank(whole, options)
+        factors = self._slowdowns(options, sizes, costs)
+        problem = formulate(self.outline, costs, options, microbatches=len(sizes), slowdowns=factors)
+        return ProfiledProblem(self, options, sizes, costs, whole, problem)
+
+    def scheduled_problem(self, options: Options, sizes: tuple[int, ...]) -> ProfiledProblem:
+        """Return the problem under the schedule that the options ask for, as far as the model has parts for it."""
+        case = self.problem(options, sizes)
+        return case.under(options, settle(options, parts=base_graph(case.problem).size, microbatches=len(sizes)))
+
+    # -- costs ---------------------------------------------------------------------------------------------------
+    def profile(self, options: Options, sizes: tuple[int, ...], *, device: DeviceSpec | None = None) -> Profile:
+        """Return what the nodes cost for microbatches of the first size; the model stays as it is.
+
+        ``device`` is by default the options' leading one. Times are measured only where the model lies on a device of
+        that kind.
+        """
+        lead = options.devices[options.leading]
+        on_lane = device is None and options.machine is None and lead.type == "cpu"
+        spec = "cpu-lane" if on_lane else (device or device_specs(options)[options.leading])
+        if options.measure:
+            return self._profiled(options, sizes, spec)
+        name = spec if isinstance(spec, str) else spec.name
+        key = sizes[0], sum(sizes) if self._costs.mixes else None, name, options.kernels, id(options.loss)
+        if key not in self._profiles:
+            self._profiles[key] = self._profiled(options, sizes, spec)
+        return self._profiles[key]
+
+    def _profiled(self, options: Options, sizes: tuple[int, ...], device: DeviceSpec | str) -> Profile:
+        leaves = probe_inputs(self.found.inputs, sizes[0])
+        with borrowed(self.model), autocast_of(options.precision, kernels=options.kernels):
+            costs = profile(
+                self.found.graph,
+                rows=sizes[0],
+                batch_rows=sum(sizes),
+                inputs=leaves,
+                measure=options.measure and _lies_on(options.devices[options.leading], self.model, leaves),
+                device=device,
+                kernels=options.kernels,
+                memo=self._costs,
+            )
+            if not isinstance(options.loss, PaperLoss):
+                return costs
+            return with_loss(costs, options.loss, batch_rows=sum(sizes), device=device, kernels=options.kernels)
+
+    def _slowdowns(self, options: Options, sizes: tuple[int, ...], costs: Profile) -> tuple[float, ...]:
+        """Return how many times as long all nodes together take on each device as on the leading one.
+
+        ``costs`` are those of the leading device. Devices are told apart by their cost models, also where the leading
+        one was measured.
+        """
+        specs = device_specs(options)
+        if len({spec.name for spec in specs}) < 2:
+            return (1.0,) * len(specs)
+
+        def seconds(spec: DeviceSpec) -> float:
+            return _seconds(self.profile(replace(options, measure=False), sizes, device=spec))
+
+        lead = specs[options.leading]
+        first_s, known = seconds(lead) if costs.measured else _seconds(costs), {lead.name: 1.0}
+        for spec in specs:
+            if spec.name not in known:
+                there_s = seconds(spec)
+                known[spec.name] = there_s / first_s if first_s and there_s else 1.0
+        return tuple(known[spec.name] for spec in specs)
+
+    # -- ranks ---------------------------------------------------------------------------------------------------
+    def of_rank(self, costs: Profile, options: Options) -> Profile:
+        """Return what one rank of the mesh that is planned for has of a profile; without a mesh it is the profile."""
+        if options.placed is None:
+            return costs
+        return with_gathers(self._part(costs, options), placed=options.placed, blocks=self.outline.blocks)
 
     def shares(self, parallel: Parallel, *, rng: str) -> TensorShares:
         """Return what a tensor-parallel rank has of every node: by the plan for the whole batch.
 
         Raises InputError where ranks cannot share what pairs of products have, or nothing.
         """
-        traced = self._found.graph
+        traced = self.found.graph
         key = parallel.tp, parallel.sequence
         if parallel.tp == 1:
             return TensorShares()
@@ -92,15 +178,15 @@ class Shared:
             if not parallel.sequence:
                 infos = [*with_plain_numbers(infos)] if rng == "plain" else []
             draws = {info.name for info in infos if info.random}
-            plan = tensor_plan(traced, ranks=parallel.tp, rows=batch_rows(self._found.inputs), draws=draws)
+            plan = tensor_plan(traced, ranks=parallel.tp, rows=self.rows, draws=draws)
             check_sharded(plan)
             self._shares[key] = shares_of(plan, traced, sequence=parallel.sequence)
         return self._shares[key]
 
-    def part(self, costs: Profile, options: Options) -> Profile:
+    def _part(self, costs: Profile, options: Options) -> Profile:
         """Return what a tensor-parallel rank has of a profile, with its parameters and their gradients whole.
 
-        Profiles at equal rows are one object (`profiled`), so a part is made once for all meshes that have it.
+        Profiles at equal rows are one object (`profile`), so a part is made once for all meshes that have it.
         """
         assert options.placed is not None
         fp8, group = options.precision == "fp8", options.placed.tp
@@ -114,55 +200,6 @@ class Shared:
         return self._parts[key][2]
 
 
-def prepare(
-    model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...], shared: Shared | None = None
-) -> ProfiledProblem:
-    """Profile a recording for microbatches of the given sizes and formulate its problem under 1F1B."""
-    shared = shared or Shared(found)
-    whole = profiled(model, found, options, sizes, memo=shared.costs)
-    costs = rank_costs(whole, options, shared)
-    factors = slowdowns(model, found, options, sizes, costs, memo=shared.costs)
-    problem = formulate(shared.outline, costs, options, microbatches=len(sizes), slowdowns=factors)
-    return ProfiledProblem(model, found, options, sizes, costs, whole, problem, shared)
-
-
-def rank_costs(costs: Profile, options: Options, shared: Shared) -> Profile:
-    """Return what one rank of the mesh that is planned for has of a profile; without a mesh it is the profile."""
-    if options.placed is None:
-        return costs
-    return with_gathers(shared.part(costs, options), placed=options.placed, blocks=shared.outline.blocks)
-
-
-def prepare_scheduled(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> ProfiledProblem:
-    """Return the problem under the schedule that the options ask for, as far as the model has parts for it."""
-    case = prepare(model, found, options, sizes=sizes)
-    return case.under(options, settle(options, parts=base_graph(case.problem).size, microbatches=len(sizes)))
-
-
-def slowdowns(
-    model: nn.Module, found: Trace, options: Options, sizes: tuple[int, ...], costs: Profile, *, memo: CostMemo
-) -> tuple[float, ...]:
-    """Return how many times as long all nodes together take on each device as on the leading one.
-
-    ``costs`` are those of the leading device; ``memo`` is what they were made with. Devices are told apart by their
-    cost models, also where the leading one was measured.
-    """
-    specs = device_specs(options)
-    if len({spec.name for spec in specs}) < 2:
-        return (1.0,) * len(specs)
-
-    def seconds(spec: DeviceSpec) -> float:
-        return _seconds(profiled(model, found, replace(options, measure=False), sizes, device=spec, memo=memo))
-
-    lead = specs[options.leading]
-    first_s, known = seconds(lead) if costs.measured else _seconds(costs), {lead.name: 1.0}
-    for spec in specs:
-        if spec.name not in known:
-            there_s = seconds(spec)
-            known[spec.name] = there_s / first_s if first_s and there_s else 1.0
-    return tuple(known[spec.name] for spec in specs)
-
-
 def _seconds(costs: Profile) -> float:
     return sum(node.forward_s + node.backward_s for node in costs.nodes.values())
 
@@ -174,59 +211,3 @@ def _lies_on(lead: torch.device, model: nn.Module, inputs: Sequence[torch.Tensor
     places = {place for place in places if place.type != "cpu"} or places
     alike = [place for place in places if place.type == lead.type]
     return bool(alike) and (places == {lead} or {driver_name(place) for place in alike} == {driver_name(lead)})
-
-
-def profiled(
-    model: nn.Module,
-    found: Trace,
-    options: Options,
-    sizes: tuple[int, ...],
-    *,
-    device: DeviceSpec | str | None = None,
-    memo: CostMemo | None = None,
-) -> Profile:
-    """Return what the nodes of a recording cost for microbatches of the first size; the model stays as it is.
-
-    ``device`` is by default the options' leading one; ``memo`` is for further sizes and devices. Times are measured
-    only where the model lies on a device of that kind.
-    """
-    lead = options.devices[options.leading]
-    if device is None:
-        device = (
-            "cpu-lane" if options.machine is None and lead.type == "cpu" else device_specs(options)[options.leading]
-        )
-    memo = memo or CostMemo(found.graph)
-    if options.measure:
-        return _profiled(model, found, options, sizes, device, memo)
-    name = device if isinstance(device, str) else device.name
-    key = sizes[0], sum(sizes) if memo.mixes else None, name, options.kernels, id(options.loss)
-    if key not in memo.profiles:
-        memo.profiles[key] = _profiled(model, found, options, sizes, device, memo)
-    return memo.profiles[key]
-
-
-def _profiled(
-    model: nn.Module,
-    found: Trace,
-    options: Options,
-    sizes: tuple[int, ...],
-    device: DeviceSpec | str,
-    memo: CostMemo,
-) -> Profile:
-    lead = options.devices[options.leading]
-    leaves = probe_inputs(found.inputs, sizes[0])
-    autocast = autocast_of(options.precision, kernels=options.kernels)
-    with borrowed(model), autocast:
-        costs = profile(
-            found.graph,
-            rows=sizes[0],
-            batch_rows=sum(sizes),
-            inputs=leaves,
-            measure=options.measure and _lies_on(lead, model, leaves),
-            device=device,
-            kernels=options.kernels,
-            memo=memo,
-        )
-        if not isinstance(options.loss, PaperLoss):
-            return costs
-        return with_loss(costs, options.loss, batch_rows=sum(sizes), device=device, kernels=options.kernels)

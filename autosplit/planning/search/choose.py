@@ -18,26 +18,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import nn
-
 from autosplit.errors import InputError
-from autosplit.options import Options
-from autosplit.partition.line.search import LineCut
+from autosplit.partition.line.search import LineCut, Policy
 from autosplit.planning.parallel.update import cut_summed_s
 from autosplit.planning.plan.fields import Verdict
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Alternative, frontier
+from autosplit.planning.plan.record import Alternative, recompute_of
 from autosplit.planning.profiled.apply import assign, cut_sent_s
 from autosplit.planning.profiled.between import note_on_inside
-from autosplit.planning.profiled.problem import Shared
 from autosplit.planning.profiled.units import units_of
 from autosplit.planning.search.finish import Finished, finish, refined
-from autosplit.planning.search.sweep import Entry, Space, Sweep
+from autosplit.planning.search.sweep import Entry, Sweep
 from autosplit.progress import phase, update
-from autosplit.trace.inputs.inputs import batch_rows
-from autosplit.trace.ladder import Trace
-
-__all__ = ["Space", "choose_plan"]
 
 _REPLAYS = 10
 """How many cuts are replayed at most before the one that needs the least memory is taken."""
@@ -47,25 +39,6 @@ _EXACT = 1.01
 """A replay that is up to so much above the formula bears it out."""
 _NEAR = 1.05
 """A peak by the formula is borderline up to so much above the capacity."""
-
-
-def choose_plan(
-    model: nn.Module,
-    found: Trace,
-    options: Options,
-    space: Space,
-    *,
-    rows: int | None = None,
-    shared: Shared | None = None,
-) -> Plan:
-    """Return the best plan of a space, with the others that are worth a look as its ``frontier``.
-
-    ``options`` say everything that the space does not; ``rows`` is the size of the batch, by default the sample's.
-    Where nothing fits, the plan that comes closest comes back, its
-    verdict "no". Raises InputError where no entry of the space can be built for the devices.
-    """
-    sweep = Sweep(model, found, options, space, rows=rows or batch_rows(found.inputs), shared=shared)
-    return Choice(sweep).plan
 
 
 class Choice:
@@ -100,12 +73,12 @@ class Choice:
             inside = note_on_inside(pieces.modules, assignment, longer=finished.longer)
             plan = plan.model_copy(update={"notes": (*plan.notes, *filter(None, (inside,)))})
         limited = self.sweep.memory_limits(case.problem) is not None  # else a smaller peak is worth nothing
-        others = self._search.alternatives(besides=_key(alternative(plan))) if limited else []
+        others = self._search.alternatives(besides=plan.alternative) if limited else []
         unit_of = finished.entry.sized.coarse.unit_of
         units = units_of(case, unit_of, finished.writer.partition.assignment)
-        shown = frontier(alternative(plan), others)
+        shown = _frontier(plan.alternative, others)
         near = [self._search.with_sent(each) for each in shown if each in others]
-        return plan.model_copy(update={"frontier": frontier(alternative(plan), near), "units": units})
+        return plan.model_copy(update={"frontier": _frontier(plan.alternative, near), "units": units})
 
 
 @dataclass(frozen=True)
@@ -113,7 +86,7 @@ class Candidate:
     """A cut of one configuration and what it costs by the formula; ``limits`` are those it was found for, if any."""
 
     entry: Entry
-    policy: Sequence[str]
+    policy: Policy
     cut: LineCut
     limits: tuple[float, ...] | None
 
@@ -159,14 +132,14 @@ class Search:
         limits = self.sweep.memory_limits(entry.problem)
         cuts: list[Candidate] = []
         for policy in self.sweep.recompute_policies(entry.settled.stages):
-            free = entry.best(policy, None)
+            free = entry.search.fastest(policy)
             assert free is not None, "without limits every line of enough units can be cut"
             if free.step_s >= enough_s:
                 continue
             cuts.append(Candidate(entry, policy, free, None))
             if self._fits(cuts[-1]):
                 break
-            if limits is not None and (held := entry.best(policy, limits)) is not None:
+            if limits is not None and (held := entry.search.fastest(policy, limits)) is not None:
                 cuts.append(Candidate(entry, policy, held, tuple(limits)))
         return cuts
 
@@ -268,9 +241,9 @@ class Search:
             room = [min(own, last) if own < limit else own for own, last, limit in before]
         if min(room) <= 0 or tuple(room) == candidate.limits:
             return
-        free = candidate.policy == ["never"]
+        free = all(set(options) == {"never"} for options in candidate.policy)
         for way in self.sweep.recompute_policies(candidate.entry.settled.stages) if free else (candidate.policy,):
-            cut = candidate.entry.best(way, room, near=candidate.cut)
+            cut = candidate.entry.search.fastest(way, room, near=candidate.cut)
             if cut is not None:
                 yield Candidate(candidate.entry, way, cut, tuple(room))
 
@@ -302,18 +275,18 @@ class Search:
             if len(tried) == _MIN_MEMORY_CUTS or (first and any(own.verdict != "no" for _, own in tried.values())):
                 break
 
-    def alternatives(self, besides: tuple[object, ...]) -> list[Alternative]:
+    def alternatives(self, besides: Alternative) -> list[Alternative]:
         """Return what was weighed, as the plan's file has it, but for one configuration; replays with their peaks."""
         replayed = [
             self._alternative(each.entry, each.cut, each.writer.partition.value_s, each.peaks, each.verdict)
             for each in self.finished
-            if _configuration(each.entry, each.cut) != besides
         ]
-        known = {besides, *map(_key, replayed)}
+        replayed = [each for each in replayed if each.choice != besides.choice]
+        known = {besides.choice, *(each.choice for each in replayed)}
         weighed = (
             self._alternative(each.entry, each.cut, each.cut.step_s, each.cut.device_bytes) for each in self.candidates
         )
-        return [*replayed, *(each for each in weighed if _key(each) not in known)]
+        return [*replayed, *(each for each in weighed if each.choice not in known)]
 
     def with_sent(self, each: Alternative) -> Alternative:
         """Return what was weighed with what its cut sends once per step, which a plan's step has in it too."""
@@ -352,7 +325,7 @@ class Search:
             schedule=entry.settled.schedule,
             virtual_stages=entry.settled.virtual_stages,
             replicas=entry.options.replicas or (),
-            recompute=_recompute(cut.recompute),
+            recompute=recompute_of(cut.recompute),
             step_s=step_s + entry.sized.once_s,
             peak_bytes=max(held),
             verdict=replayed or ("fits" if fits else "borderline" if near else "no"),
@@ -362,34 +335,30 @@ class Search:
         return found
 
 
-def _configuration(entry: Entry, cut: LineCut) -> tuple[object, ...]:
-    """Return the key of what a cut of a configuration is written down as."""
-    settled, replicas = entry.settled, entry.options.replicas or ()
-    return entry.options.chunks, settled.schedule, settled.virtual_stages, replicas, _recompute(cut.recompute)
+def _frontier(chosen: Alternative, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
+    """Return what was chosen and of the others those that nothing beats in both step and peak, the fastest first.
+
+    The formula may find another better by a little that a replay would not: what was chosen stays.
+    """
+    kept: list[Alternative] = []
+    for each in sorted((chosen, *others), key=lambda own: (own.step_s, own.peak_bytes)):
+        if each is chosen or not kept or each.peak_bytes < kept[-1].peak_bytes:
+            kept.append(each)
+    beaten = {
+        id(each)
+        for each in kept
+        if each is not chosen
+        and ((each.step_s >= chosen.step_s and each.peak_bytes >= chosen.peak_bytes) or _same(each, chosen))
+    }
+    return tuple(each for each in kept if id(each) not in beaten)
 
 
-def _recompute(options: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what stages recompute, once where all do the same."""
-    return options if len(set(options)) > 1 else options[:1]
-
-
-def _key(each: Alternative) -> tuple[object, ...]:
-    return each.chunks, each.schedule, each.virtual_stages, each.replicas, each.recompute
-
-
-def alternative(plan: Plan) -> Alternative:
-    """Return what a plan chose and what it costs."""
-    recompute = tuple(stage.recompute for stage in plan.stages)
-    return Alternative(
-        chunks=plan.chunks,
-        schedule=plan.schedule,
-        virtual_stages=plan.virtual_stages,
-        replicas=plan.replicas,
-        recompute=_recompute(recompute),
-        step_s=plan.step_s,
-        peak_bytes=max(stage.memory.peak_bytes for stage in plan.stages),
-        verdict=plan.verdict,
-        replayed=True,
+def _same(each: Alternative, chosen: Alternative) -> bool:
+    """Tell whether another is no better than what was chosen by more than the formula is worth."""
+    return (
+        each.verdict == chosen.verdict
+        and each.step_s > 0.99 * chosen.step_s
+        and (each.peak_bytes > 0.99 * chosen.peak_bytes)
     )
 
 

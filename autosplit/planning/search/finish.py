@@ -10,7 +10,7 @@ from functools import cached_property
 from autosplit.partition.checker import check
 from autosplit.partition.line.coarse import Coarse, coarsened, taken_apart
 from autosplit.partition.line.line import Line
-from autosplit.partition.line.search import LineCut, LineSearch
+from autosplit.partition.line.search import LineCut, LineSearch, listed
 from autosplit.partition.problem import Problem, recompute_fraction
 from autosplit.partition.solve import Partition, Status
 from autosplit.partition.step_bound import simple_bound, spread_bound
@@ -151,7 +151,7 @@ def _between(sweep: Sweep, best: Finished, pieces: tuple[int, ...]) -> Finished 
         return None
     coarse = coarsened(case.problem, pieces)
     search = LineSearch(Line(coarse.problem), coarse.problem, stages=stages)
-    cut = search.listed(best.cut.recompute, best.limits)
+    cut = search.fastest(listed(best.cut.recompute), best.limits)
     if cut is None:
         return None
     own = replace(cut, bounds=best.cut.bounds)
@@ -167,7 +167,7 @@ def _inside(sweep: Sweep, finished: Finished, *, gain: float) -> Finished:
         return finished
     fine = coarsened(case.problem, apart)
     search = LineSearch(Line(fine.problem), fine.problem, stages=entry.settled.stages)
-    better = search.listed(cut.recompute, _room(finished, search, fine))
+    better = search.fastest(listed(cut.recompute), _room(finished, search, fine))
     if better is None or better.step_s >= cut.step_s * (1 - gain):
         return finished
     moved = _replayed(sweep, entry, replace(better, bounds=cut.bounds), case, fine.assignment(better.bounds))

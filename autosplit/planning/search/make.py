@@ -16,7 +16,7 @@ from autosplit.partition.solve import Partition
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.write import Writer, check_plan, fingerprint_of
 from autosplit.planning.profiled.apply import DataflowIndex, assign
-from autosplit.planning.profiled.problem import ProfiledProblem, prepare_scheduled
+from autosplit.planning.profiled.problem import ProfiledProblem, RecordedModel
 from autosplit.planning.profiled.units import units_of
 from autosplit.planning.request import sizes_of
 from autosplit.planning.search.choose import Choice
@@ -37,7 +37,7 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     hold; warns when there are fewer separable nodes than devices.
     """
     if options.cut is not None:
-        case = prepare_scheduled(model, found, options, sizes=sizes)
+        case = RecordedModel(model, found).scheduled_problem(options, sizes)
         recompute = options.recompute or ("never",)
         stages = len(options.devices)
         return Writer(case, given(case, options.cut, recompute, stages=stages)).plan()
@@ -45,7 +45,7 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     if options.schedule == "auto":
         schedules = _SCHEDULES if len(options.devices) > 1 else _SCHEDULES[:1]
     space = Space((options.chunks,), schedules, options.recompute)
-    choice = Choice(Sweep(model, found, options, space, rows=sum(sizes)))
+    choice = Choice(Sweep(RecordedModel(model, found), options, space, rows=sum(sizes)))
     writer = choice.finished.writer
     limits = [options.capacity_bytes(lane) for lane in range(len(options.devices))]
     if any(limit is not None and peak > limit for peak, limit in zip(writer.peaks, limits, strict=False)):
@@ -104,7 +104,7 @@ def recosted(model: nn.Module, found: Trace, options: Options, plan: Plan) -> Pl
     if rows % dp:
         raise PlanError(f"the plan has {dp} replicas, which do not divide the batch of {rows} rows; give another batch")
     sizes = sizes_of(rows // dp, plan.chunks, found.graph.min_rows, like=options.microbatches)
-    case = prepare_scheduled(model, found, own, sizes=sizes)
+    case = RecordedModel(model, found).scheduled_problem(own, sizes)
     recompute = tuple(stage.recompute for stage in plan.stages)
     partition = given(case, cut, recompute, stages=len(plan.stages))
     made = Writer(case, partition).plan()

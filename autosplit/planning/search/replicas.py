@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def once_on_last(sized: Sized, options: Options) -> bool:
     """Tell whether one device has to run what is last: operations that mix rows, or the loss of one process."""
-    return bool(sized.case.shared.outline.full) or (options.machine is None and len(set(options.devices)) > 1)
+    return bool(sized.case.recorded.outline.full) or (options.machine is None and len(set(options.devices)) > 1)
 
 
 def best_replicas(sized: Sized, options: Options, *, recompute: Sequence[str] | None, limit: float) -> tuple[int, ...]:
@@ -32,7 +32,7 @@ def best_replicas(sized: Sized, options: Options, *, recompute: Sequence[str] | 
     line, devices, microbatches = sized.line, len(options.devices), len(sized.case.sizes)
     slowest = min((link.bandwidth_bytes_per_s for link in options.links), default=np.inf)
     summed_s = np.zeros(line.size + 1)
-    first = sized.case.shared.outline.first
+    first = sized.case.recorded.outline.first
     for state in sized.case.costs.state.values():
         works = [work for name in state.uses if (work := first.get(name)) is not None]
         if works:

@@ -7,26 +7,23 @@ Peaks are the additive formula's, steps are simulated. Nothing is replayed here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-
-from torch import nn
 
 from autosplit.errors import InputError, ScheduleError
 from autosplit.options import Options
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.line.coarse import Coarse, coarsened, runs
 from autosplit.partition.line.line import Line
-from autosplit.partition.line.search import LineCut, LineSearch
+from autosplit.partition.line.search import LineSearch, Policy, listed
 from autosplit.partition.problem import RECOMPUTE, Problem
 from autosplit.planning.plan.write import shared_s
 from autosplit.planning.profiled.between import Pieces, pieces_of
 from autosplit.planning.profiled.formulate import scheduled
-from autosplit.planning.profiled.problem import ProfiledProblem, Shared, prepare
+from autosplit.planning.profiled.problem import ProfiledProblem, RecordedModel
 from autosplit.planning.request import ResolvedSchedule, settle, sizes_of
 from autosplit.planning.search.replicas import best_replicas, once_on_last
-from autosplit.trace.ladder import Trace
 
 _FEW = 4
 """Pieces per device from which on the search looks at no other cuts than between them."""
@@ -89,34 +86,12 @@ class Entry:
         """The whole problem of the configuration."""
         return self.sized.case.under(self.options, self.settled)
 
-    def best(
-        self, policy: Sequence[str], limits: Sequence[float] | None, *, near: LineCut | None = None
-    ) -> LineCut | None:
-        """Return the best cut where stages choose among the entries of a list, or recompute as a tuple lists.
-
-        ``near`` is a cut whose neighbours are looked at too: under tight limits the dynamic program, which divides a
-        device's memory evenly among its stages, may miss all that fit.
-        """
-        if isinstance(policy, tuple):
-            return self.search.listed(policy, limits, near=near)
-        return self.search.fastest(policy, limits, near=near)
-
 
 class Sweep:
     """The configurations of a space."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        found: Trace,
-        options: Options,
-        space: Space,
-        *,
-        rows: int,
-        shared: Shared | None = None,
-    ) -> None:
-        self.model, self.found, self.options, self.space, self.rows = model, found, options, space, rows
-        self._shared = shared or Shared(found)
+    def __init__(self, recorded: RecordedModel, options: Options, space: Space, *, rows: int) -> None:
+        self.recorded, self.options, self.space, self.rows = recorded, options, space, rows
         self._units: tuple[int, ...] | None = None
         self._parts = 0
         self.group_of: tuple[int, ...] = ()
@@ -127,13 +102,13 @@ class Sweep:
     def anywhere(self) -> Sweep:
         """Return the like sweep whose cuts may fall between any operations."""
         options = replace(self.options, cut_between="operations")
-        return Sweep(self.model, self.found, options, self.space, rows=self.rows, shared=self._shared)
+        return Sweep(self.recorded, options, self.space, rows=self.rows)
 
     def entries(self) -> Iterator[Entry]:
         """Yield every configuration that may have a schedule, each pair of sizes and schedule once."""
         every: dict[tuple[int, ...], list[tuple[str, int]]] = {}
         for chunks in self.space.chunks:
-            sizes = sizes_of(self.rows, chunks, self.found.graph.min_rows, like=self.options.microbatches)
+            sizes = sizes_of(self.rows, chunks, self.recorded.found.graph.min_rows, like=self.options.microbatches)
             own = [each for each in self.space.schedules if (chunks, each) not in self.space.left_out]
             if own:
                 every.setdefault(sizes, []).extend(each for each in own if each not in every[sizes])
@@ -149,7 +124,7 @@ class Sweep:
         Where they are left open: one each, those that the solver finds, and all devices in one stage. Raises InputError
         where those that were given cannot run what mixes rows.
         """
-        full, devices = sized.case.shared.outline.full, len(self.options.devices)
+        full, devices = self.recorded.outline.full, len(self.options.devices)
         if (asked := self.options.replicas) is None:
             limits = self.memory_limits(sized.case.problem) or [float("inf")]
             best = best_replicas(sized, self.options, recompute=self.space.recompute, limit=limits[0])
@@ -166,7 +141,7 @@ class Sweep:
     def _sized(self, sizes: tuple[int, ...]) -> Sized:
         """Return the model for microbatches of some sizes."""
         options = replace(self.options, chunks=len(sizes))
-        case = prepare(self.model, self.found, options, sizes=sizes, shared=self._shared)
+        case = self.recorded.problem(options, sizes)
         problem = case.problem
         if self._units is None:
             graph = base_graph(problem)
@@ -176,7 +151,7 @@ class Sweep:
                 self._parts = len(places) + 1
             self._units = runs(problem, graph, most=self._most(), places=places)
         coarse = coarsened(problem, self._units)
-        once_s = shared_s(self.found.graph, case.costs)
+        once_s = shared_s(self.recorded.found.graph, case.costs)
         return Sized(case, coarse, Line(coarse.problem), once_s)
 
     def _module_places(self, case: ProfiledProblem, graph: Graph) -> tuple[int, ...] | None:
@@ -228,11 +203,11 @@ class Sweep:
             return None
         return [float("inf") if own is None else float(own) for own in problem.capacity_bytes]
 
-    def recompute_policies(self, stages: int) -> list[Sequence[str]]:
-        """Return what stages may recompute, one policy after the other: a list to choose from, or a tuple of theirs."""
+    def recompute_policies(self, stages: int) -> list[Policy]:
+        """Return what stages may recompute, one policy after the other."""
         asked = self.space.recompute
-        if asked is None:
-            return [["never"], list(RECOMPUTE), *([option] for option in RECOMPUTE if option != "never")]
-        if len(asked) == 1:
-            return [list(asked)]
-        return [asked[:stages]] if len(asked) >= stages else []
+        if asked is not None and len(asked) > 1:
+            return [listed(asked[:stages])] if len(asked) >= stages else []
+        alone = ((option,) for option in RECOMPUTE if option != "never")
+        options = [("never",), RECOMPUTE, *alone] if asked is None else [asked]
+        return [[each] * stages for each in options]

@@ -26,12 +26,17 @@ _CHOSEN = ("top_k", "topk", "k", "num_experts_per_tok", "num_selected_experts", 
 
 def why_estimated(error: Exception, *, module: nn.Module | None = None) -> str:
     """Say why a node's costs are estimates, and what was assumed; ``module`` is the node's own where it has one."""
-    lines = str(error).splitlines()
-    text = f"it did not run on fake tensors: {type(error).__name__}" + (f": {lines[0]}" if lines else "")
+    text = f"it did not run on fake tensors: {error_text(error)}"
     if type(error).__name__ not in _VALUE_ERRORS:
         return text
     known = module is not None and any(share < 1 for _, share in _shares(module))
     return f"{text}; {BALANCED if known else EVERY_ROW}"
+
+
+def error_text(error: Exception) -> str:
+    """Return the type of an error, and the first line of what it says."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def parameters_met(module: nn.Module) -> int:

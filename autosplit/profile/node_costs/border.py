@@ -99,13 +99,9 @@ class BorderInterpreter(fx.Interpreter):
         leaves: dict[int, torch.Tensor] = {}
         lent: list[_Lent] = []
 
-        def load(argument: Any) -> Any:
-            if isinstance(argument, torch.device) and self._device is not None:
-                return self._device
-            if not isinstance(argument, fx.Node):
-                return argument
-            value = self.env[argument]
-            info: TracedNode | None = argument.meta.get(INFO)
+        def value_of(operand: fx.Node) -> Any:
+            value = self.env[operand]
+            info: TracedNode | None = operand.meta.get(INFO)
             if info is not None and info.mutated:
                 value = pytree.tree_map_only(torch.Tensor, lambda t: self._lend(t, leaves, lent, private), value)
             elif isinstance(value, nn.Module):
@@ -114,10 +110,7 @@ class BorderInterpreter(fx.Interpreter):
                 _add_leaves(leaves, tensors_of(value))
             return value
 
-        args = fx.node.map_aggregate(node.args, load)
-        kwargs = dict(fx.node.map_aggregate(node.kwargs, load))
-        if self._device is not None and kwargs.get("device") is not None:
-            kwargs["device"] = self._device
+        args, kwargs = self.arguments(node, value_of)
         if node.op == "call_module":
             _add_leaves(leaves, self.fetch_attr(str(node.target)).parameters())
 
@@ -125,6 +118,20 @@ class BorderInterpreter(fx.Interpreter):
             return getattr(self, node.op)(node.target, args, kwargs)
 
         return Invocation(run, tuple(leaves.values()), tuple(lent))
+
+    def arguments(self, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> tuple[Any, Any]:
+        """Return the arguments of a node, given the values of its operands; its device is that of this interpreter."""
+
+        def load(argument: Any) -> Any:
+            if isinstance(argument, torch.device) and self._device is not None:
+                return self._device
+            return value_of(argument) if isinstance(argument, fx.Node) else argument
+
+        args: Any = fx.node.map_aggregate(node.args, load)
+        kwargs: Any = dict(fx.node.map_aggregate(node.kwargs, load))
+        if self._device is not None and kwargs.get("device") is not None:
+            kwargs["device"] = self._device
+        return args, kwargs
 
     def _lend(
         self, value: torch.Tensor, leaves: dict[int, torch.Tensor], lent: list[_Lent], private: bool

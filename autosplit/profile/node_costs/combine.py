@@ -60,11 +60,7 @@ def profile(
         state=_state(traced),
         input_bytes={info.name: info.tensors[0].bytes_at(rows) for info in placeholders},
         input_grads={info.name: grad for info, grad in zip(placeholders, grads or (), strict=False)},
-        device=found.device if found.nodes else name,
-        measured=bool(found.nodes),
-        out_of_memory=found.out_of_memory,
-        samples=found.nodes,
-        workspaces=found.workspaces,
+        times=found if found.nodes else replace(found, device=name),
     )
 
 

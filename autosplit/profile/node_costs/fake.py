@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autosplit.errors import ProfileError, is_internal
 from autosplit.profile.lowering import CudaKernels
-from autosplit.profile.node_costs.assumptions import parameters_met, why_estimated
+from autosplit.profile.node_costs.assumptions import error_text, parameters_met, why_estimated
 from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, Picks, epilogue_nodes, tensors_of
 from autosplit.profile.node_costs.ledger import Ledger, Operation, Storage
 from autosplit.profile.node_costs.shadow import Shadow, shadow
@@ -141,7 +141,7 @@ class _FakePass(BorderInterpreter):
             except Exception as error:
                 if is_internal(error):
                     raise
-                problem = f"its backward did not run alone: {_text(error)}"
+                problem = f"its backward did not run alone: {error_text(error)}"
         backward = tuple(ledger.operations)
         backward_transient_bytes = max(0, ledger.peak_bytes - alive)
         if problem is not None:
@@ -233,8 +233,7 @@ def on_fakes(what: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ProfileError) or is_internal(error):
             raise
-        first = str(error).partition("\n")[0]
-        raise ProfileError(f"{what} does not run on fake tensors ({type(error).__name__}: {first})") from error
+        raise ProfileError(f"{what} does not run on fake tensors ({error_text(error)})") from error
 
 
 def fake_mode() -> FakeTensorMode:
@@ -285,8 +284,3 @@ def _empty(info: TracedNode, rows: int) -> list[torch.Tensor]:
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _text(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

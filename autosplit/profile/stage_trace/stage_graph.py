@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -54,7 +54,7 @@ class Stages:
         for node in computing:
             self._place(node, placed)
         own = tuple(placed)[len(self._numbers) + len(inputs) :]
-        outputs = tuple(node for node in own if node in stage and _leaves(node, stage))
+        outputs = tuple(node for node in own if node in stage and not stage.issuperset(users_of(node)))
         return StageNodes(self.root, self._numbers, inputs, own, outputs)
 
     def _taken(self, computing: Collection[fx.Node]) -> dict[fx.Node, None]:
@@ -80,14 +80,13 @@ class Stages:
         placed[node] = None
 
 
-def _leaves(node: fx.Node, stage: Collection[fx.Node]) -> bool:
-    """Tell whether somebody outside the stage takes a node's value, or a part of it."""
+def users_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield who takes a node's value, or a part of it: nodes that compute, and the output."""
     for user in node.users:
-        if user.op == "output" or (INFO in user.meta and user not in stage):
-            return True
-        if INFO not in user.meta and _leaves(user, stage):
-            return True
-    return False
+        if user.op == "output" or INFO in user.meta:
+            yield user
+        else:
+            yield from users_of(user)
 
 
 def first_output(traced: TracedGraph) -> fx.Node | None:

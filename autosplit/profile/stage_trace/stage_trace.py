@@ -27,7 +27,7 @@ from autosplit.backward import begin_at_sums, deferrable
 from autosplit.errors import ProfileError, is_internal
 from autosplit.memory.pieces import Change, Held, StageTrace, Step
 from autosplit.profile.lowering import CudaKernels
-from autosplit.profile.node_costs.border import Picks, alias, tensors_of
+from autosplit.profile.node_costs.border import BorderInterpreter, Picks, alias, tensors_of
 from autosplit.profile.node_costs.fake import as_recorded, empty_value, fake_mode, on_fakes
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.node_costs.shadow import shadow
@@ -98,7 +98,7 @@ def _one_autocast() -> Iterator[None]:
 class _Run:
     def __init__(self, stage: StageNodes, how: How, root: nn.Module, ledger: Ledger) -> None:
         self.stage, self.how, self.root, self.ledger = stage, how, root, ledger
-        self.interpreter = fx.Interpreter(root, graph=fx.Graph())
+        self.interpreter = BorderInterpreter(root, graph=fx.Graph(), device=_CPU)
         self.lowering = CudaKernels() if how.kernels == "cuda" else contextlib.nullcontext()
         """Entered node by node: what runs again in a backward runs outside of the modes around it."""
         self.labels = Labels()
@@ -278,16 +278,7 @@ class _Run:
     # -- nodes ---------------------------------------------------------------------------------------------------
     def _execute(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
         """Run one node, on the CPU wherever the model's own devices are."""
-
-        def load(argument: Any) -> Any:
-            if isinstance(argument, torch.device):
-                return _CPU
-            return env[argument] if isinstance(argument, fx.Node) else argument
-
-        args = fx.node.map_aggregate(node.args, load)
-        kwargs: Any = dict(fx.node.map_aggregate(node.kwargs, load))
-        if kwargs.get("device") is not None:
-            kwargs["device"] = _CPU
+        args, kwargs = self.interpreter.arguments(node, env.__getitem__)
         run: Any = getattr(self.interpreter, node.op)
         if INFO not in node.meta:
             return run(node.target, args, kwargs)
