@@ -8,6 +8,7 @@ pipe.training_step(b) ─► the model's method; its ``self`` is a twin of the m
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -20,6 +21,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.errors import DeviceError, InputError
+from autosplit.recordings import RECORDING
 
 if TYPE_CHECKING:
     from autosplit.pipelined import PipelinedModule
@@ -171,6 +173,24 @@ def forward_like(model: nn.Module) -> Callable[..., Any]:
     forward.__signature__ = signature.replace(parameters=(own, *signature.parameters.values()))  # type: ignore[attr-defined]
     forward.__doc__ = model.forward.__doc__
     return forward
+
+
+def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method of a pipe wait while another thread calls the pipe, but for what is called by a recording.
+
+    Other calls wait for that one.
+    """
+
+    @functools.wraps(method)
+    def alone(pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+        core = pipe._core
+        core.stream.drain()
+        if core.threads is not None:
+            core.threads.check_caller()
+        with contextlib.nullcontext() if RECORDING._is_owned() else core.stream.lock:  # type: ignore[attr-defined]
+            return method(pipe, *args, **kwargs)
+
+    return alone
 
 
 def _answer(pipe: Any, name: str) -> Any:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
-from autosplit.delegation import Delegating, Placed, forward_like, forward_overrides, refuse_tracers, refuse_unplanned
+from autosplit.delegation import (
+    Delegating,
+    Placed,
+    forward_like,
+    forward_overrides,
+    one_at_a_time,
+    refuse_tracers,
+    refuse_unplanned,
+)
 from autosplit.lower.program import STATE, emit
 from autosplit.lower.text import Locate
 from autosplit.measured import Measured
@@ -64,8 +73,6 @@ class _Core:
     """Those of the call that was prepared last."""
     measured: StepTimeline | None = None
     """What the profiled steps found."""
-    forward: Any = None
-    """The forward of the pipe's class."""
     untraced: Any = None
     """What `torch.compile` calls as it is; None until dynamo is there."""
     twin: Any = None
@@ -93,10 +100,9 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
             if name in model.__dict__:
                 self.__dict__[name] = model.__dict__[name]
         self.__dict__["training"] = model.training
-        core = _Core(model, options, Recordings(model, options, plan, own=own_plan), forward=forward_like(model))
         forward_overrides(self, model)
-        type(self).forward = core.forward
-        self.__dict__["_autosplit"] = core
+        type(self).forward = forward_like(model)
+        self.__dict__["_autosplit"] = _Core(model, options, Recordings(model, options, plan, own=own_plan))
 
     # -- what the caller sees ------------------------------------------------------------------------------------
     @property
@@ -109,6 +115,7 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         """The stages of the last call, as GraphModules; empty before the first call and for the module tree."""
         return self._core.stages
 
+    @one_at_a_time
     def prepare(self, sample: Sample) -> None:
         """Record, plan and compile for a kind of call without running it.
 
@@ -119,7 +126,7 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         if isinstance(step, PreparedTree):
             self._show_tree(step)
         else:
-            self._show(step.recorded, self._program(step))
+            self._show(self._program(step), self._modules_of(step.recorded))
 
     @property
     def lane_timeout_s(self) -> float | None:
@@ -166,6 +173,7 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         with random_state_on_refusal():
             return self._train_step(args, kwargs, target, loss_fn, loss_reduction)
 
+    @one_at_a_time
     def eval_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward in eval mode without gradients, and return the model's output for the whole batch.
 
@@ -187,22 +195,18 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
 
     def recompile(self) -> Any:
         """Compile the program of :attr:`graph`; calls go on choosing the program by their signature."""
-        children = self.__dict__["_modules"]
-        self.__dict__["_modules"] = {}  # a child may have the name of an attribute that fx sets
-        try:
-            code = super().recompile()
-        finally:
-            self.__dict__["_modules"] = children
-        kind = type(self)
+        program = fx.GraphModule(nn.Module(), fx.Graph())
+        program._graph = self._graph
+        code = program.recompile()
+        self.__dict__["_code"] = code.src
         core = self.__dict__.get("_autosplit")
         if core is not None:
             if self._graph in core.compiled:
                 core.edited.add(self._graph)
-            core.compiled[self._graph] = kind.forward, code.src
-        kind.forward = PipelinedModule._dispatch if core is None else core.forward
-        kind.__call__ = nn.Module.__call__  # type: ignore[method-assign]
+            core.compiled[self._graph] = type(program).forward, code.src
         return code
 
+    @one_at_a_time
     def _train_step(
         self, args: Any, kwargs: Any, target: Any, loss_fn: Any, reduction: str, log: StepLog | None = None
     ) -> torch.Tensor:
@@ -246,6 +250,7 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         self._core.recordings.leave(step, ())
         return loss
 
+    @one_at_a_time
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
         try:
             step = self._prepare(args, kwargs)
@@ -265,14 +270,15 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
     def _run(self, step: PreparedStep) -> list[Any]:
         """Run the program of a call and return its flat outputs."""
         recorded, graph = step.recorded, self._program(step)
-        self._show(recorded, graph)
+        modules = self._modules_of(recorded)
+        self._show(graph, modules)
         threads = self._threads(step, graph)
         if threads is not None:
             return list(middle.call(step, threads))
-        program = self._core.compiled[graph][0]
+        program, edited = self._core.compiled[graph][0], graph in self._core.edited
         try:
             with step.entered() as handed:
-                flat = program(self, *step.given())
+                flat = program(self if edited else SimpleNamespace(**modules), *step.given())
                 handed += flat
         except BaseException as error:
             step.locate(error)
@@ -297,36 +303,29 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
             programs[count] = emit(step.recorded.lowered, order=order, attributes=self._core.names)
         return programs[count]
 
-    def _show(self, recorded: Recorded, graph: fx.Graph) -> None:
-        """Make ``graph`` the one that ``.graph`` and ``.code`` show and that its modules' names lead to."""
+    def _show(self, graph: fx.Graph, modules: Mapping[str, Any]) -> None:
+        """Make ``graph`` the one that ``.graph`` and ``.code`` show, and ``modules`` what it names."""
         if self._graph is graph:
             return
-        core = self._core
-        self._attach(recorded)
-        if graph in core.compiled:
-            self.__dict__["_graph"], self.__dict__["_code"] = graph, core.compiled[graph][1]
+        self.__dict__.update(modules, _graph=graph)
+        if graph in self._core.compiled:
+            self.__dict__["_code"] = self._core.compiled[graph][1]
         else:
-            self.__dict__["_graph"] = graph
             graph.owning_module = cast(fx.GraphModule, weakref.proxy(self))  # a dropped pipe ends at once
             self.recompile()
 
     def _show_tree(self, step: PreparedTree) -> None:
         """Show that the model's own Python runs."""
-        core = self._core
+        core, name = self._core, self._core.names["module_tree"]
         if core.own_python is None:
             graph = core.own_python = fx.Graph()
             args, kwargs = graph.placeholder("*args"), graph.placeholder("**kwargs")
-            graph.output(graph.call_module(core.names["module_tree"], (args, kwargs)))
-        self.__dict__[core.names["module_tree"]] = step.tree
-        if self._graph is not core.own_python:
-            self.__dict__["_graph"] = core.own_python
-            core.own_python.owning_module = cast(fx.GraphModule, weakref.proxy(self))
-            self.recompile()
+            graph.output(graph.call_module(name, (args, kwargs)))
+        self._show(core.own_python, {name: step.tree})
 
-    def _attach(self, recorded: Recorded) -> None:
-        for name, part in recorded.parts.items():
-            self.__dict__[self._core.names[name]] = part
-        self.__dict__[STATE] = recorded.traced.root
+    def _modules_of(self, recorded: Recorded) -> dict[str, nn.Module]:
+        """Return what the programs of a recording name: the modules that they call, and the model that they read."""
+        return {STATE: recorded.traced.root} | {self._core.names[name]: m for name, m in recorded.parts.items()}
 
     def _prepare(self, args: Any, kwargs: Any) -> PreparedStep | PreparedTree:
         core = self._core

@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autosplit.backward import leaves_under
+from autosplit.delegation import one_at_a_time
 from autosplit.distributed.facts import BATCH, call_text, checksum, pipe_facts, program_text
 from autosplit.distributed.feed import bring, like_first, takers_of
 from autosplit.distributed.replicas import Share
@@ -176,6 +177,7 @@ class RankPipe(RankStreaming, PipelinedModule):
         )
 
     # -- running -------------------------------------------------------------------------------------------------
+    @one_at_a_time
     def prepare(self, sample: Sample) -> None:
         """Record and plan; this rank's parameters are known, and have values, from then on.
 
@@ -198,7 +200,7 @@ class RankPipe(RankStreaming, PipelinedModule):
                 raise error
             self._world.agree("has prepared a call", {}, error)
             assert step is not None
-            self._show(step.recorded, self._program(step))
+            self._show(self._program(step), self._modules_of(step.recorded))
 
     def _agreed(
         self,
@@ -303,6 +305,7 @@ class RankPipe(RankStreaming, PipelinedModule):
             made.state = replace(step.state, tape=Tape(tape.nodes, step.sizes, step.lengths, here=here))
         return made
 
+    @one_at_a_time
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
         step, _ = self._agreed("calls the pipe", args, kwargs, say=self._check_rows_apart)
         every, replicas = self._outputs == "all", self._world.replicas
@@ -327,6 +330,7 @@ class RankPipe(RankStreaming, PipelinedModule):
                 "loss goes into loss_fn), or use one replica"
             )
 
+    @one_at_a_time
     def _train_step(
         self, args: Any, kwargs: Any, target: Any, loss_fn: Any, reduction: str, log: Any = None
     ) -> torch.Tensor:

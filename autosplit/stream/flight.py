@@ -33,7 +33,7 @@ class OpenStream:
         self.flight: Flight | None = None
         self.text = ""
         self.lock = threading.RLock()
-        """Held by who puts minibatches in, takes losses out, or finishes: one thread at a time."""
+        """Held by who puts minibatches in, takes losses out, finishes, or calls the pipe: one thread at a time."""
 
     def drain(self) -> None:
         """Finish minibatches in flight."""

@@ -71,7 +71,7 @@ class RecordedPipe:
         self.pipe._core.recordings.lanes = self.recorded.lanes = tuple(self.lanes)
         for made in ("parts", "setup", "ending"):
             self.recorded.__dict__.pop(made, None)
-        self.pipe._attach(self.recorded)
+        self.pipe.__dict__.update(self.pipe._modules_of(self.recorded))
         for name, parameter in model.named_parameters():
             self.streams.put(parameter, self.lanes[self._home(name, parameter)].device)
         for buffer in model.buffers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -60,3 +61,132 @@ def test_a_target_that_was_computed_with_gradients(lanes: str) -> None:
 
     pipe = autosplit(model(0), devices=["cpu"] * 2, chunks=3, lanes=lanes, sample=VALUE)
     torch.testing.assert_close(gradients(pipe, model(1)), gradients(model(0), model(1)), rtol=1e-10, atol=1e-12)
+
+
+class Kinds(nn.Module):
+    """Does other things for each kind of call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop, self.seen = nn.Dropout(0.9), list[Tensor]()
+
+    def forward(self, x: Tensor, scale: float | None = None) -> Any:
+        hidden = torch.tanh(self.first(x)) if x.dim() == 2 else torch.relu(self.norm(self.first(x)))
+        if not self.training:
+            hidden = self.drop(hidden)
+        out = self.last(hidden)
+        return out if scale is None else {"out": out, "scaled": out * scale}
+
+
+def kinds() -> Kinds:
+    torch.manual_seed(0)
+    return Kinds().double()
+
+
+THREE = torch.linspace(-1, 1, 5 * 3 * WIDTH, dtype=torch.float64).reshape(5, 3, WIDTH)
+
+
+def trained(module: Any, *args: Any) -> list[Tensor]:
+    output = module(*args)
+    output = output["scaled"] if isinstance(output, dict) else output
+    gradients = torch.autograd.grad(output.square().sum(), list(module.parameters()), allow_unused=True)
+    return [output.detach(), *(g for g in gradients if g is not None)]
+
+
+def evaluated(module: Any, *args: Any) -> list[Tensor]:
+    if hasattr(module, "eval_step"):
+        return [module.eval_step(*args)]
+    with torch.no_grad():
+        module.eval()
+        output = module(*args)
+        module.train()
+    return [output]
+
+
+CALLS: list[Any] = [
+    lambda module: trained(module, VALUE),
+    lambda module: trained(module, THREE),
+    lambda module: trained(module, VALUE, 2.0),
+    lambda module: evaluated(module, VALUE),
+]
+
+
+@pytest.mark.parametrize("lanes", ["inline", "threads"])
+def test_kinds_of_calls_by_several_threads(lanes: str) -> None:
+    pipe, expected = autosplit(kinds(), devices=["cpu"] * 2, chunks=3, lanes=lanes), [call(kinds()) for call in CALLS]
+
+    def repeated(number: int) -> list[list[Tensor]]:
+        return [CALLS[number](pipe) for _ in range(12)]
+
+    for wanted, results in zip(expected, together(repeated), strict=True):
+        for found in results:
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    pipe(THREE)
+    assert "self.stage1(" in pipe.code
+
+
+@pytest.mark.parametrize("lanes", ["inline", "threads"])
+def test_a_backward_in_another_thread_while_a_call_runs(lanes: str) -> None:
+    own = kinds()
+    pipe = autosplit(own, devices=["cpu"] * 2, chunks=3, lanes="inline", sample=VALUE)
+    other = autosplit(kinds(), devices=["cpu"] * 2, chunks=3, lanes=lanes, sample=VALUE)
+    loss, done, waited = other(VALUE).sum(), threading.Event(), list[bool]()
+
+    def backward() -> None:
+        loss.backward()
+        done.set()
+
+    def wait(*_: Any) -> None:
+        threading.Thread(target=backward).start() if not waited else None
+        waited.append(done.wait(60))
+
+    own.norm.register_forward_hook(wait)
+    pipe(THREE)
+    assert waited
+    assert all(waited)
+    assert other.unsplit().first.weight.grad is not None
+
+
+def test_a_call_inside_a_call() -> None:
+    model = kinds()
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=3, lanes="inline", sample=VALUE)
+    plain, inner = trained(kinds(), THREE), list[Tensor]()
+    with torch.no_grad():
+        pipe(THREE)
+
+    def again(*_: Any) -> None:
+        if len(inner) < 6:
+            inner.append(torch.empty(()))
+            with torch.no_grad():
+                inner[-1] = pipe(VALUE[:4])
+
+    model.norm.register_forward_hook(again)
+    pipe(THREE[:3])
+    torch.testing.assert_close(trained(pipe, THREE), plain, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(inner[-1], kinds()(VALUE[:4]).detach(), rtol=1e-12, atol=1e-12)
+
+
+class Around(nn.Module):
+    """A model that calls a pipe, which is no part of it."""
+
+    def __init__(self, inside: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.inside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), [inside]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inside[0](torch.tanh(self.first(x))))
+
+
+@pytest.mark.filterwarnings("ignore:The pipeline of Around has collapsed")
+@pytest.mark.parametrize("lanes", ["inline", "threads"])
+def test_a_pipe_in_a_model_of_another_pipe(lanes: str) -> None:
+    def around(inside: Any) -> Around:
+        torch.manual_seed(1)
+        return Around(inside).double()
+
+    inside = autosplit(kinds(), devices=["cpu"] * 2, chunks=2, lanes=lanes)
+    outside = autosplit(around(inside), devices=["cpu"] * 2, chunks=2, lanes="inline")
+    expected = [around(kinds())(VALUE), kinds()(VALUE)]
+    for number, output in enumerate(together(lambda number: (outside, inside)[number % 2](VALUE))):
+        torch.testing.assert_close(output, expected[number % 2], rtol=1e-12, atol=1e-12)

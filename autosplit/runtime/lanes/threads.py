@@ -166,8 +166,7 @@ class LaneThreads:
         """
         if self._process != os.getpid():
             self._begin()
-        if any(own.thread is threading.current_thread() for own in list(self._threads.values())):
-            raise RuntimeError("a pipe was called from inside one of its own stages; use lanes='inline' for that")
+        self.check_caller()
         with self._step, within:
             coordinator = StepCoordinator(self._start())
             try:
@@ -180,6 +179,11 @@ class LaneThreads:
                 raise error
             finally:
                 del error  # its traceback holds this frame, which would hold it until the next garbage collection
+
+    def check_caller(self) -> None:
+        """Raise RuntimeError where one of the lanes' own threads calls, which would wait for itself."""
+        if any(own.thread is threading.current_thread() for own in list(self._threads.values())):
+            raise RuntimeError("a pipe was called from inside one of its own stages; use lanes='inline' for that")
 
     def close(self) -> None:
         """Stop the threads and wait for their end; the next step starts new ones."""
