@@ -75,6 +75,8 @@ class Recorded:
     replicas: tuple[Replicas, ...] = ()
     failed_generalizations: int = 0
     """How many attempts to make one recording of several lengths have failed so far."""
+    rows_tried: bool = False
+    """Whether it was found out for which numbers of rows it holds."""
     programs: dict[int, fx.Graph] = field(default_factory=dict)
     orders: dict[Any, Any] = field(default_factory=dict)
     settled: dict[Key, bool] = field(default_factory=dict)
@@ -84,6 +86,11 @@ class Recorded:
     def changes_python(self) -> bool:
         """Whether the model's own Python has to run in a call, for what it changes besides tensors."""
         return bool(self.trace.gathered.recording.recording.changed)
+
+    @property
+    def values_read(self) -> dict[str, Any]:
+        """What the model's own Python read of tensors' values while it was recorded, by the names of the reads."""
+        return {answer.name: answer.value for answer in self.trace.gathered.scope.answers}
 
     def holds(self, key: Key, sample: Sample) -> bool:
         """Tell whether its value reads give on a batch what they gave on its own."""
@@ -229,9 +236,9 @@ class Constants:
         opaque = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))), None)
         if opaque is not None:
             raise TraceError(f"an input is a {type(opaque).__name__}: what it holds may differ from call to call")
-        modes, structure, spec, kinds = key.rest
-        values = self._numbers.setdefault((modes, structure, spec, tuple(first for first, _ in kinds)), set())
-        values.add(kinds)
+        kinds = tuple(first for first, _ in key.rest.kinds)
+        values = self._numbers.setdefault(key.rest._replace(kinds=kinds), set())
+        values.add(key.rest.kinds)
         if len(values) > _KEPT:
             raise TraceError(f"Python numbers among the inputs were others in {_KEPT} recordings of one kind of call")
 
@@ -308,7 +315,7 @@ class PythonRuns:
         """Run the model's own Python to record it, and note the attributes that it touches."""
         found: set[Place] = set()
         try:
-            with touched(self.model) as found:
+            with torch.inference_mode(False), without_callers_modes(), touched(self.model) as found:
                 yield
         finally:
             found |= self._touched[-1] or set()
@@ -322,7 +329,7 @@ class PythonRuns:
 
     def run(self, recorded: Recorded, key: Key, sample: Sample) -> PythonRun | None:
         """Return what a call changes in Python, put back; None where that Python is not what was recorded."""
-        with torch.inference_mode(False), without_callers_modes(), self.watched():
+        with self.watched():
             flat = replace(recorded.trace.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs))))
             return recorded.trace.gathered.run_python(self.model, flat, recorded.kind.rows_in(key))
 

@@ -118,7 +118,7 @@ class RankRecordings(Recordings):
 
     def _of_no_rows(self, key: Key) -> Recorded | None:
         """Return a recording for a replica that has no rows where others have: nothing of it runs here."""
-        for known in self._alike(key) if self.world.replicas > 1 else ():
+        for known in self.kept.alike(key) if self.world.replicas > 1 else ():
             dims = zip(key.shapes, known.kind.batch_dims, strict=True)
             if {shape[dim] for shape, dim in dims if shape and dim is not None} == {0}:
                 return known

@@ -9,7 +9,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ from autosplit.trace.borrowed.holders import (
     is_apart,
     is_object,
 )
-from autosplit.trace.graph import LEAST, Length, lengths_in
+from autosplit.trace.graph import Length, lengths_in
+from autosplit.trace.inputs.lengths import varying, with_lengths
 from autosplit.trace.inputs.objects import layout_of, one_tensor
 
 _DEPTH = 3
@@ -39,11 +40,42 @@ _OWN = frozenset(nn.Module().__dict__)
 Shapes = tuple[tuple[int, ...] | None, ...]
 
 
+class ModuleEntry(NamedTuple):
+    """What a signature has of a module; its children, parameters, buffers and attributes are pairs of name and value.
+
+    :mod:`autosplit.trace.inputs.differences` tells by these names in what two signatures differ.
+    """
+
+    path: str
+    training: bool
+    kind: type
+    hooks: tuple[Any, ...]
+    children: tuple[Any, ...]
+    parameters: tuple[Any, ...]
+    buffers: tuple[Any, ...]
+    attributes: tuple[Any, ...]
+
+
+class Rest(NamedTuple):
+    """A signature but for the shapes of the inputs."""
+
+    modes: GradAutocastState
+    modules: tuple[ModuleEntry, ...]
+    outside: tuple[Any, ...]
+    """The values that functions and classes name, as pairs of place and content."""
+    structure: Any
+    """How the inputs are put together."""
+    kinds: tuple[tuple[Any, Any], ...]
+    """Of each input: dtype and the rest of a tensor, class and value of anything else."""
+    same: Any
+    """Which of the inputs are one tensor."""
+
+
 @dataclass(frozen=True)
 class Key:
-    """A call's signature: all but the shapes, and the shapes; the first of ``rest`` are the modes."""
+    """A call's signature: all but the shapes, and the shapes."""
 
-    rest: Any
+    rest: Rest
     shapes: Shapes
 
 
@@ -51,7 +83,7 @@ class Key:
 class Kind:
     """A recording's signature: shapes without the rows, where the rows were, and which dimensions are symbols."""
 
-    rest: Any
+    rest: Rest
     shapes: Shapes
     batch_dims: tuple[int | None, ...]
     lengths: tuple[Length, ...] = ()
@@ -122,39 +154,40 @@ def key_of(
     left out, and so are attributes that are not among those ``touched``, where (path, "") is all of a module's and None
     all there are.
     """
-    modes: list[Any] = [GradAutocastState.current()]
-    structure: list[Any] = []
+    entries: list[ModuleEntry] = []
     paths = list(model.named_modules())
     walk = _Walk.of(module for _, module in paths)
     ties = walk.ties
     names = None if touched is None else _by_path(touched)
     for path, module in paths:
         own = module.__dict__
-        modes.append(module.training)
+        hooks: list[Any] = []
         for table in HOOK_TABLES:
-            if hooks := own.get(table):
-                structure += map(_hook, hooks.values())
-        structure.append(type(module))
-        structure += [(name, None if m is None else ties[id(m)]) for name, m in module._modules.items()]
-        for parameter in module._parameters.values():
+            if registered := own.get(table):
+                hooks += map(_hook, registered.values())
+        children = [(name, None if m is None else ties[id(m)]) for name, m in module._modules.items()]
+        parameters: list[Any] = []
+        for name, parameter in module._parameters.items():
             tie = None if parameter is None else ties.setdefault(id(parameter), len(ties))
-            structure.append(tie if parameter is None else (*_held(parameter), tie))
-        structure += [(name, buffer if buffer is None else _held(buffer)) for name, buffer in module._buffers.items()]
+            parameters.append((name, tie if parameter is None else (*_held(parameter), tie)))
+        buffers = [(name, buffer if buffer is None else _held(buffer)) for name, buffer in module._buffers.items()]
         known = None if names is None else names.get(path, ())
         if known is None or "" in known:
             known = [key for key in own if key not in _OWN]
+        attributes: list[Any] = []
         for key in (key for key in known if key in own):
             if (path, key) in without:
                 _content(own[key], replace(walk, ties={}))  # nor where another module has the same object
             else:
-                structure.append((key, _content(own[key], walk)))
+                attributes.append((key, _content(own[key], walk)))
+        tables = map(tuple, (hooks, children, parameters, buffers, attributes))
+        entries.append(ModuleEntry(path, module.training, type(module), *tables))
     found = (*walk.modules.values(), *walk.seen.values())
     named = frozenset(value if isinstance(value, types.FunctionType) else type(value) for value in found)
-    structure.append(outside.signature(named, without))
+    values = outside.signature(named, without)
     shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
     kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
-    structure.append(one_tensor(leaves))
-    return Key((tuple(modes), tuple(structure), spec, kinds), shapes)
+    return Key(Rest(GradAutocastState.current(), tuple(entries), values, spec, kinds, one_tensor(leaves)), shapes)
 
 
 @functools.lru_cache(maxsize=16)
@@ -315,14 +348,14 @@ class Identity:
     It is held by a weak reference, so that a key keeps no tensor alive; one that is gone equals nothing.
     """
 
-    __slots__ = ("_hash", "_of")
+    __slots__ = ("_hash", "value")
 
     def __init__(self, value: Any) -> None:
         self._hash = id(value)
         try:
-            self._of: Callable[[], Any] = weakref.ref(value)
+            self.value: Callable[[], Any] = weakref.ref(value)
         except TypeError:  # it takes no weak reference
-            self._of = lambda: value
+            self.value = lambda: value
 
     def __hash__(self) -> int:
         return self._hash
@@ -330,7 +363,7 @@ class Identity:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, Identity) and (value := self._of()) is not None and value is other._of()
+        return isinstance(other, Identity) and (value := self.value()) is not None and value is other.value()
 
 
 # -- values outside of the modules -------------------------------------------------------------------------------------
@@ -343,10 +376,10 @@ class OutsideValues:
         self._parts: dict[Place, list[Any]] = {}
 
     def signature(self, kinds: frozenset[Any], without: Collection[Place]) -> tuple[Any, ...]:
-        """Return what tells the values from others, but for those at the places ``without``."""
+        """Return what tells the values from others by their places, but for those at the places ``without``."""
         if kinds != self._kinds or any(difference(content, holder.read()) for holder, content in self._holders):
             self._walk(kinds)
-        return tuple(part for place, parts in self._parts.items() if place not in without for part in parts)
+        return tuple((place, *parts) for place, parts in self._parts.items() if place not in without)
 
     def changed(self) -> frozenset[Place]:
         """Return the places where values are others than when the signature was read."""
@@ -365,34 +398,3 @@ class OutsideValues:
 def _frozen(content: Mapping[Any, Any] | list[Any]) -> tuple[Any, ...]:
     pairs = content.items() if isinstance(content, Mapping) else enumerate(content)
     return tuple((_known(key), _known(value)) for key, value in pairs if not str(key).startswith("__"))
-
-
-# -- lengths -----------------------------------------------------------------------------------------------------------
-Shape = tuple[int, ...]
-
-
-def varying(before: Sequence[Shape], now: Sequence[Shape], known: Sequence[Length]) -> tuple[Length, ...] | None:
-    """Return as symbols the dimensions of the input tensors that differ between two calls, and those ``known``.
-
-    Both shapes have -1 where the rows are. Dimensions that change together, from one size to one other, are one symbol.
-    None when nothing differs, or more than sizes do.
-    """
-    if [len(shape) for shape in before] != [len(shape) for shape in now] or list(before) == list(now):
-        return None
-    places: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    told = {place for length in known for place in length.places}
-    for position, (old, new) in enumerate(zip(before, now, strict=True)):
-        for dim, pair in enumerate(zip(old, new, strict=True)):
-            if pair[0] != pair[1] or (position, dim) in told:
-                places[pair].append((position, dim))
-    if any(size < LEAST for pair in places for size in pair):
-        return None
-    return tuple(Length(f"dim{number}", tuple(own)) for number, own in enumerate(places.values()))
-
-
-def with_lengths(shapes: Sequence[Shape], lengths: Sequence[Length], sizes: Mapping[str, int]) -> list[Shape]:
-    """Return the shapes with the given sizes where symbols stand."""
-    at = {place: sizes[length.name] for length in lengths for place in length.places}
-    return [
-        tuple(at.get((position, dim), size) for dim, size in enumerate(shape)) for position, shape in enumerate(shapes)
-    ]
