@@ -46,7 +46,10 @@ class Kept(Recent[Key, tuple[Recorded, ...]]):
         return wide
 
     def renew(self, earlier: Collection[Any], key: Key) -> None:
-        """Keep for a kind of call what was kept for the signatures that it had before, but for the shapes."""
+        """Keep for a kind of call what was kept for the signatures that it had before, but for the shapes.
+
+        It holds whatever the values are of attributes that it did not touch itself.
+        """
         for known in [known for known in self if known.rest in earlier]:
             for recorded in reversed(self.pop(known)):
                 recorded.kind = replace(recorded.kind, rest=key.rest)

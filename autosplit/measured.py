@@ -62,7 +62,7 @@ class Measured:
 
     @property
     def recordings(self) -> tuple[RecordingNote, ...]:
-        """The recordings of the model so far, in order, each with the reason for which it was made."""
+        """The recordings of the model so far, each with ``reason``, ``way_out``, ``time_s``; a line when printed."""
         return tuple(self._core.recordings.history.notes)
 
     @property

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.call_inputs import Constants, as_called, refusal
+from autosplit.checks import check_backward
 from autosplit.collapse import OWN_PYTHON, Collapses
-from autosplit.errors import InputError, ScheduleError, TraceError
+from autosplit.errors import InputError, TraceError
 from autosplit.history import History
 from autosplit.kept import Kept
 from autosplit.lower.replicas import Replicas, replicated
@@ -31,14 +33,11 @@ from autosplit.planning.search.make import make_plan, recosted
 from autosplit.planning.tree import plan_tree
 from autosplit.progress import shown
 from autosplit.recorded import (
-    Constants,
     FoundCall,
     PreparedStep,
     PythonRuns,
     Recent,
     Recorded,
-    as_called,
-    refusal,
     tree_of,
 )
 from autosplit.runtime.lanes.ambient import is_transformed, without_callers_modes
@@ -48,8 +47,9 @@ from autosplit.schedule.action import Schedule
 from autosplit.trace.borrowed.state import attributes
 from autosplit.trace.inputs.differences import nearest, of_values
 from autosplit.trace.inputs.inputs import batch_rows
+from autosplit.trace.inputs.lengths import Shapes, without_rows
 from autosplit.trace.inputs.objects import take_apart, tensors_in
-from autosplit.trace.inputs.signature import Key, Kind, Shapes, without_rows
+from autosplit.trace.inputs.signature import Key, Kind
 from autosplit.trace.ladder import Trace, for_all_rows, trace, widen, widen_to_one_row
 from autosplit.trace.recording.recording import FirstCall
 from autosplit.trace.recording.run import PythonRun
@@ -69,7 +69,6 @@ class Recordings:
         plan: what all recordings are cut by; None before the first one when none was given.
         lanes: the lane of each stage's first replica, the same object for stages of one lane; empty before the first
             recording.
-        kept: the recordings by call signature.
     """
 
     tree: TreeRun | None = None
@@ -91,6 +90,8 @@ class Recordings:
         """How often the model was recorded anew, for one length or with several as one; checks are not counted."""
         self.first_calls = 0
         self._refused: Recent[Any, str] = Recent()
+        self._refused_last: Key | None = None
+        """That of a call which is the first of its kind to run by its own Python, until it has run."""
         self._collapses = Collapses(model, options)
         self._constants = Constants(options)
         self.python = PythonRuns(model)
@@ -103,13 +104,7 @@ class Recordings:
 
     def check_backward(self) -> None:
         """Raise ScheduleError when the schedule, planned or asked for, has forwards only."""
-        source = self.plan or self.options
-        actions = [text for lane in source.actions for text in lane]
-        if source.schedule == "forward" or (actions and not any(set("BI") & set(text) for text in actions)):
-            raise ScheduleError(
-                f"schedule {source.schedule!r} has no backward, so train_step has nothing to follow; call pipe(x) for "
-                "outputs alone, or split with a schedule that trains, such as schedule='1f1b'"
-            )
+        check_backward((self.plan or self.options).schedule, (self.plan or self.options).actions)
 
     def check_stream(self) -> None:
         """Raise InputError where a pipe cannot train on a stream."""
@@ -117,8 +112,8 @@ class Recordings:
 
     def notes(self) -> str:
         """Return what the report says of stages that were to be compiled."""
-        every = [recorded for variants in self.kept.values() for recorded in variants]
-        found = {place: reason for one in every for place, reason in one.lowered.uncompiled.items()}
+        every = (recorded.lowered for variants in self.kept.values() for recorded in variants)
+        found = {place: reason for lowered in every for place, reason in lowered.uncompiled.items()}
         lines = [f"not compiled: {place}: {reason}" for place, reason in found.items()]
         lines += self._collapses.found()
         return "".join(f"\n{line}" for line in lines)
@@ -147,6 +142,7 @@ class Recordings:
                 if found is None:
                     self._refused.use(key.rest)
                     self._collapses.note(why, OWN_PYTHON.format(why))
+                    self._refused_last = key
                     return self._tree(sample, why)
                 self._collapses.check(key.rest, found.traced, found.kind.rows_in(key))
         changes = found.lowered.changes_inputs
@@ -184,10 +180,7 @@ class Recordings:
         return found
 
     def _renew(self, key: Key, sample: Sample) -> None:
-        """Keep what was recorded or refused for this kind of call before more attributes were known to be touched.
-
-        It holds whatever the values are of attributes that it did not touch itself.
-        """
+        """Keep what was recorded or refused for this kind of call before more attributes were known to be touched."""
         earlier = {known.rest for known in self.python.earlier_keys(sample)} - {key.rest}
         self.kept.renew(earlier, key)
         for rest in earlier & self._refused.keys():
@@ -264,6 +257,12 @@ class Recordings:
             now = self.python.leave(step.recorded, step.key, step.python, step.sample, kept)
         step.recorded.kind = replace(step.recorded.kind, rest=now.rest)
         self.kept.keep(now, step.recorded)
+
+    def leave_tree(self, sample: Sample) -> None:
+        """Leave what the first call of a kind that runs by its own Python has changed out of signatures."""
+        if (key := self._refused_last) is not None:
+            self._refused_last = None
+            self._refused[self.python.without_changes(key, sample).rest] = self._refused[key.rest]
 
     def _widened(self, key: Key, sample: Sample) -> Recorded | None:
         """Return a recording for all lengths, made of the newest one of this kind of call at another length; or None.
@@ -382,7 +381,7 @@ class Recordings:
         dims = found.inputs.batch_dims
         found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
         kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
-        return Recorded(found.graph, lowered, found, kind, self.lanes, replicas)
+        return Recorded(found.graph, lowered, found, kind, self.lanes, replicas, self.python.left_out(key))
 
     def _replicas(self, lowered: Lowered, stage_of: Mapping[str, int]) -> tuple[Replicas, ...]:
         """Return what runs further replicas of stages."""

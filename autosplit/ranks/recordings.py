@@ -34,8 +34,9 @@ from autosplit.tensor.part import PARTS
 from autosplit.trace.borrowed.blank import has_meta, without_values
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.inputs import batch_rows
+from autosplit.trace.inputs.lengths import Shapes
 from autosplit.trace.inputs.objects import take_apart, tensors_in
-from autosplit.trace.inputs.signature import Key, Shapes
+from autosplit.trace.inputs.signature import Key
 from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.recording.run import PythonRun
 from autosplit.trace.rows.findings import Findings

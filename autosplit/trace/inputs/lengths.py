@@ -1,4 +1,4 @@
-"""The dimensions of input tensors in which calls differ, as symbols."""
+"""The shapes of input tensors: rows, and the dimensions in which calls differ, as symbols."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ from collections.abc import Mapping, Sequence
 from autosplit.trace.graph import LEAST, Length
 
 Shape = tuple[int, ...]
+Shapes = tuple[Shape | None, ...]
+"""Of each input; None for what is no tensor."""
+
+
+def rows_of(shapes: Shapes, dims: Sequence[int | None]) -> int:
+    """Return the batch size, or 0 when the inputs disagree or are empty."""
+    pairs = ((shape, d) for shape, d in zip(shapes, dims, strict=True) if shape is not None and d is not None)
+    rows = {shape[d] if d < len(shape) else 0 for shape, d in pairs}
+    return rows.pop() if len(rows) == 1 else 0
+
+
+def without_rows(shapes: Shapes, dims: Sequence[int | None]) -> Shapes:
+    """Return the shapes with -1 where the rows are."""
+    return tuple(
+        shape if shape is None or d is None or d >= len(shape) else (*shape[:d], -1, *shape[d + 1 :])
+        for shape, d in zip(shapes, dims, strict=True)
+    )
 
 
 def varying(before: Sequence[Shape], now: Sequence[Shape], known: Sequence[Length]) -> tuple[Length, ...] | None:

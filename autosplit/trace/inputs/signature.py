@@ -28,7 +28,7 @@ from autosplit.trace.borrowed.holders import (
     is_object,
 )
 from autosplit.trace.graph import Length, lengths_in
-from autosplit.trace.inputs.lengths import varying, with_lengths
+from autosplit.trace.inputs.lengths import Shapes, rows_of, varying, with_lengths, without_rows
 from autosplit.trace.inputs.objects import layout_of, one_tensor
 
 _DEPTH = 3
@@ -37,7 +37,6 @@ _EXACT = frozenset(_VALUES) - {float, complex}
 """Types whose values are equal only where nothing tells them apart."""
 _WEAK: tuple[Any, ...] = (weakref.ref, *weakref.ProxyTypes)
 _OWN = frozenset(nn.Module().__dict__)
-Shapes = tuple[tuple[int, ...] | None, ...]
 
 
 class ModuleEntry(NamedTuple):
@@ -73,10 +72,11 @@ class Rest(NamedTuple):
 
 @dataclass(frozen=True)
 class Key:
-    """A call's signature: all but the shapes, and the shapes."""
+    """A call's signature: all but the shapes, and the shapes; beside it, the attributes that signatures leave out."""
 
     rest: Rest
     shapes: Shapes
+    left_out: tuple[tuple[Place, Any], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,7 @@ def key_of(
     all there are.
     """
     entries: list[ModuleEntry] = []
+    left_out: list[tuple[Place, Any]] = []
     paths = list(model.named_modules())
     walk = _Walk.of(module for _, module in paths)
     ties = walk.ties
@@ -177,17 +178,17 @@ def key_of(
         attributes: list[Any] = []
         for key in (key for key in known if key in own):
             if (path, key) in without:
-                _content(own[key], replace(walk, ties={}))  # nor where another module has the same object
+                left_out.append(((path, key), _content(own[key], replace(walk, ties={}))))  # nor its ties elsewhere
             else:
                 attributes.append((key, _content(own[key], walk)))
         tables = map(tuple, (hooks, children, parameters, buffers, attributes))
         entries.append(ModuleEntry(path, module.training, type(module), *tables))
     found = (*walk.modules.values(), *walk.seen.values())
     named = frozenset(value if isinstance(value, types.FunctionType) else type(value) for value in found)
-    values = outside.signature(named, without)
     shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
     kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
-    return Key(Rest(GradAutocastState.current(), tuple(entries), values, spec, kinds, one_tensor(leaves)), shapes)
+    modes, values = GradAutocastState.current(), outside.signature(named, without)
+    return Key(Rest(modes, tuple(entries), values, spec, kinds, one_tensor(leaves)), shapes, tuple(left_out))
 
 
 @functools.lru_cache(maxsize=16)
@@ -324,21 +325,6 @@ def _constant(value: Any) -> Any:
 
 def _tensors(shapes: Shapes) -> list[tuple[int, ...]]:
     return [shape for shape in shapes if shape is not None]
-
-
-def rows_of(shapes: Shapes, dims: Sequence[int | None]) -> int:
-    """Return the batch size, or 0 when the inputs disagree or are empty."""
-    pairs = ((shape, d) for shape, d in zip(shapes, dims, strict=True) if shape is not None and d is not None)
-    rows = {shape[d] if d < len(shape) else 0 for shape, d in pairs}
-    return rows.pop() if len(rows) == 1 else 0
-
-
-def without_rows(shapes: Shapes, dims: Sequence[int | None]) -> Shapes:
-    """Return the shapes with -1 where the rows are."""
-    return tuple(
-        shape if shape is None or d is None or d >= len(shape) else (*shape[:d], -1, *shape[d + 1 :])
-        for shape, d in zip(shapes, dims, strict=True)
-    )
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
