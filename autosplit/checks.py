@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autosplit.errors import DeviceError, InputError
+from autosplit.errors import DeviceError, InputError, ScheduleError
 from autosplit.schedule.catalog import SCHEDULES as _CATALOG
 from autosplit.units import parse_bytes
 
@@ -204,3 +204,13 @@ def resolve_machine(devices: Any) -> MachineSpec:
         return cost_models.machine(devices)
     except ValueError as error:
         raise DeviceError(str(error)) from error
+
+
+def check_backward(schedule: str, actions: Iterable[Iterable[str]]) -> None:
+    """Raise ScheduleError when a schedule, or the actions of each lane that it has, are forwards only."""
+    texts = [text for lane in actions for text in lane]
+    if schedule == "forward" or (texts and not any(set("BI") & set(text) for text in texts)):
+        raise ScheduleError(
+            f"schedule {schedule!r} has no backward, so train_step has nothing to follow; call pipe(x) for outputs "
+            "alone, or split with a schedule that trains, such as schedule='1f1b'"
+        )

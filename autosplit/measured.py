@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from autosplit.devices import Allocations
 from autosplit.errors import InputError, PlanError
 from autosplit.files import write_text
+from autosplit.history import RecordingNote
 from autosplit.planning.timeline import Bar, HeldBytes, Sent, SentAlone, StagesAlone, StepTimeline, by_stage
 from autosplit.report.page import page
 from autosplit.report.sections import FORMS, render
@@ -58,6 +59,11 @@ class Measured:
             return "not planned yet: the pipe plans itself on its first call, or give autosplit a sample="
         text = render(self.plan, form, width=width, measured=self._core.measured)
         return text + str(self._core.recordings.notes()) + self._core.stream.text if form == "text" else text
+
+    @property
+    def recordings(self) -> tuple[RecordingNote, ...]:
+        """The recordings of the model so far, each with ``reason``, ``way_out``, ``time_s``; a line when printed."""
+        return tuple(self._core.recordings.history.notes)
 
     @property
     def draws_as_model(self) -> bool:
@@ -137,22 +143,19 @@ class Measured:
 
         Raises OSError, and PlanError where nothing is planned yet.
         """
-        write_text(path, trace_text(self._planned(), self._shown(measured)))
+        write_text(path, trace_text(self._planned(), measured or self._core.measured))
 
     def save_page(self, path: str | Path, measured: StepTimeline | None = None) -> None:
         """Write the plan as one HTML page that needs nothing but a browser, beside the step that was profiled last.
 
         Raises OSError, and PlanError where nothing is planned yet.
         """
-        write_text(path, page(self._planned(), measured=self._shown(measured)))
+        write_text(path, page(self._planned(), measured=measured or self._core.measured))
 
     def _planned(self) -> Plan:
         if self.plan is None:
             raise PlanError("there is no plan yet: call the pipe first, or give autosplit a sample=")
         return self.plan
-
-    def _shown(self, measured: StepTimeline | None) -> StepTimeline | None:
-        return self._core.measured if measured is None else measured
 
 
 def _together(before: StepTimeline | None, found: StepTimeline) -> StepTimeline:

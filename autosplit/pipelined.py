@@ -262,7 +262,7 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         """Run a call and leave in Python what the model's own would have left."""
         if isinstance(step, PreparedTree):
             self._show_tree(step)
-            return step.tree.call(step.args, step.kwargs)
+            return step.call()
         traced, flat = step.recorded.traced, self._run(step)
         self._core.recordings.leave(step, flat[len(flat) - traced.kept :])
         return traced.unflatten(flat)
@@ -333,7 +333,8 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         recorded, key, sample, python, tensors = self._find(args, kwargs)
         if isinstance(recorded, TreeRun):
             core.off_tape, core.stages = (), ()
-            return PreparedTree(recorded, args, kwargs, (*core.recordings.lanes, lane_of_caller(tensors)))
+            lanes, leave = (*core.recordings.lanes, lane_of_caller(tensors)), core.recordings.leave_tree
+            return PreparedTree(recorded, args, kwargs, lanes, leave)
         core.off_tape, core.stages = recorded.lowered.off_tape, recorded.lowered.stages
         rows = recorded.kind.rows_in(key)
         sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows, like=core.options.microbatches)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import fx, nn
 
-from autosplit.errors import InputError, TraceError
 from autosplit.lower.program import emit_ending, emit_setup
 from autosplit.lower.replicas import Replicas
 from autosplit.lower.split import Lowered
@@ -28,11 +25,11 @@ from autosplit.runtime.tape import Tape
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.borrowed.holders import Place
 from autosplit.trace.borrowed.touched import touched
-from autosplit.trace.graph import INFO, TracedGraph
-from autosplit.trace.inputs.inputs import has_uneven_list
-from autosplit.trace.inputs.objects import leaves_of, mapped, take_apart, tensors_in
+from autosplit.trace.graph import TracedGraph
+from autosplit.trace.inputs.lengths import without_rows
+from autosplit.trace.inputs.objects import leaves_of, take_apart, tensors_in
 from autosplit.trace.inputs.python_state import OutsideValues
-from autosplit.trace.inputs.signature import Key, Kind, key_of, without_rows
+from autosplit.trace.inputs.signature import Key, Kind, key_of
 from autosplit.trace.ladder import Trace
 from autosplit.trace.recording.run import PythonRun
 
@@ -40,11 +37,6 @@ _SEED_BITS = 62
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 _KEPT = 32
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range, type, enum.Enum)
-_CONSTANTS += (np.generic, np.ndarray, torch.dtype, torch.device, torch.layout, torch.memory_format)  # type: ignore
-"""Inputs that are no tensors and tell by themselves what they are."""
-
-
 SHARED = tuple(name for name in nn.Module().__dict__ if name != "training")
 """The attributes of a model that its pipe has too, the same objects: its state and its hooks."""
 
@@ -74,8 +66,12 @@ class Recorded:
     kind: Kind
     lanes: tuple[Lane, ...]
     replicas: tuple[Replicas, ...] = ()
+    left_out: Mapping[Place, Any] = field(default_factory=dict)
+    """The attributes that signatures leave out and that its forward has read or set, as they were."""
     failed_generalizations: int = 0
     """How many attempts to make one recording of several lengths have failed so far."""
+    rows_tried: bool = False
+    """Whether it was found out for which numbers of rows it holds."""
     programs: dict[int, fx.Graph] = field(default_factory=dict)
     orders: dict[Any, Any] = field(default_factory=dict)
     settled: dict[Key, bool] = field(default_factory=dict)
@@ -86,8 +82,19 @@ class Recorded:
         """Whether the model's own Python has to run in a call, for what it changes besides tensors."""
         return bool(self.trace.gathered.recording.recording.changed)
 
+    @property
+    def values_read(self) -> dict[str, Any]:
+        """What the model's own Python read of tensors' values while it was recorded, by the names of the reads."""
+        return {answer.name: answer.value for answer in self.trace.gathered.scope.answers}
+
     def holds(self, key: Key, sample: Sample) -> bool:
-        """Tell whether its value reads give on a batch what they gave on its own."""
+        """Tell whether its value reads give on a batch what they gave on its own, and what no signature has is as then.
+
+        Where the model's own Python runs in each call, that tells.
+        """
+        known = {} if self.changes_python else self.left_out
+        if known and any(known.get(place, content) != content for place, content in key.left_out):
+            return False
         guard = self.trace.guard
         return guard is None or guard.holds(tensors_in((sample.args, sample.kwargs)), self.kind.rows_in(key))
 
@@ -164,6 +171,13 @@ class PreparedTree:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     lanes: tuple[Lane, ...]
+    leave: Callable[[Sample], None]
+
+    def call(self) -> Any:
+        """Run the model's own Python, and note what that has changed."""
+        output = self.tree.call(self.args, self.kwargs)
+        self.leave(Sample(*self.args, **self.kwargs))
+        return output
 
 
 @dataclass
@@ -205,81 +219,6 @@ def tree_of(model: nn.Module, plan: Plan, lanes: tuple[Lane, ...]) -> TreeRun:
     return TreeRun(model, units, lanes)
 
 
-class Constants:
-    """Checks the inputs of calls, and counts the numbers that were among them."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self._numbers: dict[Any, set[Any]] = {}
-
-    def check(self, key: Key, sample: Sample) -> None:
-        """Raise TraceError for inputs that a recording cannot hold, InputError for those without values."""
-        leaves = leaves_of((sample.args, sample.kwargs))
-        if self.options.batch_dims is None and has_uneven_list(sample):
-            raise TraceError("an input is a list of tensors of different sizes: it has no batch dimension")
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any(tensor.is_meta for tensor in tensors):
-            raise InputError(
-                "an input is on the meta device and has no values; give one on a real device. autosplit.plan() takes "
-                "meta tensors"
-            )
-        if any(tensor.is_nested for tensor in tensors):
-            raise TraceError("an input is a nested tensor, which has no rows to cut: give a padded one with a mask")
-        if self.options.batch_dims is None and any(tensor.layout is not torch.strided for tensor in tensors):
-            raise TraceError("an input is a sparse tensor, which has no rows to cut: say by batch_dims= what has")
-        opaque = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_CONSTANTS))), None)
-        if opaque is not None:
-            raise TraceError(f"an input is a {type(opaque).__name__}: what it holds may differ from call to call")
-        modes, structure, spec, kinds = key.rest
-        values = self._numbers.setdefault((modes, structure, spec, tuple(first for first, _ in kinds)), set())
-        values.add(kinds)
-        if len(values) > _KEPT:
-            raise TraceError(f"Python numbers among the inputs were others in {_KEPT} recordings of one kind of call")
-
-
-def refusal(traced: TracedGraph, tensors: Sequence[torch.Tensor], model: nn.Module) -> str:
-    """Return why a recording cannot write to the inputs of this call that the model changes; "" where it can.
-
-    Microbatches of such an input are views of the caller's tensor, so that what they write is written there.
-    """
-    nodes = [node.meta[INFO] for node in traced.graph.nodes if node.op == "placeholder" and INFO in node.meta]
-    changed = [place for place, info in enumerate(nodes) if info.mutated]
-    for place in changed:
-        tensor, dim = tensors[place], traced.inputs[place].batch_dim
-        others = [*tensors[:place], *tensors[place + 1 :], *model.buffers()]
-        if tensor.requires_grad:
-            why = "which requires a gradient"
-        elif any(_memory(other) == _memory(tensor) for other in others):
-            why = "which shares memory with another input or a buffer"
-        elif any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-            why = "which is expanded"
-        elif dim and tensor.is_contiguous():
-            why = f"whose rows, along dimension {dim}, are not contiguous"
-        else:
-            continue
-        return f"the model changes its input {traced.inputs[place].name!r} in place, {why}"
-    return ""
-
-
-def as_called(sample: Sample) -> Sample:
-    """Return a sample as a recording, which has gradients on, takes it: without them leaves may be changed in place."""
-    if torch.is_grad_enabled():
-        return sample
-
-    def taken(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not (leaf.requires_grad and leaf.is_leaf) or leaf.is_inference():
-            return leaf
-        return leaf.view_as(leaf)
-
-    with torch.enable_grad(), torch.inference_mode(False):
-        args, kwargs = mapped(taken, (sample.args, sample.kwargs))
-    return Sample(*args, **kwargs)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)
-
-
 class PythonRuns:
     """Runs a model's own Python, and knows which attributes calls change time and again."""
 
@@ -291,6 +230,8 @@ class PythonRuns:
         """Where they do so time and again."""
         self._touched: list[frozenset[Place] | None] = [None]
         """Attributes that recordings have read or set, again after each that touched more; None: not known yet."""
+        self._touched_last: frozenset[Place] = frozenset()
+        """Those that the recording made last has read or set."""
         self._outside = OutsideValues()
 
     def key_of(self, leaves: Sequence[Any], spec: Any) -> Key:
@@ -309,12 +250,29 @@ class PythonRuns:
         """Run the model's own Python to record it, and note the attributes that it touches."""
         found: set[Place] = set()
         try:
-            with touched(self.model) as found:
+            with torch.inference_mode(False), without_callers_modes(), touched(self.model) as found:
                 yield
         finally:
+            self._touched_last = frozenset(found)
             found |= self._touched[-1] or set()
             if (now := frozenset(found)) != self._touched[-1]:
                 self._touched.append(now)
+
+    def left_out(self, key: Key) -> dict[Place, Any]:
+        """Return what signatures leave out of what the model touched when its Python ran last, by place."""
+        if not key.left_out:
+            return {}
+        known = self._touched_last
+        return {place: content for place, content in key.left_out if place in known or (place[0], "") in known}
+
+    def without_changes(self, before: Key, sample: Sample) -> Key:
+        """Leave what a call of the model's own Python has changed out of signatures; return the call's now."""
+        leaves, spec = take_apart((sample.args, sample.kwargs))
+        self.called()
+        for old, new in zip(before.rest.modules, self.key_of(leaves, spec).rest.modules, strict=False):
+            known = dict(old.attributes)
+            self._changing |= {(new.path, name) for name, now in new.attributes if known.get(name, now) != now}
+        return self.key_of(leaves, spec)
 
     def called(self) -> bool:
         """Leave what a call has changed outside of the modules out of signatures; tell whether that is new."""
@@ -323,7 +281,7 @@ class PythonRuns:
 
     def run(self, recorded: Recorded, key: Key, sample: Sample) -> PythonRun | None:
         """Return what a call changes in Python, put back; None where that Python is not what was recorded."""
-        with torch.inference_mode(False), without_callers_modes(), self.watched():
+        with self.watched():
             flat = replace(recorded.trace.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs))))
             return recorded.trace.gathered.run_python(self.model, flat, recorded.kind.rows_in(key))
 

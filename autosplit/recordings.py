@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.call_inputs import Constants, as_called, refusal
+from autosplit.checks import check_backward
 from autosplit.collapse import OWN_PYTHON, Collapses
-from autosplit.errors import InputError, ScheduleError, TraceError
+from autosplit.errors import InputError, TraceError
+from autosplit.history import History
+from autosplit.kept import Kept
 from autosplit.lower.replicas import Replicas, replicated
 from autosplit.lower.split import Lowered, lower, place
 from autosplit.options import Options, Sample
@@ -28,14 +33,11 @@ from autosplit.planning.search.make import make_plan, recosted
 from autosplit.planning.tree import plan_tree
 from autosplit.progress import shown
 from autosplit.recorded import (
-    Constants,
     FoundCall,
     PreparedStep,
     PythonRuns,
     Recent,
     Recorded,
-    as_called,
-    refusal,
     tree_of,
 )
 from autosplit.runtime.lanes.ambient import is_transformed, without_callers_modes
@@ -43,16 +45,19 @@ from autosplit.runtime.lanes.lanes import Lane, lane
 from autosplit.runtime.tree import TreeRun
 from autosplit.schedule.action import Schedule
 from autosplit.trace.borrowed.state import attributes
+from autosplit.trace.inputs.differences import nearest, of_values
 from autosplit.trace.inputs.inputs import batch_rows
+from autosplit.trace.inputs.lengths import Shapes, without_rows
 from autosplit.trace.inputs.objects import take_apart, tensors_in
-from autosplit.trace.inputs.signature import Key, Kind, Shapes, without_rows
-from autosplit.trace.ladder import Trace, trace, widen, widen_to_one_row
+from autosplit.trace.inputs.signature import Key, Kind
+from autosplit.trace.ladder import Trace, for_all_rows, trace, widen, widen_to_one_row
 from autosplit.trace.recording.recording import FirstCall
 from autosplit.trace.recording.run import PythonRun
 
 _ATTEMPTS = 3
 _VARIANTS = 8
 """How many recordings of one signature are kept that hold for different values."""
+_OTHER_PYTHON = "forward's own Python, which changes what it depends on, did something else"
 RECORDING = threading.RLock()
 """Held while a model is recorded: that patches torch for the whole process."""
 
@@ -64,7 +69,6 @@ class Recordings:
         plan: what all recordings are cut by; None before the first one when none was given.
         lanes: the lane of each stage's first replica, the same object for stages of one lane; empty before the first
             recording.
-        kept: the recordings by call signature, the last run at the end; several where they hold for some values only.
     """
 
     tree: TreeRun | None = None
@@ -79,16 +83,19 @@ class Recordings:
         self.lanes: tuple[Lane, ...] = ()
         self._replica_lanes: list[tuple[Lane, ...]] = []
         """Those of each stage's replicas."""
-        self.kept: Recent[Key, tuple[Recorded, ...]] = Recent()
+        self.kept = Kept()
         self.still: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Keeps the model's state as it is while the model is recorded."""
         self.made = 0
         """How often the model was recorded anew, for one length or with several as one; checks are not counted."""
         self.first_calls = 0
         self._refused: Recent[Any, str] = Recent()
+        self._refused_last: Key | None = None
+        """That of a call which is the first of its kind to run by its own Python, until it has run."""
         self._collapses = Collapses(model, options)
         self._constants = Constants(options)
         self.python = PythonRuns(model)
+        self.history = History(type(model).__name__)
 
     def schedule_for(self, microbatches: int) -> Schedule:
         """Return the plan's schedule; there is a plan as soon as there is a recording."""
@@ -97,13 +104,7 @@ class Recordings:
 
     def check_backward(self) -> None:
         """Raise ScheduleError when the schedule, planned or asked for, has forwards only."""
-        source = self.plan or self.options
-        actions = [text for lane in source.actions for text in lane]
-        if source.schedule == "forward" or (actions and not any(set("BI") & set(text) for text in actions)):
-            raise ScheduleError(
-                f"schedule {source.schedule!r} has no backward, so train_step has nothing to follow; call pipe(x) for "
-                "outputs alone, or split with a schedule that trains, such as schedule='1f1b'"
-            )
+        check_backward((self.plan or self.options).schedule, (self.plan or self.options).actions)
 
     def check_stream(self) -> None:
         """Raise InputError where a pipe cannot train on a stream."""
@@ -111,34 +112,37 @@ class Recordings:
 
     def notes(self) -> str:
         """Return what the report says of stages that were to be compiled."""
-        every = [recorded for variants in self.kept.values() for recorded in variants]
-        found = {place: reason for one in every for place, reason in one.lowered.uncompiled.items()}
+        every = (recorded.lowered for variants in self.kept.values() for recorded in variants)
+        found = {place: reason for lowered in every for place, reason in lowered.uncompiled.items()}
         lines = [f"not compiled: {place}: {reason}" for place, reason in found.items()]
         lines += self._collapses.found()
         return "".join(f"\n{line}" for line in lines)
 
     def _find(self, key: Key, sample: Sample) -> Recorded | TreeRun:
         """Return the recording for a call whatever it changes in Python; make it when there is none."""
-        found = _first(self.kept.get(key, ()), key, sample)
-        if found is None:
-            self._renew(key, sample)
-            found = _first(self.kept.get(key, ()), key, sample)
+        found = self._known(key, sample)
         if found is not None:
             self.kept.use(key)
+            self.history.in_a_row = 0
         elif is_transformed():
             raise InputError(
                 "the first call of its kind is made under a transform of torch.func or forward-mode differentiation, "
                 "where a model cannot be recorded: call the pipe once without it, with inputs of the same shapes and "
                 "in the same mode"
             )
+        elif self.tree is not None and key.rest in self._refused:
+            self._refused.use(key.rest)
+            self.history.in_a_row = 0
+            return self.tree
         else:
-            with self.still(), RECORDING, shown(self._work()):
+            with self.still(), RECORDING, self._shown("planning the pipeline of {}", planned=False):
                 found, why = self._recorded(key, as_called(sample)), self._refused.get(key.rest, "")
                 key = self.python.key_of(*take_apart((sample.args, sample.kwargs)))
                 self._renew(key, sample)
                 if found is None:
                     self._refused.use(key.rest)
                     self._collapses.note(why, OWN_PYTHON.format(why))
+                    self._refused_last = key
                     return self._tree(sample, why)
                 self._collapses.check(key.rest, found.traced, found.kind.rows_in(key))
         changes = found.lowered.changes_inputs
@@ -148,36 +152,43 @@ class Recordings:
                 return self._tree(sample, why)
         return found
 
+    def _known(self, key: Key, sample: Sample) -> Recorded | None:
+        """Return the recording for a call where there is one that is known to hold at its sizes."""
+        if (found := self.kept.first(key, sample)) is not None:
+            return found
+        self._renew(key, sample)
+        return self.kept.first(key, sample) or self.kept.covering(key, sample)
+
     def _recorded(self, key: Key, sample: Sample) -> Recorded | None:
         """Return a new recording for this kind of call; None where no graph can follow it."""
+        if key.rest in self._refused:
+            return None
+        made, started, own = self.made, time.perf_counter(), self.kept.get(key, ())
+        apart = nearest(key, [*(Key(rest, key.shapes) for rest in self._refused), *self.kept][::-1])
+        found, refused = None, ""
         try:
-            if key.rest not in self._refused:
-                return self._found(key, sample)
+            found = self._found(key, sample)
         except TraceError as error:
             self.first_calls += isinstance(error, FirstCall)
             if isinstance(error, FirstCall) and self.first_calls <= 2:  # one that does so at every call is refused
                 raise
-            reason, notes = str(error), getattr(error, "__notes__", ())
-            self._refused[key.rest] = reason + "".join(f" ({note})" for note in notes)
-        return None
+            refused = " ".join((str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))))
+            self._refused[key.rest] = refused
+        if found is None or self.made > made:
+            apart = of_values(own[0].values_read, found.values_read) if own and found else apart
+            self.history.add(apart, time.perf_counter() - started, refused=refused)
+        return found
 
     def _renew(self, key: Key, sample: Sample) -> None:
-        """Keep what was recorded or refused for this kind of call before more attributes were known to be touched.
-
-        It holds whatever the values are of attributes that it did not touch itself.
-        """
+        """Keep what was recorded or refused for this kind of call before more attributes were known to be touched."""
         earlier = {known.rest for known in self.python.earlier_keys(sample)} - {key.rest}
-        for known in [known for known in self.kept if known.rest in earlier]:
-            for recorded in reversed(self.kept.pop(known)):
-                recorded.kind = replace(recorded.kind, rest=key.rest)
-                self._keep(Key(key.rest, known.shapes), recorded)
+        self.kept.renew(earlier, key)
         for rest in earlier & self._refused.keys():
             self._refused[key.rest] = self._refused.pop(rest)
 
-    def _work(self) -> str:
-        """Return what finding a recording for a new kind of call is called where it is shown."""
-        name = type(self.model).__name__
-        return f"recording {name} for another kind of call" if self.plan else f"planning the pipeline of {name}"
+    def _shown(self, work: str, *, planned: bool) -> AbstractContextManager[None]:
+        """Show work on the model where there is a plan yet, or none."""
+        return shown(work.format(type(self.model).__name__)) if planned == bool(self.plan) else contextlib.nullcontext()
 
     def _tree(self, sample: Sample, reason: str) -> TreeRun:
         """Return what runs the model's own Python; plan if there is no plan yet."""
@@ -193,7 +204,7 @@ class Recordings:
     def _found(self, key: Key, sample: Sample) -> Recorded:
         """Return a recording for a kind of call that had none: one for another batch size, or a new one."""
         own = self.kept.get(key, ())
-        if (ready := _first(own, key, sample)) is not None:
+        if (ready := self.kept.first(key, sample)) is not None:
             return ready
         recorded = self._proved(key, sample)
         if recorded is None and len(own) >= _VARIANTS:
@@ -204,8 +215,8 @@ class Recordings:
         recorded = recorded or self._widened(key, sample)
         if recorded is None:
             recorded = self._record(key, sample)
-            recorded.failed_generalizations = self._failed_generalizations(key)
-        self._keep(key, recorded)
+            recorded.failed_generalizations = self.kept.failed_generalizations(key)
+        self.kept.keep(key, recorded)
         return recorded
 
     def find(self, key: Key, sample: Sample) -> tuple[Recorded | TreeRun, PythonRun | None]:
@@ -217,22 +228,24 @@ class Recordings:
         found = self._find(key, sample)
         if isinstance(found, TreeRun) or not found.changes_python:
             return found, None
-        alike = [one for one in self._alike(key) if one.is_same_but_for_rows(key)]
+        alike = [one for one in self.kept.alike(key) if one.is_same_but_for_rows(key)]
         others = {id(one): one for one in (found, *self.kept.get(key, ()), *alike)}
         variants = [one for one in others.values() if one is found or one.holds(key, sample)]
         with self.still(), RECORDING:
             if (chosen := self.python.choose(variants, key, sample)) is not None:
                 return chosen
-            sample = as_called(sample)
+            sample, started = as_called(sample), time.perf_counter()
             try:
                 if len(variants) >= _VARIANTS:
                     raise TraceError(f"forward's own Python did other things in {len(variants)} calls of one kind")
-                self._keep(key, made := self._record(key, sample))
+                self.kept.keep(key, made := self._record(key, sample))
                 if (chosen := self.python.choose([made], key, sample)) is None:
                     raise TraceError("forward's own Python does other things each time it runs")
             except TraceError as refusal:
                 self._refused[key.rest] = str(refusal)
+                self.history.add((), time.perf_counter() - started, other=_OTHER_PYTHON, refused=str(refusal))
                 return self._tree(sample, str(refusal)), None
+            self.history.add((), time.perf_counter() - started, other=_OTHER_PYTHON)
         return chosen
 
     def leave(self, step: PreparedStep | FoundCall, kept: Sequence[torch.Tensor]) -> None:
@@ -243,24 +256,26 @@ class Recordings:
         with self.still(), RECORDING:
             now = self.python.leave(step.recorded, step.key, step.python, step.sample, kept)
         step.recorded.kind = replace(step.recorded.kind, rest=now.rest)
-        self._keep(now, step.recorded)
+        self.kept.keep(now, step.recorded)
 
-    def _keep(self, key: Key, recorded: Recorded) -> None:
-        """Keep a recording for calls of a signature, before its other variants; the oldest ones go."""
-        self.kept[key] = (recorded, *(one for one in self.kept.get(key, ()) if one is not recorded))
+    def leave_tree(self, sample: Sample) -> None:
+        """Leave what the first call of a kind that runs by its own Python has changed out of signatures."""
+        if (key := self._refused_last) is not None:
+            self._refused_last = None
+            self._refused[self.python.without_changes(key, sample).rest] = self._refused[key.rest]
 
     def _widened(self, key: Key, sample: Sample) -> Recorded | None:
         """Return a recording for all lengths, made of the newest one of this kind of call at another length; or None.
 
         After a few failed attempts, lengths are recorded one by one.
         """
-        if self._failed_generalizations(key) >= _ATTEMPTS:
+        if self.kept.failed_generalizations(key) >= _ATTEMPTS:
             return None
-        for base in self._alike(key):
+        for base in self.kept.alike(key):
             kind = base.kind
             if not kind.rows_in(key):
                 continue
-            with torch.inference_mode(False), without_callers_modes(), self.python.watched():
+            with self.python.watched():
                 if base.lacks_one_row(key):
                     wide = widen_to_one_row(self.model, base.trace, sample)
                 elif lengths := kind.varying(key):
@@ -271,40 +286,22 @@ class Recordings:
             self.made += 1
             if wide is not None:
                 assert self.plan is not None
-                found = self._replacing(base, self._cut(wide, self.plan, key, kind.shapes))
+                found = self.kept.replacing(base, self._cut(wide, self.plan, key, kind.shapes))
                 return found if found.holds(key, sample) else None
-            base.failed_generalizations = self._failed_generalizations(key) + 1
+            base.failed_generalizations = self.kept.failed_generalizations(key) + 1
             return None
         return None
-
-    def _failed_generalizations(self, key: Key) -> int:
-        """Return how many attempts to make one recording of several lengths failed for this kind of call."""
-        return max((recorded.failed_generalizations for recorded in self._alike(key)), default=0)
-
-    def _replacing(self, base: Recorded, wide: Recorded) -> Recorded:
-        """Keep a recording for many lengths where one for one length was kept, as far as it is known to hold."""
-        for key, variants in list(self.kept.items()):
-            if any(recorded is base for recorded in variants) and wide.covers(key):
-                self.kept[key] = tuple(wide if recorded is base else recorded for recorded in variants)
-        return wide
-
-    def _alike(self, key: Key) -> Iterator[Recorded]:
-        """Yield the recordings that differ from a kind of call in sizes at most, once, the newest first."""
-        kept = [recorded for variants in reversed(self.kept.values()) for recorded in variants]
-        yield from {id(recorded): recorded for recorded in kept if recorded.kind.rest == key.rest}.values()
 
     def _proved(self, key: Key, sample: Sample) -> Recorded | None:
         """Return a recording made at other sizes that is known, or found by recording once more, to hold at a call's.
 
         Raises TraceError when one that differs only in its number of rows does not.
         """
-        fitting = [one for one in self._alike(key) if one.kind.lengths_in(key) is not None and one.kind.rows_in(key)]
-        fitting = [one for one in fitting if one.holds(key, sample)]
-        if (found := next((one for one in fitting if one.covers(key)), None)) is not None:
-            return found
+        fitting = [one for one in self.kept.alike(key) if one.kind.lengths_in(key) is not None]
+        fitting = [one for one in fitting if one.kind.rows_in(key) and one.holds(key, sample)]
         if (found := next((one for one in fitting if one.is_same_but_for_rows(key)), None)) is not None:
             if not found.changes_python:  # else its own Python runs in every call
-                self._check(found, key, sample)
+                self._check_rows(found, key, sample)
             return found
         for one in fitting:
             if not one.lacks_one_row(key):
@@ -313,16 +310,25 @@ class Recordings:
                     return one
         return None
 
+    def _check_rows(self, recorded: Recorded, key: Key, sample: Sample) -> None:
+        """Find out for which numbers of rows a recording holds; raise TraceError when not for those of a call."""
+        if recorded.trace.domain is None and not recorded.rows_tried:
+            recorded.rows_tried = True
+            with self.python.watched():
+                recorded.trace = replace(recorded.trace, domain=for_all_rows(self.model, recorded.trace, sample))
+        if not recorded.covers(key):
+            self._check(recorded, key, sample)
+
     def _check(self, recorded: Recorded, key: Key, sample: Sample) -> None:
-        """Record once more at a call's sizes; raise TraceError when a recording does not hold there."""
-        with torch.inference_mode(False), without_callers_modes(), self.python.watched():
+        """Run the model's Python once more at a call's sizes; raise TraceError when a recording does not hold there."""
+        with self.python.watched():
             recorded.trace.check_rows(self.model, sample, recorded.kind.rows_in(key))
 
     def _record(self, key: Key, sample: Sample) -> Recorded:
         """Record this kind of call; plan if there is no plan yet; cut the recording by the plan."""
         self._constants.check(key, sample)
         with torch.inference_mode(False), without_callers_modes():
-            with attributes(self.model):
+            with attributes(self.model), self._shown("recording {} for another kind of call", planned=True):
                 found = self._planned(key, sample)
             assert self.plan is not None
             return self._cut(found, self.plan, key)
@@ -331,7 +337,7 @@ class Recordings:
         """Record this kind of call, and plan if there is no plan yet."""
         with self.python.watched():
             found = self._trace(sample)
-        if found.graph.asks_grad_mode and not key.rest[0][0].grad:
+        if found.graph.asks_grad_mode and not key.rest.modes.grad:
             raise TraceError(
                 f"forward asks whether gradients or inference mode are on ({found.graph.asks_grad_mode}) and is called "
                 "without gradients; a recording has them on"
@@ -375,7 +381,7 @@ class Recordings:
         dims = found.inputs.batch_dims
         found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
         kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
-        return Recorded(found.graph, lowered, found, kind, self.lanes, replicas)
+        return Recorded(found.graph, lowered, found, kind, self.lanes, replicas, self.python.left_out(key))
 
     def _replicas(self, lowered: Lowered, stage_of: Mapping[str, int]) -> tuple[Replicas, ...]:
         """Return what runs further replicas of stages."""
@@ -391,8 +397,3 @@ class Recordings:
     def _place(self, lowered: Lowered, devices: Sequence[torch.device]) -> None:
         """Move the model's state to the devices of the stages."""
         place(self.model, lowered, devices)
-
-
-def _first(recordings: Iterable[Recorded], key: Key, sample: Sample) -> Recorded | None:
-    """Return the first recording that holds for the values of a batch."""
-    return next((recorded for recorded in recordings if recorded.holds(key, sample)), None)

@@ -44,8 +44,9 @@ from autosplit.tensor.part import PARTS, refuse_parts
 from autosplit.tensor.state import as_part, here
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO
+from autosplit.trace.inputs.lengths import without_rows
 from autosplit.trace.inputs.objects import mapped, tensors_in
-from autosplit.trace.inputs.signature import Key, without_rows
+from autosplit.trace.inputs.signature import Key
 
 
 class RankPipe(RankStreaming, PipelinedModule):

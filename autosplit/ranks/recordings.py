@@ -34,8 +34,9 @@ from autosplit.tensor.part import PARTS
 from autosplit.trace.borrowed.blank import has_meta, without_values
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.inputs import batch_rows
+from autosplit.trace.inputs.lengths import Shapes
 from autosplit.trace.inputs.objects import take_apart, tensors_in
-from autosplit.trace.inputs.signature import Key, Shapes
+from autosplit.trace.inputs.signature import Key
 from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.recording.run import PythonRun
 from autosplit.trace.rows.findings import Findings
@@ -118,7 +119,7 @@ class RankRecordings(Recordings):
 
     def _of_no_rows(self, key: Key) -> Recorded | None:
         """Return a recording for a replica that has no rows where others have: nothing of it runs here."""
-        for known in self._alike(key) if self.world.replicas > 1 else ():
+        for known in self.kept.alike(key) if self.world.replicas > 1 else ():
             dims = zip(key.shapes, known.kind.batch_dims, strict=True)
             if {shape[dim] for shape, dim in dims if shape and dim is not None} == {0}:
                 return known

@@ -167,6 +167,14 @@ def widen(
     return wide if rows >= LEAST else widen_to_one_row(model, wide, sample)
 
 
+def for_all_rows(model: nn.Module, base: Trace, sample: Sample) -> Domain | None:
+    """Return for which numbers of rows a recording without lengths holds, found out at a call's; None: not known."""
+    flat = _at_home(replace(base.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs)))), model)
+    merged, scope, rows = base.gathered.recording, base.gathered.scope, batch_rows(flat)
+    found = generalise(model, merged, scope, flat, rows=rows, lengths=(), before=())
+    return found and replace(found[1], single=() if base.gathered.min_rows == 1 else None)
+
+
 def widen_to_one_row(model: nn.Module, wide: Trace, sample: Sample) -> Trace | None:
     """Return a recording for all lengths with the lengths for which it holds for one row too; None: for none."""
     assert wide.domain is not None

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from autosplit.options import Sample
 from autosplit.trace.graph import Formula, Length, Symbol, evaluate, symbols_in
-from autosplit.trace.inputs.signature import Key, Kind, varying
+from autosplit.trace.inputs.lengths import varying
+from autosplit.trace.inputs.signature import Key, Kind
 from autosplit.trace.ladder import Trace, trace, widen
 from autosplit.trace.shapes.generalise import Domain
 

@@ -6,7 +6,7 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,14 +33,14 @@ class Identity:
     It is held by a weak reference, so that a key keeps no tensor alive; one that is gone equals nothing.
     """
 
-    __slots__ = ("_hash", "_of")
+    __slots__ = ("_hash", "value")
 
     def __init__(self, value: Any) -> None:
         self._hash = id(value)
         try:
-            self._of: Callable[[], Any] = weakref.ref(value)
+            self.value: Callable[[], Any] = weakref.ref(value)
         except TypeError:  # it takes no weak reference
-            self._of = lambda: value
+            self.value = lambda: value
 
     def __hash__(self) -> int:
         return self._hash
@@ -48,7 +48,7 @@ class Identity:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, Identity) and (value := self._of()) is not None and value is other._of()
+        return isinstance(other, Identity) and (value := self.value()) is not None and value is other.value()
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ class OutsideValues:
             (place, value) for whole, place, value in self._entries if place not in without and whole not in without
         )
 
-    def attributes(self, parameter: nn.Parameter, walk: Walk) -> tuple[Any, ...]:
-        """Return what tells the attributes of a parameter that walked code mentions from others."""
-        entries = vars(parameter).items()
-        return tuple((key, content(value, walk)) for key, value in entries if self._map.may_name(key))
+    def attributes(self, path: str, parameters: Mapping[str, Any], walk: Walk) -> tuple[Any, ...]:
+        """Return what tells the attributes of a module's parameters that walked code mentions from others."""
+        entries = [(name, *e) for name, p in parameters.items() if p is not None for e in vars(p).items()]
+        return tuple(((path, f"{n}.{key}"), content(v, walk)) for n, key, v in entries if self._map.may_name(key))
 
     def changed(self) -> frozenset[Place]:
         """Return the places where values are others than when the signature was read."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,29 +15,61 @@ from torch import nn
 from autosplit.errors import InputError
 from autosplit.trace.borrowed.holders import HOOK_TABLES, Place
 from autosplit.trace.borrowed.hooks import only_observes
-from autosplit.trace.graph import LEAST, Length, lengths_in
+from autosplit.trace.graph import Length, lengths_in
+from autosplit.trace.inputs.lengths import Shapes, rows_of, varying, with_lengths, without_rows
 from autosplit.trace.inputs.objects import layout_of, one_tensor
 from autosplit.trace.inputs.python_state import Identity, OutsideValues, Walk, content, held
 
 _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 """Tables of hooks that may change what a forward computes; those that only observe are told by their code."""
 _OWN = frozenset(nn.Module().__dict__)
-Shapes = tuple[tuple[int, ...] | None, ...]
+
+
+class ModuleEntry(NamedTuple):
+    """What a signature has of a module; its children, parameters, buffers and attributes are pairs of name and value.
+
+    :mod:`autosplit.trace.inputs.differences` tells by these names in what two signatures differ.
+    """
+
+    path: str
+    training: bool
+    kind: type
+    hooks: tuple[Any, ...]
+    children: tuple[Any, ...]
+    parameters: tuple[Any, ...]
+    buffers: tuple[Any, ...]
+    attributes: tuple[Any, ...]
+
+
+class Rest(NamedTuple):
+    """A signature but for the shapes of the inputs."""
+
+    modes: GradAutocastState
+    modules: tuple[ModuleEntry, ...]
+    outside: tuple[Any, ...]
+    """The values that functions and classes name, as pairs of place and content."""
+    structure: Any
+    """How the inputs are put together."""
+    kinds: tuple[tuple[Any, Any], ...]
+    """Of each input: dtype and the rest of a tensor, class and value of anything else."""
+    same: Any
+    """Which of the inputs are one tensor."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A call's signature: all but the shapes, and the shapes; the first of ``rest`` are the modes."""
+    """A call's signature: all but the shapes, and the shapes; beside it, the attributes that signatures leave out."""
 
-    rest: Any
+    rest: Rest
     shapes: Shapes
+    left_out: tuple[tuple[Place, Any], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
 class Kind:
     """A recording's signature: shapes without the rows, where the rows were, and which dimensions are symbols."""
 
-    rest: Any
+    rest: Rest
     shapes: Shapes
     batch_dims: tuple[int | None, ...]
     lengths: tuple[Length, ...] = ()
@@ -108,44 +140,45 @@ def key_of(
     left out, and so are attributes that are not among those ``touched``, where (path, "") is all of a module's and None
     all there are.
     """
-    modes: list[Any] = [GradAutocastState.current()]
-    structure: list[Any] = []
-    hooks: list[Any] = []
+    entries: list[ModuleEntry] = []
+    left_out: list[tuple[Place, Any]] = []
+    changing: list[Any] = []
     paths = list(model.named_modules())
     walk = Walk.of(module for _, module in paths)
     ties = walk.ties
     names = None if touched is None else _by_path(touched)
     for path, module in paths:
         own = module.__dict__
-        modes.append(module.training)
+        hooks: list[Any] = []
         for table in HOOK_TABLES:
             for hook in own.get(table, {}).values():
-                structure.append(getattr(hook, "__code__", type(hook)))
+                hooks.append(getattr(hook, "__code__", type(hook)))
                 if table in _FORWARD and not only_observes(hook):
-                    hooks.append(hook)
-        structure.append(type(module))
-        structure += [(name, None if m is None else ties[id(m)]) for name, m in module._modules.items()]
-        for parameter in module._parameters.values():
+                    changing.append(hook)
+        children = [(name, None if m is None else ties[id(m)]) for name, m in module._modules.items()]
+        parameters: list[Any] = []
+        for name, parameter in module._parameters.items():
             tie = None if parameter is None else ties.setdefault(id(parameter), len(ties))
-            structure.append(tie if parameter is None else (*held(parameter), tie))
-        structure += [(name, buffer if buffer is None else held(buffer)) for name, buffer in module._buffers.items()]
+            parameters.append((name, tie if parameter is None else (*held(parameter), tie)))
+        buffers = [(name, buffer if buffer is None else held(buffer)) for name, buffer in module._buffers.items()]
         known = None if names is None else names.get(path, ())
         if known is None or "" in known:
             known = [key for key in own if key not in _OWN]
+        attributes: list[Any] = []
         for key in (key for key in known if key in own):
             if (path, key) in without:
-                content(own[key], replace(walk, ties={}))  # nor where another module has the same object
+                left_out.append(((path, key), content(own[key], replace(walk, ties={}))))  # nor its ties elsewhere
             else:
-                structure.append((key, content(own[key], walk)))
-    structure.append(outside.signature((*walk.named(), *hooks), without, skipped=walk.modules))
-    for _, module in paths:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and vars(parameter):
-                structure += [(name, outside.attributes(parameter, walk))]
+                attributes.append((key, content(own[key], walk)))
+        tables = map(tuple, (hooks, children, parameters, buffers, attributes))
+        entries.append(ModuleEntry(path, module.training, type(module), *tables))
+    values = outside.signature((*walk.named(), *changing), without, skipped=walk.modules)
+    for path, module in paths:
+        values += outside.attributes(path, module._parameters, walk)
     shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
     kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
-    structure.append(one_tensor(leaves))
-    return Key((tuple(modes), tuple(structure), spec, kinds), shapes)
+    modes = GradAutocastState.current()
+    return Key(Rest(modes, tuple(entries), values, spec, kinds, one_tensor(leaves)), shapes, tuple(left_out))
 
 
 @functools.lru_cache(maxsize=16)
@@ -183,49 +216,3 @@ def _constant(value: Any) -> Any:
 
 def _tensors(shapes: Shapes) -> list[tuple[int, ...]]:
     return [shape for shape in shapes if shape is not None]
-
-
-def rows_of(shapes: Shapes, dims: Sequence[int | None]) -> int:
-    """Return the batch size, or 0 when the inputs disagree or are empty."""
-    pairs = ((shape, d) for shape, d in zip(shapes, dims, strict=True) if shape is not None and d is not None)
-    rows = {shape[d] if d < len(shape) else 0 for shape, d in pairs}
-    return rows.pop() if len(rows) == 1 else 0
-
-
-def without_rows(shapes: Shapes, dims: Sequence[int | None]) -> Shapes:
-    """Return the shapes with -1 where the rows are."""
-    return tuple(
-        shape if shape is None or d is None or d >= len(shape) else (*shape[:d], -1, *shape[d + 1 :])
-        for shape, d in zip(shapes, dims, strict=True)
-    )
-
-
-# -- lengths -----------------------------------------------------------------------------------------------------------
-Shape = tuple[int, ...]
-
-
-def varying(before: Sequence[Shape], now: Sequence[Shape], known: Sequence[Length]) -> tuple[Length, ...] | None:
-    """Return as symbols the dimensions of the input tensors that differ between two calls, and those ``known``.
-
-    Both shapes have -1 where the rows are. Dimensions that change together, from one size to one other, are one symbol.
-    None when nothing differs, or more than sizes do.
-    """
-    if [len(shape) for shape in before] != [len(shape) for shape in now] or list(before) == list(now):
-        return None
-    places: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    told = {place for length in known for place in length.places}
-    for position, (old, new) in enumerate(zip(before, now, strict=True)):
-        for dim, pair in enumerate(zip(old, new, strict=True)):
-            if pair[0] != pair[1] or (position, dim) in told:
-                places[pair].append((position, dim))
-    if any(size < LEAST for pair in places for size in pair):
-        return None
-    return tuple(Length(f"dim{number}", tuple(own)) for number, own in enumerate(places.values()))
-
-
-def with_lengths(shapes: Sequence[Shape], lengths: Sequence[Length], sizes: Mapping[str, int]) -> list[Shape]:
-    """Return the shapes with the given sizes where symbols stand."""
-    at = {place: sizes[length.name] for length in lengths for place in length.places}
-    return [
-        tuple(at.get((position, dim), size) for dim, size in enumerate(shape)) for position, shape in enumerate(shapes)
-    ]

@@ -35,7 +35,8 @@ from autosplit.trace.graph import (
     lengths_in,
     symbols_in,
 )
-from autosplit.trace.inputs.signature import GradAutocastState, Shape
+from autosplit.trace.inputs.lengths import Shape
+from autosplit.trace.inputs.signature import GradAutocastState
 from autosplit.trace.recording.merge import (
     BATCH_SIZES,
     MergedCall,
