@@ -34,7 +34,7 @@ from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.inputs.objects import leaves_of
 from autosplit.trace.recording.build import RawGraph
 from autosplit.trace.recording.run import FlatInputs
-from autosplit.trace.rows.probe import probe_rows, slow_attention
+from autosplit.trace.rows.probe import on_other_rows, probe_rows
 from autosplit.trace.shapes.shape_rules import ShapeRules
 
 _BATCHES = ((2, True), (2, False), (5, True))
@@ -77,7 +77,7 @@ def check_recording(
     """
     checker = _Checker(model, recording, inputs, answers or (lambda leaves: contextlib.nullcontext()), loose)
     checker.changes_python, checker.logged = changes_python, logged
-    with state.random_state(), warnings.catch_warnings(), slow_attention():
+    with state.random_state(), warnings.catch_warnings(), on_other_rows():
         warnings.simplefilter("ignore")  # the model's own warnings are for its own calls
         return checker.difference()
 

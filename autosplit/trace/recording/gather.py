@@ -28,7 +28,7 @@ from autosplit.trace.reads.watch import Watcher
 from autosplit.trace.recording.merge import BATCH_SIZES, MergedRecording, holds_at, merge
 from autosplit.trace.recording.recording import Call, Recording, Refusal, Unexpected, is_fault
 from autosplit.trace.recording.run import FlatInputs, PythonRun, patched, run_python
-from autosplit.trace.rows.probe import probe_rows
+from autosplit.trace.rows.probe import on_other_rows, probe_rows
 from autosplit.trace.scope import STATEFUL_LEAVES, OpaqueModule, Scope, has_hooks
 
 _HIDES = 0.4
@@ -213,6 +213,7 @@ def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Wa
     with (
         state.borrowed(model) as holders,
         state.written_back(model),
+        on_other_rows(),
         torch.no_grad(),
         torch.inference_mode(False),
     ):

@@ -4,8 +4,9 @@
     one row kept         rows  ?  1  ?  ?  ─► result  ? [1] ?  ?     the kept row's result must be the same bits
 
 The neighbours are other rows in another order, copies of the kept row, random values in the range of the operand's own,
-and values far outside of it; the kept row changes from draw to draw, and some draws make it up too. So it does not
-matter what the model's values are: a comparison that is false in the whole sample, a tie, a gate that is zero or a row
+and values far outside of it; the kept row changes from draw to draw, and some draws make it up too. A draw that raises says
+nothing: where all draws with other integers or masks do, the same ones are tried in other arrangements, and what never
+ran on another arrangement than the recorded one mixes rows. So it does not matter what the model's values are: a comparison that is false in the whole sample, a tie, a gate that is zero or a row
 that is masked hides influence in a run of the model, and a sort of four keys leaves a row in its place now and then.
 Each kind of operation is asked once; a kind is a function, its other arguments and its operands' shapes. Operations
 that only move values are followed on row numbers instead. Whether a row's place or the number of rows
@@ -35,13 +36,18 @@ from autosplit.trace.rows.kinds import (
 )
 from autosplit.trace.rows.more_rows import MoreRows, counts_of_rows
 from autosplit.trace.rows.row_values import (
+    ARRANGEMENTS,
     FEW_KINDS,
     KINDS,
+    ROWS,
     Layout,
     Layouts,
     Values,
     changed_by,
     has_rows,
+    is_discrete,
+    is_rearranged,
+    is_zero,
     result_of,
     size_at,
     with_neighbours,
@@ -71,6 +77,8 @@ class OperatorProbe:
         self.valued = _valued(graph, root)
         self.layouts = Layouts(root, run, rows=rows, valued=self.valued)
         self.answers: dict[Any, bool] = {}
+        self.rearranged = False
+        """Whether the operation that is asked has run on other integers or masks than the recorded ones."""
         self.numbered: set[fx.Node] = set()
         """Nodes that depend on the number of rows alone, and are not equal for all places."""
         self.places = [
@@ -163,34 +171,41 @@ class OperatorProbe:
             if is_internal(error):
                 raise
             return False
+        self.rearranged = not any(is_discrete(self.run.env[n]) for n in operands)
         generator = torch.Generator().manual_seed(0)
         kinds = KINDS if self._is_light(node) else FEW_KINDS
-        return any(
-            self._changes_row((draw + 1) % self.rows, node, operands, plain, kind, generator)
-            for draw, kind in enumerate(kinds)
+        draws = [((draw + 1) % self.rows, kind) for draw, kind in enumerate(kinds)]
+        if any(self._changes_row(*draw, node, operands, plain, generator) for draw in draws):
+            return True
+        if self.rearranged:
+            return False
+        middle = [(1 + draw % (self.rows - 2), kind) for draw, kind in enumerate(ARRANGEMENTS)]
+        return any(self._changes_row(*draw, node, operands, plain, generator) for draw in middle) or not (
+            self.rearranged or all(is_zero(self.run.env[n]) for n in operands)
         )
 
     def _changes_row(
         self,
         kept: int,
+        kind: str,
         node: fx.Node,
         operands: Sequence[fx.Node],
         plain: Sequence[torch.Tensor],
-        kind: str,
         generator: torch.Generator,
     ) -> bool:
         """Tell whether a row has another result beside neighbours of a kind; the values of a draw live in here only."""
         base: Values = {}
-        if kind == "all random":
+        if kind.startswith("all "):
             base = self._with_neighbours(operands, {}, None, kind, generator)
         values = self._with_neighbours(operands, base, kept, kind, generator)
         try:
             made = result_of(node, self.run, values)
             before = result_of(node, self.run, base) if base else plain
-        except Exception as error:  # the operation takes no such values
+        except Exception as error:  # the operation takes no such values, which says nothing about rows
             if is_internal(error) and not isinstance(error, IndexError):
                 raise
             return False
+        self.rearranged |= kind not in ROWS and any(is_rearranged(values[n], self.run.env[n]) for n in operands)
         same = same_rounded if is_opaque(node, self.root) else same_bits
         return not _is_kept(kept, before, made, self.layouts.of_result(node, plain), same)
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.overrides import BaseTorchFunctionMode
 
 from autosplit.compare import same_bits, same_reordered, same_rounded
 from autosplit.errors import AutosplitError, is_internal
@@ -100,7 +102,7 @@ def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int, values: MadeUp | 
     batched = [(inputs.leaves[i], d) for i in inputs.tensors() if (d := inputs.batch_dims[i]) is not None]
     vary = not any(_distinct(leaf, dim, kept + 7) for leaf, dim in batched)
     count = max((leaf.shape[dim] for leaf, dim in batched), default=0)
-    with torch.no_grad(), slow_attention():
+    with torch.no_grad(), on_other_rows():
         try:
             return _Lockstep(raw, _leaves(inputs, runs, vary), runs, count, values).run()
         except Exception as error:  # the model's, for tokens or flags that are made up
@@ -380,12 +382,29 @@ class _Lockstep:
         return False
 
 
+class _Checked(BaseTorchFunctionMode):
+    """Checks the counts and places of operations that were told not to: those of other rows may be out of bounds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        checks = {"unsafe": False} if kwargs and "unsafe" in kwargs else {}
+        if _SPARSE.match(getattr(func, "__name__", "")):
+            checks = {"check_invariants": True}
+        return super().__torch_function__(func, types, args, {**(kwargs or {}), **checks})
+
+
+_SPARSE = re.compile("sparse_.*_tensor$")
+
+
 @contextlib.contextmanager
-def slow_attention() -> Iterator[None]:
-    """Keep torch's encoder layers off their inference fast path, which gives padded rows other values."""
+def on_other_rows() -> Iterator[None]:
+    """Run operations as is right for any rows: with their checks, and encoder layers off their inference fast path.
+
+    That one gives padded rows other values.
+    """
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with _Checked():
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)

@@ -34,6 +34,10 @@ Values = dict[fx.Node, Any]
 KINDS = ("other rows", "equal rows", "far", "random", "all random", "far", "other rows", "all random")
 """What the neighbours are, draw by draw, of which each keeps the next row; in ``all random`` it is drawn too."""
 FEW_KINDS = ("other rows", "equal rows", "all random")
+ARRANGEMENTS = ("rearranged", "all rearranged", "thinned") * 5
+"""For integers and masks that take no random values: other places for the same sum, or zeros in the places of some."""
+ROWS = ("other rows", "equal rows")
+"""The kinds of neighbours that hold no other values than the recorded rows."""
 _FAR = 100.0
 _DRAWN = 65_537
 """Random values that are drawn; larger tensors repeat them. A prime, so that rows do not repeat."""
@@ -308,7 +312,10 @@ def with_neighbours(
         sources = [kept if kind == "equal rows" or row == kept else source for row, source in enumerate(sources)]
 
     def made_up(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-        if kind in ("equal rows", "other rows") or tensor.is_complex():
+        if kind in ARRANGEMENTS and _is_discrete(tensor):
+            others = layout.numbers(tensor) != (-1 if kept is None else kept)
+            return tensor.clone().masked_scatter_(others, _arranged(tensor[others], kind, generator))
+        if kind in (*ROWS, *ARRANGEMENTS) or tensor.is_complex():
             return _from_rows(tensor, layout, sources)
         made = tensor.clone().copy_(_random(tensor, generator, _FAR if kind == "far" else 1.0))
         if kept is None:
@@ -332,9 +339,41 @@ def _from_rows(tensor: torch.Tensor, layout: Layout, sources: Sequence[int]) -> 
     return made
 
 
+def _arranged(flat: torch.Tensor, kind: str, generator: torch.Generator) -> torch.Tensor:
+    """Return integers or truth values in another arrangement: with the same sum, but for the thinned ones."""
+    if kind == "thinned":
+        return flat * torch.randint(2, flat.shape, generator=generator).to(flat)
+    order = torch.randperm(len(flat), generator=generator).to(flat.device)
+    if flat.dtype != torch.bool and flat.device.type == "cpu":  # a larger index is an error there, and no fault
+        giving, taking = order[: len(flat) // 2], order[len(flat) // 2 :][: len(flat) // 2]
+        ones = flat[giving].clamp(0, 1)
+        flat = flat.index_add(0, giving, -ones).index_add(0, taking, ones)
+    return flat[torch.randperm(len(flat), generator=generator).to(flat.device)]
+
+
+def is_discrete(value: Any) -> bool:
+    """Tell whether a value holds integers or truth values, which may be counts, places or masks."""
+    return any(_is_discrete(tensor) for tensor in tensors_of(value))
+
+
+def is_rearranged(value: Any, recorded: Any) -> bool:
+    """Tell whether a value holds other integers or truth values than a recorded one."""
+    pairs = zip(tensors_of(value), tensors_of(recorded), strict=True)
+    return any(_is_discrete(a) and not torch.equal(a, b) for a, b in pairs)
+
+
+def is_zero(value: Any) -> bool:
+    """Tell whether all integers and truth values that a value holds are zero."""
+    return not any(_is_discrete(tensor) and bool(tensor.any()) for tensor in tensors_of(value))
+
+
+def _is_discrete(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
 def _random(tensor: torch.Tensor, generator: torch.Generator, scale: float = 1.0) -> torch.Tensor:
     """Return random values: integers are some of the tensor's own, as most are indices; far from zeros are ones."""
-    if not tensor.is_floating_point():
+    if _is_discrete(tensor):
         flat = tensor.reshape(-1)
         if tensor.dtype == torch.bool:
             return torch.randint(2, tensor.shape, generator=generator).bool()
