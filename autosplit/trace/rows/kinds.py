@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import fx, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional as F
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.recording.recording import apply_function, invoke, under
@@ -158,6 +160,15 @@ def keeps_statistics(node: fx.Node, root: nn.Module) -> bool:
     """Tell whether a node writes buffers as batch norm does: per microbatch is what it is meant to do."""
     function = function_of(node, root)
     return isinstance(function, STATEFUL_LEAVES) or function in (F.batch_norm, F.instance_norm)
+
+
+class NormsInEval(TorchFunctionMode):
+    """Has ``F.batch_norm`` take the running statistics that it is given, as norm layers do in eval mode."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        return func(**inspect.signature(func).bind(*args, **(kwargs or {})).arguments | {"training": False})
 
 
 def normalises_rows_apart(node: fx.Node, root: nn.Module) -> bool:
