@@ -87,6 +87,7 @@ class Recordings:
         self.first_calls = 0
         self._refused: Recent[Any, str] = Recent()
         self._collapses = Collapses(model, options)
+        self.check_norms = self._collapses.check_norms
         self._constants = Constants(options)
         self.python = PythonRuns(model)
 

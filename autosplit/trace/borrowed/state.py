@@ -220,7 +220,8 @@ def stand_ins(
         if not registered:
             copyable = _copyable(holders, [model])
             named += [(name, t) for name, t in holders.named_tensors() if t.requires_grad or id(t) in copyable]
-        storages: dict[int, Any] = {}
+        kept = (p for p in model.parameters() if p.layout is torch.strided and id(p) not in copied)
+        storages = {storage_key(p): p.untyped_storage() for p in kept}  # other tensors may share a parameter's memory
         stands: dict[int, torch.Tensor] = {}
         leaves: dict[str, torch.Tensor] = {}
         for name, tensor in named:

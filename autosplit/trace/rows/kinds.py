@@ -203,12 +203,16 @@ def _paths(node: fx.Node) -> list[str]:
     return [*taken, f"{node.target}."] if node.op == "call_module" else taken
 
 
+def batch_norms(traced: TracedGraph, node_class: NodeClass) -> list[fx.Node]:
+    """Return the nodes of a class that are batch norms in training whose running statistics are the model's."""
+    norms = (node for node, info in traced.compute_nodes() if info.writes and info.node_class is node_class)
+    return [n for n in norms if keeps_statistics(n, traced.root) and not normalises_rows_apart(n, traced.root)]
+
+
 def norm_notes(traced: TracedGraph) -> Iterator[str]:
     """Yield what is to be said of a recording's batch norms: whose numbers theirs are."""
-    nodes = [node for node, info in traced.compute_nodes() if info.writes and keeps_statistics(node, traced.root)]
-    nodes = [node for node in nodes if not normalises_rows_apart(node, traced.root)]
-    names = [n.meta[INFO].name for n in nodes if n.meta[INFO].node_class is NodeClass.MICRO]
-    whole = [n.meta[INFO].name for n in nodes if n.meta[INFO].node_class is NodeClass.FULL]
+    names = [node.meta[INFO].name for node in batch_norms(traced, NodeClass.MICRO)]
+    whole = [node.meta[INFO].name for node in batch_norms(traced, NodeClass.FULL)]
     if names:
         layers = "1 batch norm layer normalises" if len(names) == 1 else f"{len(names)} batch norm layers normalise"
         yield (
