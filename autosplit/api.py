@@ -59,7 +59,7 @@ def autosplit(
     plan: Plan | str | Path | None = None,
     lanes: str = "auto",
     rng: str = "auto",
-    batch_norm: str = "micro",
+    batch_norm: str | None = None,
     compile: bool | str | Mapping[str, Any] = False,
     cut: str = "modules",
     mesh: Any = None,
@@ -108,7 +108,8 @@ def autosplit(
             follow runs as it is, and the report says why. Numbers are then equal within rounding, not in every bit.
         batch_norm: "micro": a training norm normalises each microbatch by itself, and its running statistics move once
             per step, by all that it saw; "full": it sees the whole batch, as in the plain model, and all that comes
-            behind the first one runs once per step, on the last device: exact, at the price of the overlap.
+            behind the first one runs once per step, on the last device: exact, at the price of the overlap. None is
+            "micro", and the first training call warns of it: outputs, loss and gradients are not the plain model's.
         cut: where the plan's cuts fall: "modules": between modules; inside a repeated block, or between a head and its
             loss, only where the step gets at least 2% shorter or nothing else fits; "operations": anywhere.
         precision: reserved; anything but None is refused.
@@ -167,7 +168,7 @@ def autosplit(
         processes=world is not None,
         hosts=() if world is None else world.hosts,
         rng=resolve_rng(rng, resolved),
-        batch_norm=choose("batch_norm", batch_norm, BATCH_NORM),
+        batch_norm=choose("batch_norm", batch_norm, (None, *BATCH_NORM)),
     )
     return _piped(model, options, pinned, sample, world, mesh, ways)
 

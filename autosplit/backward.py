@@ -116,7 +116,7 @@ def check_parameters(values: Iterable[Sequence[torch.Tensor]], given: Iterable[S
             raise InputError(
                 f"a hook, or a forward that no graph follows, computes with a parameter of shape {list(leaf.shape)} "
                 "that its module does not have, or that it does not read from the module that it is called with; "
-                "register the parameter in that module too and read it there, or detach it"
+                "register the parameter in that module too and read it there, detach it, or call under torch.no_grad()"
             )
 
 

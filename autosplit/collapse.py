@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -14,12 +14,20 @@ from autosplit.errors import listed
 from autosplit.options import Options
 from autosplit.planning.request import sizes_of
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
-from autosplit.trace.rows.kinds import rearranges
+from autosplit.trace.rows.kinds import batch_norms, called, function_of, rearranges
 
 MOST_OUTSIDE = 0.3
 """The part of the work that may run once per step before that is a collapse."""
 OWN_PYTHON = "its own Python runs, module by module, since {}"
 _NAMED = 3
+_WAY_OUT = "compute row by row, or in the loss_fn of train_step, what need not see all rows"
+_WAYS_OUT = {
+    "dynamic": "a dynamically quantised layer scales its input by the range of all rows: quantise weights alone, or "
+    "each row by itself, as torchao's Int8WeightOnlyConfig and Int8DynamicActivationInt8WeightConfig do",
+    "batchnorm": "batch norm takes statistics over all rows: batch_norm='micro' takes them over each microbatch, of "
+    "norms whose running statistics are buffers (track_running_stats=True)",
+}
+"""What helps, by a part of the name of what sees the whole batch, in small letters."""
 _CONTRACTED = frozenset(
     "linear matmul mm bmm baddbmm einsum scaled_dot_product_attention invoke grouped_mm _grouped_mm".split()
 )
@@ -31,6 +39,7 @@ class Collapses:
     def __init__(self, model: nn.Module, options: Options) -> None:
         self.model, self.options = model, options
         self._seen: dict[Any, str | None] = {}
+        self._told_of_norms = options.batch_norm is not None
 
     @property
     def _overlaps(self) -> bool:
@@ -48,6 +57,24 @@ class Collapses:
         told = self.options.batch_dims is not None
         what = _one_microbatch(graph, rows) if len(sizes) == 1 else _outside(graph, self.model, rows, told=told)
         self.note(kind, what)
+
+    def check_norms(self, graph: TracedGraph, sizes: Sequence[int]) -> None:
+        """Warn once, before a call runs, where batch norms take their statistics over microbatches unasked."""
+        if self._told_of_norms or len(sizes) == 1 or not (norms := batch_norms(graph, NodeClass.MICRO)):
+            return
+        self._told_of_norms = True
+        layers = list(dict.fromkeys(node.meta[INFO].module for node in norms))
+        behind = set(norms)
+        behind.update(n for n in graph.graph.nodes if not behind.isdisjoint(n.all_input_nodes))
+        warnings.warn(
+            f"{len(layers)} batch norm layer{'s' * (len(layers) > 1)} of {type(self.model).__name__} "
+            f"({listed(layers, most=_NAMED)}) normalise each microbatch ({max(sizes)} of {sum(sizes)} rows) by itself: "
+            "outputs, loss and gradients are not the plain model's. batch_norm='full' gives the plain model's, and "
+            f"runs {_share(graph, self.model, sum(sizes), behind):.0%} of the work on the whole batch, where nothing "
+            "overlaps; batch_norm='micro' is what runs now, without this warning",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def note(self, kind: Any, what: str | None) -> None:
         """Keep what was found at the first call of a kind, and warn of it where stages could overlap."""
@@ -69,7 +96,7 @@ def _one_microbatch(graph: TracedGraph, rows: int) -> str:
 
 def _outside(graph: TracedGraph, model: nn.Module, rows: int, *, told: bool) -> str | None:
     """Return how much of the work runs once per step, where, why, and what to do; None where that is little."""
-    work = [(info, amount) for info, amount in _rough_work(graph, model, rows=rows) if amount]
+    work = [(node.meta[INFO], amount) for node, amount in _rough_work(graph, model, rows=rows) if amount]
     total = sum(amount for _, amount in work)
     parts = dict.fromkeys(NodeClass, 0.0)
     modules: Counter[str] = Counter()
@@ -82,37 +109,49 @@ def _outside(graph: TracedGraph, model: nn.Module, rows: int, *, told: bool) -> 
         return None
     named = ", ".join(f"{module} {share:.0%}" for module, share in modules.most_common(_NAMED))
     said = []
+    causes = _causes(graph)
     if full:
-        said.append(f"{full:.0%} of the work runs once per step, on the whole batch, from {_causes(graph)} on")
+        places = listed(
+            f"{info.module or 'the root'} ({', '.join(filter(None, (_name(graph, node), info.source)))})"
+            for node, info in causes.items()
+        )
+        said.append(f"{full:.0%} of the work runs once per step, on the whole batch, from {places} on")
     if shared:
         said.append(f"{shared:.0%} of the work runs once per step: it depends on no row")
     if full:
-        way_out = "compute row by row, or in the loss_fn of train_step, what need not see all rows"
-        if not told:
+        names = " ".join(_name(graph, node) for node in causes).lower().replace("_", "")
+        way_out = next((text for part, text in _WAYS_OUT.items() if part in names), _WAY_OUT)
+        if not told and way_out is _WAY_OUT:
             way_out += f"; where the first dimension, of size {rows}, is not the batch, say by batch_dims= which is"
     else:
         way_out = "give a larger batch, or say by batch_dims= where it is"
     return f"{'; '.join(said)}. By module: {named}. What helps: {way_out}"
 
 
-def _causes(graph: TracedGraph) -> str:
-    """Name the first operations that see the whole batch."""
+def _causes(graph: TracedGraph) -> dict[fx.Node, TracedNode]:
+    """Return the first operations that see the whole batch."""
     full = {node: info for node, info in graph.compute_nodes() if info.node_class is NodeClass.FULL}
-    return listed(_place(node, info) for node, info in full.items() if full.keys().isdisjoint(node.all_input_nodes))
+    return {node: info for node, info in full.items() if full.keys().isdisjoint(node.all_input_nodes)}
 
 
-def _place(node: fx.Node, info: TracedNode) -> str:
-    target = getattr(node.target, "__name__", str(node.target))
-    return f"{info.module or 'the root'} ({target}{', ' * bool(info.source)}{info.source})"
+def _name(graph: TracedGraph, node: fx.Node) -> str:
+    """Return the name of the function, or of the module's class, that an operation calls."""
+    return called(node, graph.root)[0] or type(function_of(node, graph.root)).__name__
 
 
-def _rough_work(graph: TracedGraph, model: nn.Module, *, rows: int) -> Iterator[tuple[TracedNode, float]]:
+def _share(graph: TracedGraph, model: nn.Module, rows: int, nodes: Collection[fx.Node]) -> float:
+    """Return the part of the work that some of the operations do."""
+    work = dict(_rough_work(graph, model, rows=rows))
+    return sum(amount for node, amount in work.items() if node in nodes) / (sum(work.values()) or 1.0)
+
+
+def _rough_work(graph: TracedGraph, model: nn.Module, *, rows: int) -> Iterator[tuple[fx.Node, float]]:
     """Yield the operations with a rough count of their multiplications at a number of rows."""
     weights = {name: p.numel() / max(1, p.shape[0]) for name, p in model.named_parameters() if p.dim() > 1}
     for node, info in graph.compute_nodes():
         if info.tensors and not rearranges(node, graph.root):
             made = max(math.prod(tensor.shape_at(rows)) for tensor in info.tensors)
-            yield info, made * _products(node, info, weights)
+            yield node, made * _products(node, info, weights)
 
 
 def _products(node: fx.Node, info: TracedNode, weights: Mapping[str, float]) -> float:

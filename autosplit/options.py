@@ -83,7 +83,8 @@ class Options:
     lane_timeout_s: float | None = 1800.0
     rng: str = "counter"
     """Whose random numbers: "plain" (the model's own bits), "counter" (seeded by step, operation and microbatch)."""
-    batch_norm: str = "micro"
+    batch_norm: str | None = None
+    """What batch norms in training take their statistics over: "micro", "full"; None: "micro", with a warning."""
     measure: bool = True
     cut: Mapping[str, int] | None = None
     """The stages of modules by their paths, for all that runs inside them; None: the plan finds the cut."""

@@ -96,9 +96,7 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         graph = fx.Graph()
         graph.output(graph.call_function(refuse_unplanned))
         super().__init__(nn.Module(), graph, "PipelinedModule")
-        for name in SHARED:
-            if name in model.__dict__:
-                self.__dict__[name] = model.__dict__[name]
+        self.__dict__.update({name: model.__dict__[name] for name in SHARED if name in model.__dict__})
         self.__dict__["training"] = model.training
         forward_overrides(self, model)
         type(self).forward = forward_like(model)
@@ -122,7 +120,7 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         Raises what the recording and the planning raise; the model is then as it was.
         """
         with RECORDING, random_state():
-            step = self._prepare(sample.args, sample.kwargs)
+            step = self._prepare(sample.args, sample.kwargs, runs=False)
         if isinstance(step, PreparedTree):
             self._show_tree(step)
         else:
@@ -327,7 +325,7 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         """Return what the programs of a recording name: the modules that they call, and the model that they read."""
         return {STATE: recorded.traced.root} | {self._core.names[name]: m for name, m in recorded.parts.items()}
 
-    def _prepare(self, args: Any, kwargs: Any) -> PreparedStep | PreparedTree:
+    def _prepare(self, args: Any, kwargs: Any, *, runs: bool = True) -> PreparedStep | PreparedTree:
         core = self._core
         core.stream.drain()
         recorded, key, sample, python, tensors = self._find(args, kwargs)
@@ -338,6 +336,8 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         core.off_tape, core.stages = recorded.lowered.off_tape, recorded.lowered.stages
         rows = recorded.kind.rows_in(key)
         sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows, like=core.options.microbatches)
+        if runs:
+            core.recordings.check_norms(recorded.traced, sizes)
         lengths = lengths_in(recorded.traced.lengths, [tensor.shape for tensor in tensors])
         return PreparedStep(
             recorded.lowered,

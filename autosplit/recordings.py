@@ -93,6 +93,7 @@ class Recordings:
         self._refused_last: Key | None = None
         """That of a call which is the first of its kind to run by its own Python, until it has run."""
         self._collapses = Collapses(model, options)
+        self.check_norms = self._collapses.check_norms
         self._constants = Constants(options)
         self.python = PythonRuns(model)
         self.history = History(type(model).__name__)

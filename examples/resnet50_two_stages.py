@@ -62,7 +62,7 @@ def run(
     batches = list(data.batches(digits, rows=rows, count=steps))
     model = ResNet(num_classes=10, width=width, blocks=blocks).to(dtype)
     plain = comparison.place(copy.deepcopy(model), devices=devices)
-    pipe = autosplit(model, devices=devices, chunks=chunks)
+    pipe = autosplit(model, devices=devices, chunks=chunks, batch_norm="micro")
     lr = 0.05
     optimizer = torch.optim.SGD(pipe.parameters(), lr=lr)
     losses = {

@@ -156,6 +156,7 @@ class SequentialPipe(nn.Module):
                 chunks=self.chunks,
                 schedule="gpipe",
                 batch_dims=batch_dims,
+                batch_norm="micro",
                 recompute=(self.checkpoint,),
                 lanes=resolve_lanes("auto", self.devices),
                 rng=resolve_rng("auto", self.devices),

@@ -190,7 +190,7 @@ class RankPipe(RankStreaming, PipelinedModule):
             if any(tensor.is_meta for tensor in tensors_in(given)):
                 self._recordings.sample = sample
                 given = mapped(_on_cpu, given)
-            step = self._on_rank(self._prepare(*given))
+            step = self._on_rank(self._prepare(*given, runs=False))
             self._recordings.wrap()
             return step
 

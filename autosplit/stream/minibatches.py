@@ -108,6 +108,7 @@ def step_of(found: FoundCall, program: StreamProgram, options: Options, recordin
     sizes: tuple[int, ...] = (rows,)
     if not program.alone:
         sizes = sizes_of(rows, options.chunks, recorded.traced.min_rows, like=options.microbatches)
+    recordings.check_norms(recorded.traced, sizes)
     lengths = lengths_in(recorded.traced.lengths, [tensor.shape for tensor in found.tensors])
     return StreamStep(
         program.lowered,

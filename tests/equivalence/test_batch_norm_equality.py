@@ -35,7 +35,27 @@ from tests.runtime.test_batch_norm_statistics import NormAct
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
-NORMS = (nn.modules.batchnorm._NormBase,)
+
+class OwnNorm(nn.Module):
+    """A user's norm: ``F.batch_norm`` with running statistics of its own, and an activation behind."""
+
+    def __init__(self, width: int, momentum: float = 0.2) -> None:
+        super().__init__()
+        self.scale, self.shift, self.momentum = (
+            nn.Parameter(torch.ones(width)),
+            nn.Parameter(torch.zeros(width)),
+            momentum,
+        )
+        self.register_buffer("running_mean", torch.zeros(width))
+        self.register_buffer("running_var", torch.ones(width))
+
+    def forward(self, value: Tensor) -> Tensor:
+        statistics: Any = {"running_mean": self.running_mean, "running_var": self.running_var}
+        value = F.batch_norm(value, **statistics, weight=self.scale, training=self.training, momentum=self.momentum)
+        return F.silu(value + self.shift)
+
+
+NORMS = (nn.modules.batchnorm._NormBase, OwnNorm)
 
 
 class ByMicrobatch(nn.Module):
@@ -117,8 +137,19 @@ def convolution() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh())
 
 
-BUILD = {"dense": dense, "cumulative": cumulative, "untracked": untracked, "convolution": convolution}
-MODELS = ("dense", "cumulative", "convolution")
+def activated() -> nn.Module:
+    layers = [nn.Linear(6, 6, bias=False), NormAct(6), nn.Linear(6, 6, bias=False), OwnNorm(6)]
+    return nn.Sequential(*layers, nn.Linear(6, 6, bias=False), NormAct(6, momentum=None), nn.Linear(6, 6))
+
+
+BUILD = {
+    "dense": dense,
+    "cumulative": cumulative,
+    "untracked": untracked,
+    "convolution": convolution,
+    "activated": activated,
+}
+MODELS = ("dense", "cumulative", "convolution", "activated")
 
 
 def build(name: str) -> nn.Module:
@@ -305,6 +336,28 @@ def test_full_norms_are_the_plain_models(lanes: str) -> None:
     found = verify(model, pipe, batch.args)
     assert found.equal
     assert found.notes == ()
+
+
+def test_norms_with_an_activation_and_norms_by_function_run_in_microbatches() -> None:
+    model, batch = build("activated"), batch_of("activated", 12)
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=batch.args[0])
+    assert "3 batch norm layers normalise each microbatch by itself" in " ".join(pipe.report().split())
+    assert pipe.plan.class_flops["full"] == 0
+    plain = build("activated")
+    full = autosplit(build("activated"), devices=["cpu"] * 2, chunks=4, batch_norm="full")
+    assert_equal_runs(forward_backward(full, batch), forward_backward(plain, batch))
+    assert_equal_runs(forward_backward(full.eval(), batch), forward_backward(plain.eval(), batch))
+
+
+def test_a_norm_without_statistics_of_the_models_sees_the_whole_batch() -> None:
+    def centred(model: Any, value: Tensor) -> Tensor:
+        return F.batch_norm(value.tanh(), torch.zeros(WIDTH).double(), torch.ones(WIDTH).double(), training=True)
+
+    model, plain, batch = net(centred), net(centred), Batch((numbers(9, WIDTH),))
+    plain.load_state_dict(model.state_dict())
+    assert_equal_runs(
+        forward_backward(autosplit(model, devices=["cpu"] * 2, chunks=3), batch), forward_backward(plain, batch)
+    )
 
 
 def test_the_report_says_whose_statistics_they_are() -> None:

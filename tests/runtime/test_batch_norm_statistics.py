@@ -109,7 +109,7 @@ class NormAct(nn.BatchNorm1d):
     """A norm with its own Python, as timm's BatchNormAct2d has."""
 
     def forward(self, value: Tensor) -> Tensor:
-        factor = self.momentum
+        factor = 0.0 if self.momentum is None else self.momentum
         if self.training:
             self.num_batches_tracked.add_(1)
             factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum

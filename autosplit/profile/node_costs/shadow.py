@@ -61,7 +61,10 @@ class _Builder:
     def value(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if id(value) not in self.tensors:
-                self.tensors[id(value)] = self.replace(value)
+                twin = self.tensors[id(value)] = self.replace(value)
+                if type(twin) is nn.Parameter:  # quantised weights have a class and attributes of their own
+                    twin.__class__ = type(value)
+                    twin.__dict__.update((key, self.value(item)) for key, item in value.__dict__.items())
             return self.tensors[id(value)]
         if isinstance(value, nn.Module):
             return self.module(value)

@@ -223,7 +223,8 @@ def stand_ins(
         if not registered:
             copyable = _copyable(holders, [model])
             named += [(name, t) for name, t in holders.named_tensors() if t.requires_grad or id(t) in copyable]
-        storages: dict[int, Any] = {}
+        kept = (p for p in model.parameters() if p.layout is torch.strided and id(p) not in copied)
+        storages = {storage_key(p): p.untyped_storage() for p in kept}  # other tensors may share a parameter's memory
         stands: dict[int, torch.Tensor] = {}
         leaves: dict[str, torch.Tensor] = {}
         for name, tensor in named:
@@ -243,8 +244,10 @@ def _stand_in(tensor: torch.Tensor, storages: dict[int, Any], *, copied: bool) -
         data = data.clone()
     elif not (isinstance(tensor, nn.Parameter) or tensor.requires_grad):
         data = _copy(data, storages)
-    made = nn.Parameter(data) if isinstance(tensor, nn.Parameter) else data
-    made.requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        made: torch.Tensor = nn.Parameter(data, tensor.requires_grad)
+    else:
+        made = data.requires_grad_(tensor.requires_grad)
     made.__dict__.update(tensor.__dict__)
     return made
 

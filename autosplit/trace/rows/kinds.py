@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import fx, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional as F
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.recording.recording import apply_function, invoke, under
@@ -160,6 +162,15 @@ def keeps_statistics(node: fx.Node, root: nn.Module) -> bool:
     return isinstance(function, STATEFUL_LEAVES) or function in (F.batch_norm, F.instance_norm)
 
 
+class NormsInEval(TorchFunctionMode):
+    """Has ``F.batch_norm`` take the running statistics that it is given, as norm layers do in eval mode."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        return func(**inspect.signature(func).bind(*args, **(kwargs or {})).arguments | {"training": False})
+
+
 def normalises_rows_apart(node: fx.Node, root: nn.Module) -> bool:
     """Tell whether a norm takes every row by itself, as instance norm does; only its running statistics average."""
     function = function_of(node, root)
@@ -192,12 +203,16 @@ def _paths(node: fx.Node) -> list[str]:
     return [*taken, f"{node.target}."] if node.op == "call_module" else taken
 
 
+def batch_norms(traced: TracedGraph, node_class: NodeClass) -> list[fx.Node]:
+    """Return the nodes of a class that are batch norms in training whose running statistics are the model's."""
+    norms = (node for node, info in traced.compute_nodes() if info.writes and info.node_class is node_class)
+    return [n for n in norms if keeps_statistics(n, traced.root) and not normalises_rows_apart(n, traced.root)]
+
+
 def norm_notes(traced: TracedGraph) -> Iterator[str]:
     """Yield what is to be said of a recording's batch norms: whose numbers theirs are."""
-    nodes = [node for node, info in traced.compute_nodes() if info.writes and keeps_statistics(node, traced.root)]
-    nodes = [node for node in nodes if not normalises_rows_apart(node, traced.root)]
-    names = [n.meta[INFO].name for n in nodes if n.meta[INFO].node_class is NodeClass.MICRO]
-    whole = [n.meta[INFO].name for n in nodes if n.meta[INFO].node_class is NodeClass.FULL]
+    names = [node.meta[INFO].name for node in batch_norms(traced, NodeClass.MICRO)]
+    whole = [node.meta[INFO].name for node in batch_norms(traced, NodeClass.FULL)]
     if names:
         layers = "1 batch norm layer normalises" if len(names) == 1 else f"{len(names)} batch norm layers normalise"
         yield (

@@ -117,7 +117,8 @@ class OperatorProbe:
         infos = [tensor for n in operands for tensor in n.meta[INFO].tensors]
         kept = {tensor.shape for tensor in infos}.issuperset(tensor.shape for tensor in node.meta[INFO].tensors)
         floats = all(tensor.dtype.is_floating_point for tensor in infos)
-        if not (infos and kept and floats) or takes_shape_only(node, self.root) or not is_torchs(node, self.root):
+        asked = infos and kept and floats and not node.meta[INFO].writes
+        if not asked or takes_shape_only(node, self.root) or not is_torchs(node, self.root):
             return False
         if picks_part(node):  # made up is the part alone, not the structure that it is picked from
             return False

@@ -35,7 +35,7 @@ from autosplit.trace.recording.run import FlatInputs
 from autosplit.trace.rows.backward_probe import BackwardProbe, has_own_backward
 from autosplit.trace.rows.findings import Findings, key_of_opaque
 from autosplit.trace.rows.grouped import grouped
-from autosplit.trace.rows.kinds import is_opaque, leaves_unset
+from autosplit.trace.rows.kinds import NormsInEval, is_opaque, keeps_statistics, leaves_unset
 from autosplit.trace.rows.made_up import WAYS, MadeUp
 from autosplit.trace.rows.opaque_probe import OpaqueProbe
 from autosplit.trace.rows.operator_probe import OperatorProbe
@@ -272,8 +272,10 @@ class _Lockstep:
         info = node.meta.get(INFO)
         if info is None:
             return interpreter.run_node(node)
+        quiet = NormsInEval() if info.writes and keeps_statistics(node, self.raw.root) else contextlib.nullcontext()
         with self._own_contents(info, own) as touched:
-            value = interpreter.run_node(node)
+            with quiet:
+                value = interpreter.run_node(node)
             if leaves_unset(node, self.raw.root):
                 value.detach().zero_()  # what lay in that memory says nothing about rows
             for name in touched:
