@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autosplit.distributed.messages import Descriptions, Messages, Sent, arrived
-from autosplit.distributed.order import Receive, arrivals, of_rank, step_order
+from autosplit.distributed.order import Receive, Send, arrivals, of_rank, step_order
 from autosplit.distributed.replicas import Share, added_in_order, adding_gradients, join_statistics
 from autosplit.distributed.start import RankStart, begin
 from autosplit.distributed.world import World, as_known, attempt, known_to_all
@@ -93,20 +93,25 @@ class RankStep(Step):
         return there, (back,)
 
     def perform(self, schedule: Schedule, cells: Any) -> None:
-        """Perform this rank's actions of a schedule, and post its receives where the global order has them."""
+        """Perform this rank's actions of a schedule, its receives and its sends, where the global order has them."""
+        transport, described = cells.transport, cells.transport.known.complete
         late = getattr(cells, "loss_sources", frozenset[int]())
 
         def own() -> Any:
-            order = step_order(schedule, cells.sources, late)
-            return of_rank(order, self.world.rank), arrivals(order, self.world.rank)
+            order = step_order(schedule, cells.sources, late, described=described)
+            items = of_rank(order, self.world.rank)
+            return items, arrivals(order, self.world.rank), {item.way for item in items if isinstance(item, Send)}
 
-        items, cells.transport.arrivals = self.once(("order", schedule.name, schedule.microbatches, late), own)
+        key = "order", schedule.name, schedule.microbatches, late, described
+        items, transport.arrivals, transport.ordered = self.once(key, own)
         for item in items:
             if isinstance(item, Action):
                 self.world.watch.doing(item)
                 cells.act(item)
             elif isinstance(item, Receive):
-                cells.transport.expect(item.way)
+                transport.expect(item.way)
+            else:
+                transport.release(item.way)
 
     @property
     def known(self) -> Descriptions:

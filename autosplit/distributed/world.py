@@ -141,7 +141,7 @@ class World:
                 work.wait()
 
     def isend(self, tensor: torch.Tensor, target: int, tag: int = 0) -> Any:
-        """Send a tensor to a rank; return at once."""
+        """Send a tensor to a rank; return at once. NCCL has no tags: what a rank sends another comes in its order."""
         group = self.pairs.get((self.rank, target), self.payload)
         return dist.isend(tensor, self.members[target], group=group, tag=tag)
 
