@@ -3,10 +3,11 @@
     home stage    makes a shared value, or has a tied parameter ── lends ──► stages of other ranks, once per step
     hand-over     stages in descending order: gradients of what was lent come back; then the stage's own backward
 
-A value is lent to later stages only. Every rank goes through all stages: before its cells in ascending order, and for
-a stage of another rank it lends what that takes; behind them in descending order, and for a stage of another rank it
-sends the gradients of what that has lent. So both ranks of a message come to it in one order. Every stage's shared nodes have a graph of their own, which begins at detached values: a value's gradient goes
-further only when all its uses have given theirs, in the order of one process.
+A value is lent to later stages only. Every rank goes through all stages: before its cells in ascending order, and for a
+stage of another rank it lends what that takes; behind them in descending order, and for a stage of another rank it
+sends the gradients of what that has lent. So both ranks of a message come to it in one order. Every stage's shared
+nodes have a graph of their own, which begins at detached values: a value's gradient goes further only when all its uses
+have given theirs, in the order of one process.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from weakref import WeakSet
 import torch
 
 from autosplit.distributed.facts import checksum, program_text
-from autosplit.distributed.messages import SHARED, Descriptions, Incoming, Messages, Sent, arrived
+from autosplit.distributed.messages import SHARED, Descriptions, Incoming, Sent, arrived
 from autosplit.distributed.replicas import join, packed
-from autosplit.distributed.step import RankStep, hang_limit
+from autosplit.distributed.step import RankStep
 from autosplit.distributed.world import as_known, known_to_all
 from autosplit.errors import InputError
 from autosplit.lower.split import named_state
@@ -86,11 +86,9 @@ class RankStreamStep(StreamStep, RankStep):
     posted: dict[tuple[int, Way], Incoming]
     elsewhere: dict[int, str] = field(default_factory=dict)
 
-    def transport(self, *, detached: bool) -> Messages:
-        """Return what brings values from stage to stage, with a description of each message."""
-        kept: dict[str, Any] = {"known": Descriptions(), "sent": self.sent, "posted": self.posted}
-        said: dict[str, Any] = {"minibatch": self.minibatch, "said": self.said}
-        return Messages(self.world, self.ends, self.lanes, self.log, detached=detached, **kept, **said)
+    def _described(self) -> dict[str, Any]:
+        """Return by what messages are described, each for itself."""
+        return {"known": Descriptions(), "minibatch": self.minibatch, "said": self.said, "posted": self.posted}
 
     @property
     def loss_way(self) -> Way:
@@ -306,8 +304,7 @@ class RankStream(Stream):
         super().__init__(pipe, *given)
         self._world, self._taken = pipe._world, 0
         self._posted: dict[tuple[int, Way], Incoming] = {}
-        plan = self._core.recordings.plan
-        self._step_s = 0.0 if plan is None else plan.step_s
+        self._timeout_s: float = pipe._timeout_s
 
     @property
     def _recordings(self) -> RankRecordings:
@@ -318,7 +315,7 @@ class RankStream(Stream):
         super()._take()
         if self._exhausted and not (self._error is not None and known_to_all(self._error)):
             try:
-                with self._world.watch.step(hang_limit(self._step_s)):
+                with self._world.watch.step(self._timeout_s):
                     why = "" if self._error is None else f": {type(self._error).__name__}: {self._error}"
                     self._world.agree(f"takes no more minibatches{why}", {_TAKEN: self._taken}, self._error)
             except Exception as error:
@@ -344,7 +341,7 @@ class RankStream(Stream):
             **vars(super()._step(found, program, target)),
             world=self._world,
             ranks=self._recordings.ranks,
-            step_s=self._step_s,
+            timeout_s=self._timeout_s,
             minibatch=number,
             said=said,
             posted=self._posted,
