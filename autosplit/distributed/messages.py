@@ -48,13 +48,9 @@ Description = tuple[Described | None, ...]
 
 @dataclass
 class Descriptions:
-    """What travels each way in steps of one kind; ``complete`` when a whole step has gone by them.
+    """What each rank sends in steps of one kind, in its order; ``complete`` when a whole step has gone by them."""
 
-    ``order`` has the ways by the rank that sends, in the order in which they come.
-    """
-
-    of: dict[Way, Description] = field(default_factory=dict)
-    order: dict[int, list[Way]] = field(default_factory=lambda: defaultdict(list))
+    of: dict[int, dict[Way, Description]] = field(default_factory=lambda: defaultdict(dict))
     complete: bool = False
 
 
@@ -114,9 +110,8 @@ class Messages:
         """Send and receive by these descriptions from now on."""
         if not known.complete:
             known.of.clear()
-            known.order.clear()
         self.known = known
-        self._coming: dict[int, Iterator[Way]] = {}
+        self._coming: dict[int, Iterator[tuple[Way, Description]]] = {}
 
     def send(self, way: Way, message: Message) -> None:
         """Give away what a stage made, where this rank is the one that does; it is kept until it has arrived."""
@@ -136,17 +131,17 @@ class Messages:
 
     def _send(self, way: Way, message: Message) -> None:
         description = tuple([None if tensor is None else described(tensor) for tensor in message])
-        if self.known.complete and self.known.of.get(way) != description:
+        known, works = self.known.of[self._world.rank], list[Any]()
+        if self.known.complete and known.get(way) != description:
             raise ScheduleError(
-                f"{_place(way)} is {_text(description)}, and was "
-                f"{_text(self.known.of.get(way, ()))} when this kind of step ran first; ranks agree on that once"
+                f"{_place(way)} is {_text(description)}, and was {_text(known.get(way, ()))} when this kind of step "
+                "ran first; ranks agree on that once"
             )
-        works: list[Any] = []
+        known[way] = description
         with self._lanes[way.source].active():
             flat = [flattened(tensor.detach()) for tensor in message if tensor is not None and tensor.numel()]
             for to in self._ends(way)[1]:
                 if not self.known.complete:
-                    self.known.of[way] = description
                     works += self._describe(way, description, to)
                 works += [self._world.isend(tensor, to) for tensor in flat]
         self._sent[way] = works, flat
@@ -160,15 +155,14 @@ class Messages:
     def _described(self, source: int) -> tuple[int, Way, Any, Description]:
         """Return what a rank sends next; at the first step of a kind it says that."""
         if self.known.complete:
-            way = next(self._coming.setdefault(source, iter(self.known.order[source])))
-            return self._minibatch, way, self._said, self.known.of[way]
+            way, description = next(self._coming.setdefault(source, iter(self.known.of[source].items())))
+            return self._minibatch, way, self._said, description
         length = torch.zeros(1, dtype=torch.int64)
         dist.recv(length, group=self._world.control, group_src=source)
         data = torch.zeros(int(length), dtype=torch.uint8)
         dist.recv(data, group=self._world.control, group_src=source)
         minibatch, way, said, description = pickle.loads(data.numpy().tobytes())
-        self.known.of[way] = description
-        self.known.order[source].append(way)
+        self.known.of[source][way] = description
         return minibatch, way, said, description
 
     def expect(self, way: Way) -> None:

@@ -100,7 +100,8 @@ def worst_difference(make: Callable[[], nn.Module], options: dict[str, Any], mes
         expected = dict(plain.named_parameters())
         for name, parameter in pipe.named_parameters():
             gradient, other = parameter.grad, expected[name].grad
-            assert gradient is not None and other is not None
+            assert gradient is not None
+            assert other is not None
             differences.append((gradient - other).abs().max().item())
     return max(differences)
 
@@ -120,7 +121,7 @@ def test_a_model_that_mixes_rows(nccl_ranks: Pool, schedule: str, size: int) -> 
 
 
 def calls() -> float:
-    """Go backward from the pipe's outputs, twice; return the largest difference of a gradient from the plain model's."""
+    """Go backward from the pipe's outputs, twice; return the largest difference from the plain model's gradients."""
     model = Mixes()
     plain, value = copy.deepcopy(model), torch.randn(ROWS, WIDTH, dtype=torch.float64)
     pipe = autosplit(model, devices="torchrun", chunks=6, sample=value, schedule="zb_v", outputs="all")
