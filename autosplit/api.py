@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 _DEVICES = 4
-_ONE_PROCESS = {"feed": "all", "outputs": "last", "weights": None, "parallelize": None}
+_ONE_PROCESS = {"feed": "all", "outputs": "last", "weights": None, "parallelize": None, "timeout": None}
 
 
 def autosplit(
@@ -67,6 +68,7 @@ def autosplit(
     feed: str = "all",
     outputs: str = "last",
     weights: Any = None,
+    timeout: float | timedelta | None = None,
 ) -> PipelinedModule:
     """Split a model over devices and return it as a pipelined ``torch.fx.GraphModule`` with the same state.
 
@@ -127,6 +129,9 @@ def autosplit(
         weights: where a model on meta, which "torchrun" takes too, gets its values from: a state dict, a safetensors or
             torch file, or the folder of a checkpoint; each process reads its part. None: its modules' own initialisers
             give them, by torch's seed and the names, whatever the cut.
+        timeout: after how long a step hangs under "torchrun", in seconds or a ``timedelta``: no process has begun
+            another action, message or collective for so long. None: torch's default for its process groups, 30 minutes
+            on CPUs and 10 on CUDA devices. A process that was killed is noticed within seconds.
 
     Returns:
         The pipelined module. Calling it gives the model's outputs, transparent to autograd.
@@ -143,7 +148,7 @@ def autosplit(
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     world = _world(devices, mesh)
     ways = {"feed": choose("feed", feed, FEED), "outputs": choose("outputs", outputs, OUTPUTS)}
-    _check_model(model, world, ways := ways | {"weights": weights, "parallelize": parallelize})
+    _check_model(model, world, ways := ways | {"weights": weights, "parallelize": parallelize, "timeout": timeout})
     resolved = resolve_devices(devices) if world is None else (world.device,) * world.size
     others = {"plan": pinned, "virtual_stages": virtual_stages}
     each, schedule = _replicas(replicas, resolved, others, world, ways, schedule=schedule, recompute=recompute)

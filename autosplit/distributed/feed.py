@@ -69,9 +69,9 @@ def bring(world: World, first: int, tensors: Sequence[torch.Tensor], takers: dic
         group = world.control if tensor.device.type == "cpu" else world.payload
         for rank in sorted(ranks - {first}) if tensor.numel() else ():
             if world.rank == first:
-                works.append(dist.isend(flat, group=group, group_dst=rank, tag=place))
+                works.append(dist.isend(flat, group=group, group_dst=rank))
             elif world.rank == rank:
-                works.append(dist.irecv(flat, group=group, group_src=first, tag=place))
+                works.append(dist.irecv(flat, group=group, group_src=first))
     with world.waiting("the batch", *(world.others() if world.rank == first else [first])):
         for work in works:
             work.wait()

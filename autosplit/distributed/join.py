@@ -64,7 +64,7 @@ def _joined(kind: str, columns: tuple[Layout, ...]) -> World:
     known = next(iter(_JOINED.values()), None)
     watch = Watch(number, size) if known is None else known.watch
     everyone = dist.new_group(backend="gloo") if known is None else known.everyone
-    device = _device(number) if kind == "cuda" else torch.device("cpu")
+    device = _device(kind, number)
     all_ranks = tuple(range(size))
     payload = everyone if kind == "cpu" else dist.group.WORLD
     one = ((all_ranks,),)
@@ -115,6 +115,11 @@ def _check_devices(places: list[Any], device: torch.device) -> None:
         raise DeviceError("some ranks have a CUDA device and others have none; give every rank a device of one kind")
 
 
-def _device(rank: int) -> torch.device:
+def _device(kind: str, rank: int) -> torch.device:
+    """Return the device of this process; one of CUDA becomes its current device."""
+    if kind == "cpu":
+        return torch.device("cpu")
     count = torch.cuda.device_count()
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % count)) % count)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % count)) % count)
+    torch.cuda.set_device(device)
+    return device

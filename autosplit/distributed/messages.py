@@ -1,17 +1,18 @@
 """The transport between processes: what the stages of one rank send to those of another.
 
-    rank of s    forward ─► send(way, values) ── isend, tag of the way ──► recv(way) ─► forward    rank of t
+    rank of s    forward ─► send(way, values) ── isend, in one order per pair ──► recv(way) ─► forward    rank of t
 
-What travels a way is known on both sides: at the first step of a kind each message is preceded by its description
-(shapes, strides, dtypes, which tensors want a gradient and which are None); later ones are held against it. So a later
-step sends tensors only, and a receive can be posted before its message is made. The sender never waits: a thread frees
-what was sent when it has arrived.
+What travels a way is known on both sides: at the first step of a kind each message is preceded by its description (the
+way, shapes, strides, dtypes, which tensors want a gradient and which are None); later ones are held against it. So a
+later step sends tensors only, and a receive can be posted before its message is made. NCCL has no tags: a rank posts
+the receives of another in the order in which that sends, which the descriptions of the first step tell.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,10 +48,19 @@ Description = tuple[Described | None, ...]
 
 @dataclass
 class Descriptions:
-    """What travels each way in steps of one kind; ``complete`` when a whole step has gone by them."""
+    """What each rank sends in steps of one kind, in its order; ``complete`` when a whole step has gone by them."""
 
-    of: dict[Way, Description] = field(default_factory=dict)
+    of: dict[int, dict[Way, Description]] = field(default_factory=lambda: defaultdict(dict))
     complete: bool = False
+
+
+class Incoming(NamedTuple):
+    """A message whose receives are posted."""
+
+    said: Any
+    description: Description
+    tensors: list[torch.Tensor]
+    works: list[Any]
 
 
 Sent = dict[Way, tuple[list[Any], list[torch.Tensor]]]
@@ -77,15 +87,31 @@ class Messages:
         known: Descriptions,
         sent: Sent,
         detached: bool,
+        minibatch: int = 0,
         said: Any = None,
+        posted: dict[tuple[int, Way], Incoming] | None = None,
     ) -> None:
-        """``lanes`` are the stages' and the caller's; ``said`` goes with descriptions, and both sides say the same."""
+        """``lanes`` are the stages' and the caller's; ``said`` goes with descriptions, and both sides say the same.
+
+        Several minibatches in flight have numbers, and share ``posted``: their messages come in one order.
+        """
         self._world, self._ends, self._lanes, self._detached = world, ends, lanes, detached
-        self.known, self._sent, self._said = known, sent, said
+        self._sent, self._minibatch, self._said = sent, minibatch, said
         self.arrivals: Mapping[Way, Iterable[Way]] = {}
         """For each message, those of this rank that have arrived when it is there."""
+        self.ordered: Collection[Way] = ()
+        """The messages that are kept until `release`."""
+        self._kept: dict[Way, Message] = {}
         self._inside = SharedMemory(lambda stage, _: lanes[stage], log, detached=detached)
-        self._posted: dict[Way, tuple[list[torch.Tensor], list[Any]]] = {}
+        self._posted = {} if posted is None else posted
+        self.follow(known)
+
+    def follow(self, known: Descriptions) -> None:
+        """Send and receive by these descriptions from now on."""
+        if not known.complete:
+            known.of.clear()
+        self.known = known
+        self._coming: dict[int, Iterator[tuple[Way, Description]]] = {}
 
     def send(self, way: Way, message: Message) -> None:
         """Give away what a stage made, where this rank is the one that does; it is kept until it has arrived."""
@@ -94,79 +120,88 @@ class Messages:
             return
         if source in targets:
             self._inside.send(way, message)
-            return
+        elif way in self.ordered:
+            self._kept[way] = message
+        else:
+            self._send(way, message)
+
+    def release(self, way: Way) -> None:
+        """Send a message that waits for its place in the order."""
+        self._send(way, self._kept.pop(way))
+
+    def _send(self, way: Way, message: Message) -> None:
         description = tuple([None if tensor is None else described(tensor) for tensor in message])
-        tag, works = self._tag(way), []
-        if not self.known.complete:
-            self.known.of[way] = description
-            works += [work for to in targets for work in self._describe(description, to, tag)]
-        elif self.known.of.get(way) != description:
+        known, works = self.known.of[self._world.rank], list[Any]()
+        if self.known.complete and known.get(way) != description:
             raise ScheduleError(
-                f"{_place(way)} is {_text(description)}, and was "
-                f"{_text(self.known.of.get(way, ()))} when this kind of step ran first; ranks agree on that once"
+                f"{_place(way)} is {_text(description)}, and was {_text(known.get(way, ()))} when this kind of step "
+                "ran first; ranks agree on that once"
             )
+        known[way] = description
         with self._lanes[way.source].active():
             flat = [flattened(tensor.detach()) for tensor in message if tensor is not None and tensor.numel()]
-            works += [self._world.isend(tensor, to, tag) for to in targets for tensor in flat]
+            for to in self._ends(way)[1]:
+                if not self.known.complete:
+                    works += self._describe(way, description, to)
+                works += [self._world.isend(tensor, to) for tensor in flat]
         self._sent[way] = works, flat
 
-    def _tag(self, way: Way) -> int:
-        return tag_of(way, len(self._lanes) - 1)
-
-    def _describe(self, description: Description, to: int, tag: int) -> list[Any]:
-        data = torch.frombuffer(bytearray(pickle.dumps((self._said, description))), dtype=torch.uint8)
+    def _describe(self, way: Way, description: Description, to: int) -> list[Any]:
+        text = pickle.dumps((self._minibatch, way, self._said, description))
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         parts = (torch.tensor([data.numel()]), data)
-        return [dist.isend(part, group=self._world.control, group_dst=to, tag=tag) for part in parts]
+        return [dist.isend(part, group=self._world.control, group_dst=to) for part in parts]
 
-    def _described(self, way: Way, source: int, tag: int) -> Description:
-        """Return what comes; at the first step of a kind the sender says it."""
-        if not self.known.complete:
-            length = torch.zeros(1, dtype=torch.int64)
-            with self._world.waiting(_place(way), source):
-                dist.recv(length, group=self._world.control, group_src=source, tag=tag)
-                data = torch.zeros(int(length), dtype=torch.uint8)
-                dist.recv(data, group=self._world.control, group_src=source, tag=tag)
-            said, self.known.of[way] = pickle.loads(data.numpy().tobytes())
-            if said != self._said:
-                raise InputError(
-                    f"{_place(way)} came from a rank that has {said}, and this one has {self._said}; every rank takes "
-                    "the same minibatches, with the same seed"
-                )
-        return self.known.of[way]
+    def _described(self, source: int) -> tuple[int, Way, Any, Description]:
+        """Return what a rank sends next; at the first step of a kind it says that."""
+        if self.known.complete:
+            way, description = next(self._coming.setdefault(source, iter(self.known.of[source].items())))
+            return self._minibatch, way, self._said, description
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, group=self._world.control, group_src=source)
+        data = torch.zeros(int(length), dtype=torch.uint8)
+        dist.recv(data, group=self._world.control, group_src=source)
+        minibatch, way, said, description = pickle.loads(data.numpy().tobytes())
+        self.known.of[source][way] = description
+        return minibatch, way, said, description
 
     def expect(self, way: Way) -> None:
-        """Post the receive of a message that is yet to be made, where it is known what comes."""
-        if self.known.complete:
-            self._posted[way] = self._post(way)
+        """Post the receive of a message, behind those of all that its rank sends before."""
+        (source, _), key = self._ends(way), (self._minibatch, way)
+        while key not in self._posted:
+            with self._world.waiting(_place(way), source):
+                minibatch, other, said, description = self._described(source)
+            self._posted[minibatch, other] = Incoming(said, description, *self._post(other, source, description))
 
-    def _post(self, way: Way) -> tuple[list[torch.Tensor], list[Any]]:
-        (source, _), tag = self._ends(way), self._tag(way)
-        description, device = self._described(way, source, tag), self._lanes[way.target].device
-        with self._lanes[way.target].active():
+    def _post(self, way: Way, source: int, description: Description) -> tuple[list[torch.Tensor], list[Any]]:
+        lane = self._lanes[way.target]
+        with lane.active():
             made = [
-                torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=device)
+                torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=lane.device)
                 for one in description
                 if one is not None
             ]
-            works = [self._world.irecv(flattened(tensor), source, tag) for tensor in made if tensor.numel()]
-        return made, works
+            return made, [self._world.irecv(flattened(tensor), source) for tensor in made if tensor.numel()]
 
     def recv(self, way: Way) -> Message:
         """Return what was sent, on this rank's device."""
         source, _ = self._ends(way)
         if source == self._world.rank:
             return self._inside.recv(way)
-        made, works = self._posted.pop(way) if way in self._posted else self._post(way)
+        self.expect(way)
+        said, description, made, works = self._posted.pop((self._minibatch, way))
+        if said != self._said:
+            raise InputError(
+                f"{_place(way)} came from a rank that has {said}, and this one has {self._said}; every rank takes "
+                "the same minibatches, with the same seed"
+            )
         with self._lanes[way.target].active(), self._world.waiting(_place(way), source):
             for work in works:
                 work.wait()
             arrived(self._sent, self.arrivals.get(way, ()))
         there = iter(made)
         wants = self._detached and not way.backward
-        return [
-            None if one is None else next(there).requires_grad_(wants and one.requires_grad)
-            for one in self.known.of[way]
-        ]
+        return [None if one is None else next(there).requires_grad_(wants and one.requires_grad) for one in description]
 
     def clear(self) -> None:
         """Forget what nobody received."""
@@ -192,12 +227,6 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 def _place(way: Way) -> str:
     what = f"{'gradients' if way.backward else 'values'} of stage {way.source} for stage {way.target}"
     return what if way.microbatch < 0 else f"{what}, microbatch {way.microbatch}"
-
-
-def tag_of(way: Way, stages: int) -> int:
-    """Return the number of a way in messages between stages."""
-    number = ((way.microbatch - ENDING) * stages + way.source) * stages + way.target
-    return (number * 2 + way.loss) * 2 + way.backward
 
 
 def _text(description: Description) -> str:

@@ -9,6 +9,8 @@ The proof takes sends that wait until their receives are posted (rendezvous); wh
 buffered. A receive only posts, and the action that takes its message waits for it. The order goes by clock ticks, in
 which every action takes one and starts as early as it can. A tick's receives come first, then its actions, then their
 sends. So an action and a send wait only for what stands before them, and a message travels while its receiver runs.
+In a first step a message is preceded by its description, for which its receive waits. There a tick's actions come
+first, then its messages, one after the other: each receive with its send.
 
     tick        0                 1                        2                  3         1F1B, two stages and
     rank 0           0F0 send          0F1 send            receive                0B0   microbatches
@@ -21,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import networkx as nx
@@ -74,7 +77,11 @@ class _Message(NamedTuple):
 
 
 def step_order(
-    schedule: Schedule, sources: Sequence[AbstractSet[int]], loss_sources: Iterable[int] = ()
+    schedule: Schedule,
+    sources: Sequence[AbstractSet[int]],
+    loss_sources: Iterable[int] = (),
+    *,
+    described: bool = True,
 ) -> tuple[Entry, ...]:
     """Return the actions of a step with its sends and receives, in one global order that cannot deadlock.
 
@@ -85,6 +92,7 @@ def step_order(
         schedule: a legal one (`validate`), or only the forwards or the backwards of one.
         sources: stage ``t`` takes values of the stages ``sources[t]``, and sends gradients back to them.
         loss_sources: the stages that send what the loss takes to the last stage.
+        described: whether receivers know what comes; if not, each send begins with a description of its message.
 
     Raises ScheduleError that names a cycle of ranks when actions wait for each other.
     """
@@ -98,10 +106,12 @@ def step_order(
     order: list[Entry] = []
     for tick in _ticks(f"schedule {schedule.name!r}", schedule.lanes, needs, rank_of):
         messages = [message for action in tick for message in sent[action]]
-        order += [Entry(rank_of[message.consumer], Receive(message.way)) for message in messages]
-        order += [Entry(rank_of[action], action) for action in tick]
-        order += [Entry(rank_of[message.producer], Send(message.way)) for message in messages]
-    check_order(order, len(schedule.lanes))
+        receives = [Entry(rank_of[message.consumer], Receive(message.way)) for message in messages]
+        actions = [Entry(rank_of[action], action) for action in tick]
+        sends = [Entry(rank_of[message.producer], Send(message.way)) for message in messages]
+        pairs = chain.from_iterable(zip(receives, sends, strict=True))
+        order += [*receives, *actions, *sends] if described else [*actions, *pairs]
+    check_order(order, len(schedule.lanes), described=described)
     return tuple(order)
 
 
@@ -130,10 +140,11 @@ def arrivals(order: Iterable[Entry], rank: int) -> dict[Way, tuple[Way, ...]]:
     return found
 
 
-def check_order(order: Iterable[Entry], ranks: int) -> None:
+def check_order(order: Iterable[Entry], ranks: int, *, described: bool = True) -> None:
     """Prove that ranks which work through their entries of an order all come to their end.
 
-    A send waits until its receive is posted, and an action until what its rank receives for it has been sent. A pair's
+    A send waits until its receive is posted, and an action until what its rank receives for it has been sent. Without
+    ``described`` a receive waits until its sender has done what stands before the send, which describes it. A pair's
     messages are taken in the order in which they are sent, as by an NCCL communicator. Takes time linear in the
     entries. Only each rank's own order matters, not how the ranks' entries are interleaved. In which order a rank's own
     actions may run is not asked here (`validate` does).
@@ -151,6 +162,7 @@ def check_order(order: Iterable[Entry], ranks: int) -> None:
             raise ScheduleError(f"rank {rank_of[item]} has '{item}', and rank {rank} once more; remove one")
         rank_of[item] = rank
         lists[rank].append(item)
+    before = {item: previous for items in lists for previous, item in pairwise(items)}
     needs: list[_Need] = []
     pairs: dict[tuple[int, int], tuple[list[_End], list[_End]]] = defaultdict(lambda: ([], []))
     for item, rank in rank_of.items():
@@ -167,6 +179,8 @@ def check_order(order: Iterable[Entry], ranks: int) -> None:
         pair = (rank, rank_of[other]) if sends else (rank_of[other], rank)
         pairs[pair][not sends].append(item)
         needs += [(producer, item), (other, item), (item, consumer)] if sends else [(item, consumer)]
+        if sends and not described:
+            needs.append((before.get(item, producer), other))
     for (source, target), both in pairs.items():
         for send, receive in zip(*both, strict=True):
             if send.way != receive.way:

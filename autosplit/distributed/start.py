@@ -3,9 +3,11 @@
     home stage    makes a shared value, or has a tied parameter ── lends ──► stages of other ranks, once per step
     hand-over     stages in descending order: gradients of what was lent come back; then the stage's own backward
 
-A value is lent to later stages only, so a rank that hands over from its last stage to its first never waits in a
-circle. Every stage's shared nodes have a graph of their own, which begins at detached values: a value's gradient goes
-further only when all its uses have given theirs, in the order of one process.
+A value is lent to later stages only. Every rank goes through all stages: before its cells in ascending order, and for a
+stage of another rank it lends what that takes; behind them in descending order, and for a stage of another rank it
+sends the gradients of what that has lent. So both ranks of a message come to it in one order. Every stage's shared
+nodes have a graph of their own, which begins at detached values: a value's gradient goes further only when all its uses
+have given theirs, in the order of one process.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class RankStart(Start):
     Attributes:
         stages: the rank's stages, ascending.
         lent: by stage, what went to stages of other ranks, and which way.
-        borrowed: by stage, what came from another rank.
+        borrowed: by the stage of another rank that made it, what came from there.
         taken: by stage, what its shared nodes took of this rank's own values.
         ended: what comes behind the last cell took of them.
         home: by the identity of a value that cells take, the stage that made it.
@@ -81,7 +83,10 @@ class RankStart(Start):
                     back[id(tensor)] = gradient
             own[stage].clear()
         self._pass_on(self.ended, waiting)
-        for stage in reversed(self.stages):
+        for stage in sorted({*self.stages, *self.borrowed}, reverse=True):
+            for way, values in self.borrowed.get(stage, ()):
+                if any(value.requires_grad for value in values):
+                    self.transport.send(way.back, [back.get(id(value), value.grad) for value in values])
             pairs = waiting.pop(stage, [])
             for way, values in self.lent[stage]:
                 if any(value.requires_grad for value in values):
@@ -90,9 +95,6 @@ class RankStart(Start):
             if pairs:
                 backward(pairs)
             self._pass_on(self.taken[stage], waiting)
-            for way, values in self.borrowed[stage]:
-                if any(value.requires_grad for value in values):
-                    self.transport.send(way.back, [back.get(id(value), value.grad) for value in values])
 
     def _pass_on(self, taken: Sequence[Taken], waiting: dict[int, Pairs]) -> None:
         for leaf, whole in taken:
@@ -123,11 +125,13 @@ class _Beginning:
 
     def run(self) -> RankStart:
         start = self.start
-        for stage in self.stages:
+        for stage in range(self.last + 1):
+            if stage not in self.stages:
+                self._lend(stage, SHARED, slots_of(self.layout, stage))
+                continue
             self._tied(stage)
             self._borrow(stage, SHARED, slots_of(self.layout, stage))
             self._prologue(stage)
-            self._lend(stage)
             layout, lane = self.layout.stages[stage], self.step.lanes[stage]
             if layout.inputs:
                 infos, tensors = zip(*(self.inputs[slot.value] for slot in layout.inputs), strict=True)
@@ -135,9 +139,11 @@ class _Beginning:
                 start.inputs[stage] = split(tensors, self.step.sizes, dims, lane, changed)
             if layout.shared:
                 start.shared[stage] = tuple(self._value(slot, stage) for slot in layout.shared)
+        slots = ending_slots(self.lowered) if self.ending else ()
+        if self.last not in self.stages:
+            self._lend(self.last, ENDING, slots)
         if not (self.ending and self.last in self.stages):
             return start
-        slots = ending_slots(self.lowered)
         self._borrow(self.last, ENDING, slots)
         return replace(start, kept=tuple(self._take(slot, self.last, start.ended) for slot in slots))
 
@@ -159,7 +165,7 @@ class _Beginning:
             if home not in self.stages:
                 way = Way(home, stage, when)
                 values = [value for value in self.transport.recv(way) if value is not None]
-                self.start.borrowed[stage].append((way, values))
+                self.start.borrowed[home].append((way, values))
                 for slot, value in zip(own, values, strict=True):
                     self._keep(slot, value, home)
 
@@ -168,16 +174,12 @@ class _Beginning:
         for slot in slots:
             if slot.value in self.layout.home:
                 found.setdefault(self.layout.home[slot.value], []).append(slot)
-        return found
+        return dict(sorted(found.items()))
 
-    def _lend(self, home: int) -> None:
-        """Send a stage's values to stages of other ranks."""
-        asked = [(stage, SHARED, slots_of(self.layout, stage)) for stage in range(home + 1, self.last + 1)]
-        if self.ending:
-            asked.append((self.last, ENDING, ending_slots(self.lowered)))
-        for stage, when, slots in asked:
-            own = self._by_home(slots).get(home)
-            if own and stage not in self.stages:
+    def _lend(self, stage: int, when: int, slots: Sequence[Slot]) -> None:
+        """Send what a stage of another rank takes of this rank's stages."""
+        for home, own in self._by_home(slots).items():
+            if home in self.stages:
                 values = [self.values[slot] for slot in own]
                 way = Way(home, stage, when)
                 self.transport.send(way, values)

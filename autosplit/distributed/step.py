@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from threading import Event
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from autosplit.distributed.messages import Descriptions, Messages, Sent, arrived
-from autosplit.distributed.order import Receive, arrivals, of_rank, step_order
+from autosplit.distributed.order import Receive, Send, arrivals, of_rank, step_order
 from autosplit.distributed.replicas import Share, added_in_order, adding_gradients, join_statistics
 from autosplit.distributed.start import RankStart, begin
 from autosplit.distributed.world import World, as_known, attempt, known_to_all
@@ -25,9 +26,6 @@ from autosplit.runtime.transport import Way
 from autosplit.schedule.action import Action, Schedule
 from autosplit.trace.graph import NodeClass
 
-_HANG_S, _STEPS, _FIRST_S = 10.0, 5, 600.0
-"""An action hangs after so long, or so many predicted steps; the first step of a kind may take the third."""
-
 
 @dataclass(kw_only=True)
 class RankStep(Step):
@@ -38,9 +36,10 @@ class RankStep(Step):
         ranks: by stage, the ranks of its replicas.
         group: the group of those of this rank's stage; None where it has one.
         sent: what is on its way to others.
+        messages: what brings values from stage to stage, once something has asked for it.
         whole: whether what comes behind the last cell runs: the merges, and what mixes rows.
         loss: what tells steps of the same signature apart: which loss ends them, or what a backward begins with.
-        step_s: the seconds that a step should take.
+        timeout_s: the ranks hang when none has moved for so many seconds.
         leaves: the parameters and buffers of this rank that require a gradient.
         takers: what gets their gradients: these themselves, or this replica's shards of them.
         shares: the rows of each replica, where there are several.
@@ -51,9 +50,10 @@ class RankStep(Step):
     ranks: Sequence[Sequence[int]]
     group: Any = None
     sent: Sent = field(default_factory=dict)
+    messages: Messages | None = None
     whole: bool = False
     loss: Any = None
-    step_s: float = 0.0
+    timeout_s: float
     leaves: Sequence[torch.Tensor] = ()
     takers: Sequence[torch.Tensor] = ()
     shares: Sequence[int] = ()
@@ -93,48 +93,53 @@ class RankStep(Step):
         return there, (back,)
 
     def perform(self, schedule: Schedule, cells: Any) -> None:
-        """Perform this rank's actions of a schedule, and post its receives where the global order has them."""
+        """Perform this rank's actions of a schedule, its receives and its sends, where the global order has them."""
+        transport, described = cells.transport, cells.transport.known.complete
         late = getattr(cells, "loss_sources", frozenset[int]())
 
         def own() -> Any:
-            order = step_order(schedule, cells.sources, late)
-            return of_rank(order, self.world.rank), arrivals(order, self.world.rank)
+            order = step_order(schedule, cells.sources, late, described=described)
+            items = of_rank(order, self.world.rank)
+            return items, arrivals(order, self.world.rank), {item.way for item in items if isinstance(item, Send)}
 
-        items, cells.transport.arrivals = self.once(("order", schedule.name, schedule.microbatches, late), own)
+        key = "order", schedule.name, schedule.microbatches, late, described
+        items, transport.arrivals, transport.ordered = self.once(key, own)
         for item in items:
             if isinstance(item, Action):
                 self.world.watch.doing(item)
                 cells.act(item)
             elif isinstance(item, Receive):
-                cells.transport.expect(item.way)
+                transport.expect(item.way)
+            else:
+                transport.release(item.way)
 
     @property
     def known(self) -> Descriptions:
         """What travels between stages in steps of this kind."""
-        return self.once(("messages", *self._kind, self.whole, self.loss, torch.is_grad_enabled()), Descriptions)
-
-    @property
-    def _kind(self) -> tuple[Any, ...]:
-        return self.sizes, tuple(self.lengths.values())
+        kind = self.sizes, tuple(self.lengths.values()), self.whole, self.loss, torch.is_grad_enabled()
+        return self.once(("messages", *kind), Descriptions)
 
     def transport(self, *, detached: bool) -> Messages:
-        """Return what brings values from stage to stage, also of other ranks."""
-        known, sent = self.known, self.sent
-        return Messages(self.world, self.ends, self.lanes, self.log, known=known, sent=sent, detached=detached)
+        """Return what brings values from stage to stage, also of other ranks; it is one for the whole step."""
+        if self.messages is None:
+            given = self.world, self.ends, self.lanes, self.log
+            self.messages = Messages(*given, sent=self.sent, detached=detached, **self._described())
+        return self.messages
+
+    def _described(self) -> dict[str, Any]:
+        """Return by what messages are described."""
+        return {"known": self.known}
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run a step or call: an error that this rank alone has ends all ranks, and so does an action that hangs."""
-        ran = self.once(("ran", *self._kind, torch.is_grad_enabled()), Event)
-        limit_s = hang_limit(self.step_s) if ran.is_set() else _FIRST_S
-        with self.world.watch.step(limit_s):
+        """Run a step or call: an error that this rank alone has ends all ranks, and so does a hang."""
+        with self.world.watch.step(self.timeout_s):
             try:
                 yield
             except BaseException as error:
                 if not (known_to_all(error) or isinstance(error, DeviceError)):
                     self.world.watch.failed(error)
                 raise
-        ran.set()
 
     def start(self) -> RankStart:
         """Run what comes before this rank's first cell."""
@@ -262,6 +267,11 @@ class RankStep(Step):
         self.known.complete = True
 
 
-def hang_limit(step_s: float) -> float:
-    """Return how many seconds an action may take, by those of a step."""
-    return max(_HANG_S, _STEPS * step_s)
+def seconds_of(timeout: Any, device: torch.device) -> float:
+    """Return a timeout in seconds; None: torch's default for process groups of this kind of device."""
+    if timeout is None:
+        timeout = (default_pg_nccl_timeout if device.type == "cuda" else None) or default_pg_timeout
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise InputError(f"timeout={timeout!r}; give a number of seconds above 0, or a datetime.timedelta")
+    return float(seconds)

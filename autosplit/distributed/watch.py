@@ -37,6 +37,7 @@ from autosplit.schedule.action import Action, describe
 # Seconds. Limits are counted in beats, so that nobody is late on a machine that pauses.
 _BEAT_S = 0.25  # how often a rank says what it is doing
 _SILENT_S = 60.0  # a rank that says nothing for so long is gone, also outside a step, where code may hold the GIL
+_GONE_S = 10.0  # how long a rank waits for one that has finished, whose last words may be on their way
 _LOST_S = 3.0  # the same for a rank of another machine, where a connection was lost
 _NOTE_S = 60.0  # when a rank says for whom it waits
 _START_S = 60.0  # how long a rank waits for the others' watches
@@ -58,10 +59,6 @@ class _State(NamedTuple):
     action: str | None = None
     waits_for: tuple[int, ...] = ()
     closed: bool = False
-
-    @property
-    def late(self) -> bool:
-        return self.limit_s is not None and self.action is not None and self.idle * _BEAT_S > self.limit_s
 
     @property
     def place(self) -> str:
@@ -154,7 +151,7 @@ class Watch:
 
     @contextmanager
     def step(self, limit_s: float | None) -> Iterator[None]:
-        """Count the hang limit inside: the seconds that an action may take, None for no limit."""
+        """Count the hang limit inside: the seconds in which some rank has to move, None for no limit."""
         self.doing(None)
         before, self._limit_s = self._limit_s, limit_s
         try:
@@ -276,12 +273,12 @@ class Watch:
             if rank in self._ended:
                 return _Cause(rank, f"rank {rank} was killed, last seen {state.place}")
             lost = self._connection_lost and rank not in self._handles
-            limit_s = _LOST_S if lost else state.limit_s or _SILENT_S
+            limit_s = _LOST_S if lost else min(state.limit_s or _SILENT_S, _SILENT_S)
             if silent * _BEAT_S > limit_s:
                 text = f"rank {rank} was killed or stopped (no heartbeat for {limit_s:g} s), last seen {state.place}"
                 return _Cause(rank, text, stopped=True)
         own = self._states[self.rank]
-        if own.late and not own.waits_for:
+        if self._is_late(own) and not own.waits_for:
             return _Cause(self.rank, f"rank {self.rank} hangs {own.place} for {own.limit_s:g} s")
         if own.waits_for and own.idle * _BEAT_S == _NOTE_S:
             others = "; ".join(f"rank {rank} is {self._states[rank].place}" for rank in own.waits_for)
@@ -291,19 +288,24 @@ class Watch:
     def _waits_in_vain(self, own: _State) -> _Cause | None:
         """Return a cause where this rank waits for one that has finished, or for ranks that all wait themselves."""
         gone = [rank for rank in own.waits_for if self._states[rank].closed]
-        if gone and (own.late or self._connection_lost):
+        waits = own.limit_s is not None and own.idle * _BEAT_S > min(own.limit_s, _GONE_S)
+        if gone and (waits or self._connection_lost):
             return _Cause(self.rank, f"rank {self.rank} {own.place} waits for rank {gone[0]}, which has finished")
-        if not own.late:
+        if not self._is_late(own):
             return None
-        limit_s = own.limit_s or 0.0
         waiting = {rank: set(state.waits_for) for rank, state in self._states.items() if not state.closed}
-        stuck = {rank for rank, others in waiting.items() if others and self._states[rank].idle * _BEAT_S > limit_s}
+        stuck = {rank for rank, others in waiting.items() if others}
         while free := {rank for rank in stuck if not waiting[rank] <= stuck}:
             stuck -= free
         if self.rank not in stuck:
             return None
         text = "; ".join(f"rank {rank} {self._states[rank].place}" for rank in sorted(stuck))
-        return _Cause(min(stuck), f"ranks wait for each other for {limit_s:g} s: {text}")
+        return _Cause(min(stuck), f"ranks wait for each other for {own.limit_s:g} s: {text}")
+
+    def _is_late(self, own: _State) -> bool:
+        """Tell whether no rank has moved for as long as this one's step allows."""
+        still_s = _BEAT_S * min(state.idle for state in self._states.values() if not state.closed)
+        return own.limit_s is not None and own.action is not None and still_s > own.limit_s
 
     def _blame(self, cause: _Cause) -> _Cause:
         """Make a cause the first one, unless there is one; return the first."""
@@ -370,7 +372,7 @@ class Watch:
         seen, silent = 0, 0
         while not self._closing.wait(_BEAT_S) and not self._known.is_set() and self._thread.is_alive():
             seen, silent = self._beats, silent + 1 if self._beats == seen else 0
-            limit_s = self._limit_s or _SILENT_S
+            limit_s = min(self._limit_s or _SILENT_S, _SILENT_S)
             if silent * _BEAT_S > limit_s:
                 rank = 0 if self._host == "rank 0" else -1
                 text = f"{self._host}, which hosts the store, was killed or stopped (no answer for {limit_s:g} s)"

@@ -129,19 +129,33 @@ class World:
         """Return the ranks of ``torch.distributed`` that have a rank's part of the model."""
         return frozenset(members[rank] for members in self.layout)
 
+    @property
+    def opens_pairs(self) -> bool:
+        """Whether each sender and receiver has a group of its own: where messages have no tags."""
+        return self.device.type != "cpu"
+
     def open(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Make a group for each sender and receiver, in one order on all ranks; its first use makes it ready."""
-        for pair in sorted(set(pairs) - self.pairs.keys()):
-            alone = self.pipelines > 1  # later a replica may record what others know
-            group = dist.new_group(sorted(self.members[rank] for rank in pair), use_local_synchronization=alone)
-            self.pairs[pair] = group
-            if self.rank in pair:
-                probe = torch.zeros(1, device=self.device)
-                work = self.isend(probe, pair[1]) if self.rank == pair[0] else self.irecv(probe, pair[0])
-                work.wait()
+        """Make a group for each sender and receiver of every pipeline; a rank asks for them while it records.
+
+        All ranks make them, those that wait meanwhile too: ``torch.distributed`` names groups by their number.
+        """
+        asked = frozenset(pairs)
+        if asked - self.pairs.keys() and (found := self._different_calls(self._rows(RECORDS, asked))) is not None:
+            raise as_known(found)
+
+    def _open(self, pair: tuple[int, int]) -> None:
+        """Make the groups of a sender and a receiver; their first use makes them ready."""
+        for members in (members for layout in self.columns for members in layout):
+            group = dist.new_group(sorted(members[rank] for rank in pair))
+            if members == self.members:
+                self.pairs[pair] = group
+        if self.rank in pair:
+            probe = torch.zeros(1, device=self.device)
+            work = self.isend(probe, pair[1]) if self.rank == pair[0] else self.irecv(probe, pair[0])
+            work.wait()
 
     def isend(self, tensor: torch.Tensor, target: int, tag: int = 0) -> Any:
-        """Send a tensor to a rank; return at once."""
+        """Send a tensor to a rank; return at once. NCCL has no tags: what a rank sends another comes in its order."""
         group = self.pairs.get((self.rank, target), self.payload)
         return dist.isend(tensor, self.members[target], group=group, tag=tag)
 
@@ -203,7 +217,11 @@ class World:
         if max(ends) > _BLOCK:
             rest = self._gathered(doing, own[_BLOCK:], max(ends) - _BLOCK)
             found = [text + more for text, more in zip(found, rest, strict=True)]
-        return [pickle.loads(text[_HEAD:end]) for text, end in zip(found, ends, strict=True)]
+        rows = [pickle.loads(text[_HEAD:end]) for text, end in zip(found, ends, strict=True)]
+        asked = {pair for does, pairs in rows if does == RECORDS and isinstance(pairs, frozenset) for pair in pairs}
+        for pair in sorted(asked - self.pairs.keys()):
+            self._open(pair)
+        return rows
 
     def _gathered(self, doing: str, text: bytes, size: int) -> list[bytes]:
         numbers = range(self.size * self.pipelines)

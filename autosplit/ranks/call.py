@@ -110,7 +110,7 @@ class WholeCall:
         step.known.complete = True  # as for the forward
         step.loss = "backward", step.world.share(step.last, lambda: zlib.crc32(repr(begins).encode()))
         assert isinstance(self.cells.transport, Messages)
-        self.cells.transport.known = step.known
+        self.cells.transport.follow(step.known)
 
     def backward(self) -> None:
         """Run the backwards; on the last stage's rank gradients have come to what the stages gave."""

@@ -22,6 +22,7 @@ from autosplit.delegation import one_at_a_time
 from autosplit.distributed.facts import BATCH, call_text, checksum, pipe_facts, program_text
 from autosplit.distributed.feed import bring, like_first, takers_of
 from autosplit.distributed.replicas import Share
+from autosplit.distributed.step import seconds_of
 from autosplit.distributed.world import World, attempt, known_to_all
 from autosplit.errors import InputError, TraceError
 from autosplit.lower.split import named_state
@@ -67,17 +68,21 @@ class RankPipe(RankStreaming, PipelinedModule):
         outputs: str = "last",
         weights: Any = None,
         parallelize: Parallelize | None = None,
+        timeout: Any = None,
         own_plan: bool = False,
     ) -> None:
         """``parallelize`` wraps this rank's part of the model; None: it stays as it is."""
         ways = {"feed": feed, "outputs": outputs, "parallelize": parallelize.name if parallelize else ""}
         _, error = attempt(lambda: check_plain(model))
-        error = error or refuse_parts(model) or check_columns(options, world.tensor_ranks, **ways)
-        world.agree("makes a pipe", {} if error else pipe_facts(model, options, plan, **ways), error)
+        timeout_s, wrong = attempt(lambda: seconds_of(timeout, world.device))
+        error = error or wrong or refuse_parts(model) or check_columns(options, world.tensor_ranks, **ways)
+        facts = {} if error else pipe_facts(model, options, plan, **ways, timeout=f"{timeout_s:g} s")
+        world.agree("makes a pipe", facts, error)
         super().__init__(model, options, plan, own_plan)
         self._core.recordings = RankRecordings(model, options, plan, world, own=own_plan, weights=weights)
         self._core.recordings.parallelize = parallelize
-        self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _texts=Recent(), _losses=LossNumbers())
+        self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _timeout_s=timeout_s)
+        self.__dict__.update(_texts=Recent(), _losses=LossNumbers())
 
     refused: ClassVar[Mapping[str, str]] = {
         **PipelinedModule.refused,
@@ -293,8 +298,7 @@ class RankPipe(RankStreaming, PipelinedModule):
             )
         given = {own.name: getattr(step, own.name) for own in fields(PreparedStep)}
         ranks, group = self._recordings.ranks, self._recordings.group
-        step_s = 0.0 if self.plan is None else self.plan.step_s
-        made = PreparedRankStep(**given, world=self._world, ranks=ranks, group=group, step_s=step_s)
+        made = PreparedRankStep(**given, world=self._world, ranks=ranks, group=group, timeout_s=self._timeout_s)
         made.leaves = [own for own in (*self.parameters(), *self.buffers()) if own.requires_grad]
         named = self._core.model.named_parameters(remove_duplicate=False)
         made.part = self._recordings.part

@@ -20,12 +20,11 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 
 from autosplit.distributed.facts import checksum, program_text
-from autosplit.distributed.messages import SHARED, Descriptions, Messages, Sent, arrived, tag_of
+from autosplit.distributed.messages import SHARED, Descriptions, Incoming, Sent, arrived
 from autosplit.distributed.replicas import join, packed
-from autosplit.distributed.step import RankStep, hang_limit
+from autosplit.distributed.step import RankStep
 from autosplit.distributed.world import as_known, known_to_all
 from autosplit.errors import InputError
 from autosplit.lower.split import named_state
@@ -76,19 +75,25 @@ class RankStreamStep(StreamStep, RankStep):
     """One minibatch of a stream on one rank.
 
     Attributes:
+        minibatch: its number in the stream of this pipe.
         said: what ranks have to say alike of it.
+        posted: the messages of all minibatches in flight whose receives are posted.
         elsewhere: the names of parameters that other ranks have, by their identity.
     """
 
+    minibatch: int
     said: str
+    posted: dict[tuple[int, Way], Incoming]
     elsewhere: dict[int, str] = field(default_factory=dict)
 
-    def transport(self, *, detached: bool) -> Messages:
-        """Return what brings values from stage to stage, with a description of each message."""
-        known, sent = Descriptions(), self.sent
-        return Messages(
-            self.world, self.ends, self.lanes, self.log, known=known, sent=sent, detached=detached, said=self.said
-        )
+    def _described(self) -> dict[str, Any]:
+        """Return by what messages are described, each for itself."""
+        return {"known": Descriptions(), "minibatch": self.minibatch, "said": self.said, "posted": self.posted}
+
+    @property
+    def loss_way(self) -> Way:
+        """The way of the minibatch's loss to all ranks."""
+        return Way(len(self.ranks) - 1, len(self.ranks) - 1, SHARED, loss=True)
 
     @property
     def counts(self) -> list[int]:
@@ -104,8 +109,10 @@ class RankStreamStep(StreamStep, RankStep):
         """Return the rank that sends what goes a way, and those that receive it.
 
         Replicas take the microbatches of the stream in turn. What goes from a stage to itself is for its other
-        replicas, and the loss for the rank that tells it.
+        replicas, and the loss for the rank that tells it; that tells the others the minibatch's.
         """
+        if way == self.loss_way:
+            return self.last, [rank for rank in range(self.world.size) if rank != self.last]
         replicas, targets = self.ranks[way.source], self.ranks[way.target]
         number = self.first + way.microbatch
         there = replicas[number % len(replicas)]
@@ -235,30 +242,18 @@ class RankSegment(Segment):
 
     def _tell(self, number: int, loss: torch.Tensor) -> None:
         """Tell the other ranks the loss of a minibatch."""
-        self._told[number], step = loss, _step_of(self._minibatches[number].cells)
-        said = torch.tensor([loss.item(), _DTYPES.index(loss.dtype)], dtype=torch.float64)
-        way, tag, group = self._loss_way, tag_of(self._loss_way, self._count), self._world.control
-        works = [dist.isend(said, group=group, group_dst=rank, tag=tag) for rank in self._world.others()]
-        step.sent[way] = works, [said]
-
-    @property
-    def _loss_way(self) -> Way:
-        return Way(self._count - 1, self._count - 1, SHARED, loss=True)
+        cells = self._minibatches[number].cells
+        self._told[number] = loss
+        cells.transport.send(_step_of(cells).loss_way, [loss])
 
     def _stepped(self, number: int) -> None:
-        step = _step_of(self._minibatches[number].cells)
+        cells = self._minibatches[number].cells
+        step = _step_of(cells)
         self._sent.append(step.sent)
-        self.losses.put(self._told.pop(number) if number in self._told else self._heard(step.last))
+        heard = [self._told.pop(number)] if number in self._told else cells.transport.recv(step.loss_way)
+        self.losses.put(heard[0])
         if len(self._sent) > 2 * (len(self._dealt.lanes) + max(self._replicas)):  # other ranks are not so far behind
             arrived(sent := self._sent.popleft(), list(sent))
-
-    def _heard(self, source: int) -> torch.Tensor:
-        """Return the loss that a rank tells."""
-        world, said = self._world, torch.zeros(2, dtype=torch.float64)
-        with world.waiting("the loss", source):
-            dist.recv(said, group=world.control, group_src=source, tag=tag_of(self._loss_way, self._count))
-        value, dtype = said.tolist()
-        return torch.tensor(value, dtype=_DTYPES[int(dtype)], device=world.device)
 
     def _finish(self) -> None:
         self.goes_on = False
@@ -294,7 +289,6 @@ def _step_of(cells: StreamCells) -> RankStreamStep:
 
 
 _TAKEN = "how many minibatches they have taken"
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class RankStream(Stream):
@@ -309,8 +303,8 @@ class RankStream(Stream):
             raise InputError("a stream takes its minibatches on every rank; make the pipe with feed='all'")
         super().__init__(pipe, *given)
         self._world, self._taken = pipe._world, 0
-        plan = self._core.recordings.plan
-        self._step_s = 0.0 if plan is None else plan.step_s
+        self._posted: dict[tuple[int, Way], Incoming] = {}
+        self._timeout_s: float = pipe._timeout_s
 
     @property
     def _recordings(self) -> RankRecordings:
@@ -321,7 +315,7 @@ class RankStream(Stream):
         super()._take()
         if self._exhausted and not (self._error is not None and known_to_all(self._error)):
             try:
-                with self._world.watch.step(hang_limit(self._step_s)):
+                with self._world.watch.step(self._timeout_s):
                     why = "" if self._error is None else f": {type(self._error).__name__}: {self._error}"
                     self._world.agree(f"takes no more minibatches{why}", {_TAKEN: self._taken}, self._error)
             except Exception as error:
@@ -337,7 +331,8 @@ class RankStream(Stream):
         return made
 
     def _step(self, found: FoundCall, program: StreamProgram, target: Any) -> RankStreamStep:
-        said = f"minibatch {self._taken} with checksum {checksum((*found.tensors, *tensors_in(target)))}"
+        number = self._taken
+        said = f"minibatch {number} with checksum {checksum((*found.tensors, *tensors_in(target)))}"
         if program.lowered.random:
             said += f", random state {zlib.crc32(torch.get_rng_state().numpy().data)}"
         self._taken += 1
@@ -346,8 +341,10 @@ class RankStream(Stream):
             **vars(super()._step(found, program, target)),
             world=self._world,
             ranks=self._recordings.ranks,
-            step_s=self._step_s,
+            timeout_s=self._timeout_s,
+            minibatch=number,
             said=said,
+            posted=self._posted,
             elsewhere={id(tensor): name for name, tensor in named if not own(name)},
         )
 

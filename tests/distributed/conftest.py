@@ -18,3 +18,11 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def nccl_ranks() -> Iterator[Pool]:
+    """Return processes whose messages go as NCCL brings them: without tags, by rendezvous, in groups of two."""
+    pool = Pool(as_nccl=True)
+    yield pool
+    pool.close()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +16,14 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.distributed import checkpoint
-from autosplit.distributed import step as step_module
 from tests.distributed.launching import started
 from tests.distributed.models import WIDTH, WORDS, few_targets, next_token, tokens
 from tests.distributed.moments import Moment, Watch
 
 STEPS, EVERY = 12, 2
 """Steps of a training, and after how many of them it saves."""
+HANG_S = 3.0
+"""After how many seconds steps hang, where something fails."""
 HAPPENS: dict[str, Callable[[], None]] = {}
 """What happens from now on in the forward of the last layer ("forward") and in the loss ("loss"), where they run."""
 
@@ -76,9 +79,9 @@ class Mortal(Tied):
 class Training:
     """A training of which everything that changes is in its checkpoints."""
 
-    def __init__(self, folder: Path, model: type[Tied] = Tied, outputs: str = "last") -> None:
+    def __init__(self, folder: Path, model: type[Tied] = Tied, **options: Any) -> None:
         self.folder, self.step = folder, 0
-        self.pipe = autosplit(model(), devices="torchrun", chunks=4, sample=tokens(8).args, outputs=outputs)
+        self.pipe = autosplit(model(), devices="torchrun", chunks=4, sample=tokens(8).args, **options)
         self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=STEPS)
         torch.manual_seed(1)
@@ -159,8 +162,7 @@ def outputs(folder: Path, steps: int) -> dict[int, Tensor]:
 
 def fault(folder: Path, place: str, kind: str) -> None:
     """Train, and fail in step 3: in the forward of a stage, or in the loss."""
-    step_module._HANG_S = 2.0
-    training = Training(folder, Mortal)
+    training = Training(folder, Mortal, timeout=HANG_S)
     for _ in range(2):
         training.advance(_loss)
     started()
@@ -171,8 +173,7 @@ def fault(folder: Path, place: str, kind: str) -> None:
 
 def apart(folder: Path) -> None:
     """Go backward on rank 0 while rank 1 takes a step."""
-    step_module._HANG_S = 2.0
-    training = Training(folder, outputs="all")
+    training = Training(folder, outputs="all", timeout=timedelta(seconds=HANG_S))
     training.advance()
     output = training.pipe(*tokens(8).args)
     started()

@@ -157,6 +157,16 @@ def terminated_child() -> None:
     watch.close()
 
 
+def one_works_long() -> None:
+    """Rank 1 works for longer than the limit, while rank 0 moves."""
+    watch = Watch(dist.get_rank(), dist.get_world_size())
+    with watch.step(1.0):
+        for _ in range(1 if dist.get_rank() == 1 else 12):
+            watch.doing("an action")
+            time.sleep(3.0 if dist.get_rank() == 1 else 0.25)
+    watch.close()
+
+
 def end_early() -> None:
     """Rank 1 finishes while rank 0 waits for it outside a step."""
     watch = Watch(dist.get_rank(), dist.get_world_size())

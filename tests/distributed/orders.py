@@ -28,11 +28,11 @@ class Case(NamedTuple):
     def ranks(self) -> int:
         return len(self.schedule.lanes)
 
-    def order(self) -> tuple[Entry, ...]:
-        return step_order(self.schedule, self.sources, self.losses)
+    def order(self, *, described: bool = True) -> tuple[Entry, ...]:
+        return step_order(self.schedule, self.sources, self.losses, described=described)
 
-    def lists(self) -> Lists:
-        order = self.order()
+    def lists(self, *, described: bool = True) -> Lists:
+        order = self.order(described=described)
         return [list(of_rank(order, rank)) for rank in range(self.ranks)]
 
     def takes(self, action: Action) -> dict[Way, Action]:
@@ -112,11 +112,12 @@ def drawn(name: str, chance: random.Random) -> Case:
     return shuffled(chance) if name == "shuffled" else catalogued(name, chance)
 
 
-def ends(case: Case, lists: Lists, chance: random.Random, *, rendezvous: bool) -> bool:
+def ends(case: Case, lists: Lists, chance: random.Random, *, rendezvous: bool, described: bool = True) -> bool:
     """Tell whether all ranks come to their end, in one random interleaving of what may happen.
 
     From rank to rank leads a channel that knows no names: it brings the next message that is sent to the next receive
-    that is posted. Under rendezvous a rank stands at its send until then, otherwise it goes on. What is sent must have
+    that is posted. Under rendezvous a rank stands at its send until then, otherwise it goes on. Without ``described`` a
+    rank stands at a receive until its send has begun. What is sent must have
     been made, what arrives must be what was wanted, and an action waits for all that it takes.
     """
     taken = case.crossing()
@@ -129,7 +130,9 @@ def ends(case: Case, lists: Lists, chance: random.Random, *, rendezvous: bool) -
     def can_go_on(item: Item) -> bool:
         if isinstance(item, Action):
             return arrived.issuperset(taken[item])
-        return isinstance(item, Receive) or item.way not in begun or item.way in arrived
+        if isinstance(item, Receive):
+            return described or item.way in begun
+        return item.way not in begun or item.way in arrived
 
     while any(left):
         able = [rank for rank, items in enumerate(left) if items and can_go_on(items[0])]

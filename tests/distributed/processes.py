@@ -19,10 +19,13 @@ FORKS.set_forkserver_preload(
 
 
 class Ranks:
-    """``size`` processes; ``run`` calls a function in all of them at once."""
+    """``size`` processes; ``run`` calls a function in all of them at once.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    ``as_nccl``: messages go as NCCL brings them (:mod:`tests.distributed.rendezvous`).
+    """
+
+    def __init__(self, size: int, *, as_nccl: bool = False) -> None:
+        self.size, self._as_nccl = size, as_nccl
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._started: list[tuple[Any, Connection]] = []
 
@@ -53,7 +56,9 @@ class Ranks:
         store = Path(self._folder.name) / "store"
         for rank in range(self.size):
             own, other = FORKS.Pipe()
-            process = FORKS.Process(target=_serve, args=(rank, self.size, str(store), other), daemon=True)
+            process = FORKS.Process(
+                target=_serve, args=(rank, self.size, str(store), other, self._as_nccl), daemon=True
+            )
             process.start()
             self._started.append((process, own))
             other.close()
@@ -71,15 +76,18 @@ class Ranks:
             self._folder = None
 
 
-def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, store: str, pipe: Connection, as_nccl: bool) -> None:
     import torch
     import torch.distributed as dist
 
     from autosplit.distributed.join import _JOINED
+    from tests.distributed import rendezvous
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    if as_nccl:
+        rendezvous.install()
     while True:
         try:
             function, args = pipe.recv()
@@ -97,13 +105,14 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
 class Pool:
     """Groups of processes by their number."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, as_nccl: bool = False) -> None:
         self._groups: dict[int, Ranks] = {}
+        self._as_nccl = as_nccl
 
     def __call__(self, size: int) -> Ranks:
         """Return the group of ``size`` processes."""
         if size not in self._groups:
-            self._groups[size] = Ranks(size)
+            self._groups[size] = Ranks(size, as_nccl=self._as_nccl)
         return self._groups[size]
 
     def close(self) -> None:

@@ -165,6 +165,16 @@ def test_a_message_shows_which_of_ones_own_have_been_taken(name: str, chance: ra
         assert {way: set(ways) for way, ways in found.items()} == {way: set(ways) for way, ways in expected.items()}
 
 
+@NAMED
+@settings(max_examples=examples(60, few=15))
+@given(chance=CHANCE)
+def test_a_first_step_ends_where_receives_wait_for_descriptions(name: str, chance: random.Random) -> None:
+    case = drawn(name, chance)
+    lists = case.lists(described=False)
+    assert ends(case, lists, chance, rendezvous=True, described=False)
+    assert [set(items) for items in lists] == [set(items) for items in case.lists()]
+
+
 def text(items: Iterable[Item]) -> str:
     return ", ".join(map(str, items))
 
@@ -177,6 +187,16 @@ def test_1f1b_of_two_stages() -> None:
     )
     assert text(of_rank(order, 1)) == (
         "receive 0F0 for stage 1, receive 0F1 for stage 1, 1F0, 1B0, send 1B0 to stage 0, 1F1, 1B1, send 1B1 to stage 0"
+    )
+
+
+def test_a_first_step_of_1f1b_receives_what_is_described() -> None:
+    order = step_order(build("1f1b", stages=2, microbatches=2), chain(2), described=False)
+    assert text(of_rank(order, 0)) == (
+        "0F0, send 0F0 to stage 1, 0F1, send 0F1 to stage 1, receive 1B0 for stage 0, 0B0, receive 1B1 for stage 0, 0B1"
+    )
+    assert text(of_rank(order, 1)) == (
+        "receive 0F0 for stage 1, 1F0, receive 0F1 for stage 1, 1B0, send 1B0 to stage 0, 1F1, 1B1, send 1B1 to stage 0"
     )
 
 
@@ -336,9 +356,9 @@ def test_a_rank_that_there_is_not_is_refused(rank: int) -> None:
 
 def test_an_order_is_proved_before_it_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     proved: list[Any] = []
-    monkeypatch.setattr(module, "check_order", lambda *given: proved.append(given))
-    order = step_order(build("1f1b", stages=2, microbatches=2), chain(2))
-    assert [(tuple(entries), ranks) for entries, ranks in proved] == [(order, 2)]
+    monkeypatch.setattr(module, "check_order", lambda *given, described: proved.append((*given, described)))
+    orders = [step_order(build("1f1b", stages=2, microbatches=2), chain(2), described=own) for own in (True, False)]
+    assert [(tuple(entries), *rest) for entries, *rest in proved] == [(orders[0], 2, True), (orders[1], 2, False)]
 
 
 def test_a_pair_of_ranks_has_one_order_of_its_messages() -> None:

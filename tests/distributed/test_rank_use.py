@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 from autosplit import autosplit, initialise
 from autosplit.distributed import checkpoint
-from autosplit.distributed.join import join
-from autosplit.errors import TraceError
+from autosplit.distributed import step as step_module
+from autosplit.distributed.join import _device, join
+from autosplit.distributed.step import seconds_of
+from autosplit.errors import InputError, TraceError
 from autosplit.options import Sample
 from tests.distributed.models import TRAININGS, TiedGPT, few_targets, flat, next_token, tokens
 from tests.distributed.processes import Pool
@@ -186,8 +189,30 @@ def test_weights_are_for_models_on_meta(ranks: Pool) -> None:
 def test_without_torchrun_there_are_no_ranks() -> None:
     with pytest.raises(Exception, match="RANK, WORLD_SIZE"):
         autosplit(TiedGPT(), devices="torchrun", sample=tokens(8).args)
-    with pytest.raises(ValueError, match="feed='first_last' is for devices='torchrun'"):
-        autosplit(TiedGPT(), devices=2, feed="first_last")
+    for name, value in {"feed": "first_last", "timeout": 60}.items():
+        with pytest.raises(ValueError, match=f"{name}={value!r} is for devices='torchrun'"):
+            autosplit(TiedGPT(), devices=2, **{name: value})  # type: ignore[arg-type]
+
+
+def test_without_a_timeout_steps_hang_after_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_module, "default_pg_nccl_timeout", timedelta(minutes=10))  # None where torch has no CUDA
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert (seconds_of(None, cpu), seconds_of(None, cuda)) == (1800.0, 600.0)
+    assert (seconds_of(2, cpu), seconds_of(timedelta(minutes=1), cuda)) == (2.0, 60.0)
+    for wrong in (0, -1.0, "a minute", True, float("nan")):
+        with pytest.raises(InputError, match="give a number of seconds above 0"):
+            seconds_of(wrong, cpu)
+
+
+def test_a_process_has_the_cuda_device_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert [_device("cuda", 5), _device("cpu", 5)] == [torch.device("cuda", 1), torch.device("cpu")]
+    monkeypatch.delenv("LOCAL_RANK")
+    assert _device("cuda", 6) == torch.device("cuda", 2)
+    assert current == [torch.device("cuda", 1), torch.device("cuda", 2)]
 
 
 def by_pairs() -> list[str]:

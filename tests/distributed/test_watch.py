@@ -37,6 +37,7 @@ LAUNCHES: dict[str, Callable[[], Ended]] = {
     "explained": lambda: launch(failing.explained, 2),
     "lost": lambda: launch(failing.lost_connection, 2),
     "slow outside": lambda: launch(failing.pipeline, 3, "slow outside", 1, LIMIT_S, 4),
+    "one works long": lambda: launch(failing.one_works_long, 2),
     "finish 0": lambda: launch(failing.pipeline, 3, "finish", 0, LIMIT_S, 4),
     "finish 2": lambda: launch(failing.pipeline, 3, "finish", 2, LIMIT_S, 4),
     "apart kill": lambda: launch(failing.apart, 3, "kill", kill=Kill(1)),
@@ -195,7 +196,7 @@ def test_a_lost_connection_is_explained_when_the_culprit_has_ended_despite_sigte
     assert run.stderr.splitlines()[-1] == "autosplit.errors.DeviceError: rank 1 was killed, last seen outside a step"
 
 
-@pytest.mark.parametrize("name", ["slow outside", "finish 0", "finish 2", "terminated child"])
+@pytest.mark.parametrize("name", ["slow outside", "one works long", "finish 0", "finish 2", "terminated child"])
 def test_no_failure(ended, name):
     run = ended(name)
     assert set(run.codes) == {0}, run.stderr
