@@ -6,7 +6,7 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,10 +151,10 @@ class OutsideValues:
             (place, value) for whole, place, value in self._entries if place not in without and whole not in without
         )
 
-    def attributes(self, path: str, parameters: Mapping[str, Any], walk: Walk) -> tuple[Any, ...]:
-        """Return what tells the attributes of a module's parameters that walked code mentions from others."""
-        entries = [(name, *e) for name, p in parameters.items() if p is not None for e in vars(p).items()]
-        return tuple(((path, f"{n}.{key}"), content(v, walk)) for n, key, v in entries if self._map.may_name(key))
+    def attributes(self, path: str, name: str, parameter: nn.Parameter, walk: Walk) -> tuple[Any, ...]:
+        """Return what tells the attributes of a parameter that walked code mentions from others."""
+        named = [(key, value) for key, value in vars(parameter).items() if self._map.may_name(key)]
+        return tuple(((path, f"{name}.{key}"), content(value, walk)) for key, value in named)
 
     def changed(self) -> frozenset[Place]:
         """Return the places where values are others than when the signature was read."""

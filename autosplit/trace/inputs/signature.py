@@ -143,6 +143,7 @@ def key_of(
     entries: list[ModuleEntry] = []
     left_out: list[tuple[Place, Any]] = []
     changing: list[Any] = []
+    marked: list[tuple[str, str, nn.Parameter]] = []
     paths = list(model.named_modules())
     walk = Walk.of(module for _, module in paths)
     ties = walk.ties
@@ -151,15 +152,16 @@ def key_of(
         own = module.__dict__
         hooks: list[Any] = []
         for table in HOOK_TABLES:
-            for hook in own.get(table, {}).values():
-                hooks.append(getattr(hook, "__code__", type(hook)))
-                if table in _FORWARD and not only_observes(hook):
-                    changing.append(hook)
+            if registered := own.get(table):
+                hooks += [getattr(hook, "__code__", type(hook)) for hook in registered.values()]
+                changing += [h for h in registered.values() if table in _FORWARD and not only_observes(h)]
         children = [(name, None if m is None else ties[id(m)]) for name, m in module._modules.items()]
         parameters: list[Any] = []
         for name, parameter in module._parameters.items():
             tie = None if parameter is None else ties.setdefault(id(parameter), len(ties))
             parameters.append((name, tie if parameter is None else (*held(parameter), tie)))
+            if parameter is not None and parameter.__dict__:
+                marked.append((path, name, parameter))
         buffers = [(name, buffer if buffer is None else held(buffer)) for name, buffer in module._buffers.items()]
         known = None if names is None else names.get(path, ())
         if known is None or "" in known:
@@ -173,8 +175,8 @@ def key_of(
         tables = map(tuple, (hooks, children, parameters, buffers, attributes))
         entries.append(ModuleEntry(path, module.training, type(module), *tables))
     values = outside.signature((*walk.named(), *changing), without, skipped=walk.modules)
-    for path, module in paths:
-        values += outside.attributes(path, module._parameters, walk)
+    for path, name, parameter in marked:
+        values += outside.attributes(path, name, parameter, walk)
     shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
     kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
     modes = GradAutocastState.current()
