@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autosplit.trace.borrowed.values import GONE
+from autosplit.trace.borrowed.values import GONE, slots_of
 
 CLASS = "__class__"
 """The entry of a module's content that is its class."""
@@ -57,6 +57,12 @@ def refill_module(module: nn.Module, content: dict[str, Any]) -> None:
     if type(module) is not kind:
         module.__class__ = kind
     change(own, content, own.__setitem__, own.__delitem__)
+
+
+def refill_slots(value: Any, content: dict[str, Any]) -> None:
+    """Give an object those of its attributes that are in slots."""
+    setter, deleter = functools.partial(object.__setattr__, value), functools.partial(object.__delattr__, value)
+    change(slots_of(value), content, setter, deleter)
 
 
 def refill_class(kind: type, content: dict[str, Any]) -> None:

@@ -40,6 +40,7 @@ from autosplit.trace.borrowed.contents import (
     refill_marks,
     refill_module,
     refill_named,
+    refill_slots,
     state_of,
 )
 from autosplit.trace.borrowed.names import names_in, names_in_methods
@@ -52,6 +53,7 @@ from autosplit.trace.borrowed.values import (
     is_apart,
     is_object,
     parts_of,
+    slots_of,
 )
 
 Place = tuple[str, str]
@@ -245,10 +247,14 @@ class Holders:
         if isinstance(value, (dict, list, set, deque)):
             read, write = functools.partial(copied, value), functools.partial(refill, value)
             self._add(place, read, write, name=name)
-        attributes = vars(value) if is_object(value) or isinstance(value, nn.Module) else {}
+        attributes: dict[str, Any] = {}
         if is_object(value) or isinstance(value, nn.Module):
-            write = functools.partial(refill, attributes)
-            self._add(place, attributes.copy, write, name=name, attributes=True, kind=type(value))
+            attributes, slots = getattr(value, "__dict__", {}), functools.partial(slots_of, value)
+            known: dict[str, Any] = {"name": name, "attributes": True, "kind": type(value)}
+            self._add(place, attributes.copy, functools.partial(refill, attributes), **known)
+            if found := slots():
+                self._add(place, slots, functools.partial(refill_slots, value), **known)
+            attributes = {**attributes, **found}
             self._class(type(value))
         is_callable = isinstance(value, (functools.partial, types.MethodType, staticmethod, classmethod, CACHED))
         for key, part in parts_of(value, ()) or ():
@@ -280,7 +286,8 @@ class Holders:
                 self._when_mentioned(kind, walk)
             else:
                 self._when_mentioned(key, walk)
-                self._mention({key} if key in inherited or (key[:2] == key[-2:] == "__") else ())
+                generated = key in ("__repr__", "__eq__") and "__dataclass_params__" in vars(kind)  # names every field
+                self._mention({key} if key in inherited or (key[:2] == key[-2:] == "__" and not generated) else ())
 
     def _when_mentioned(self, name: Any, walk: Callable[[], None], kind: type | None = None) -> None:
         if self.may_name(name, kind):

@@ -156,7 +156,7 @@ def _mapped(value: Any, function: Callable[[Any], Any], depth: int = _DEPTH) -> 
         if any(one is not other for one, other in zip(parts, value, strict=True)):
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     elif is_object(value):
-        _mapped(vars(value), function, depth - 1)
+        _mapped(getattr(value, "__dict__", {}), function, depth - 1)
     return value
 
 

@@ -28,12 +28,19 @@ GONE: Any = object()
 
 def is_object(value: Any) -> bool:
     """Tell whether a value is a plain object with attributes of its own, such as a config."""
-    return (
+    return bool(
         type(value).__module__.partition(".")[0] not in _LIBRARIES
         and not isinstance(value, _NOT_OBJECTS)
-        and isinstance(getattr(value, "__dict__", None), dict)
-        and len(vars(value)) <= ENTRIES
+        and (slots_of(value) or isinstance(getattr(value, "__dict__", None), dict))
+        and len(getattr(value, "__dict__", ())) <= ENTRIES
     )
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object that are in slots of its classes, and have values."""
+    kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+    members = {n for kind in kinds for n, m in vars(kind).items() if isinstance(m, types.MemberDescriptorType)}
+    return {name: getattr(value, name) for name in sorted(members) if hasattr(value, name)}
 
 
 def is_apart(value: Any, modules: Collection[int]) -> bool:
@@ -64,7 +71,7 @@ def parts_of(value: Any, modules: Collection[int]) -> list[tuple[Any, Any]] | No
         keywords = value.__kwdefaults__ or {}
         return [*_closure(value), *enumerate(value.__defaults__ or ()), *keywords.items(), *vars(value).items()]
     if is_object(value) or is_apart(value, modules):
-        parts = [*(parts or ()), *vars(value).items()]
+        parts = [*(parts or ()), *getattr(value, "__dict__", {}).items(), *slots_of(value).items()]
     return parts
 
 

@@ -172,9 +172,11 @@ class OutsideValues:
         self._entries = [(("", ""), ("", ""), self._entry(root, walk)) for root in roots]
         for holder, now in self._contents:
             pairs = now.items() if isinstance(now, dict) else enumerate(now) if isinstance(now, list) else [(None, now)]
-            for key, value in pairs:
-                if self._map.may_read(holder, key) and not str(key).startswith("__"):
-                    self._entries.append((("", holder.name), holder.place_of(key), self._entry(value, walk)))
+            known = [(key, value) for key, value in pairs if self._map.may_read(holder, key)]
+            entries = [(holder.place_of(k), self._entry(v, walk)) for k, v in known if not str(k).startswith("__")]
+            if self._loose and isinstance(now, list):  # a log that grows is the same one
+                entries = [(holder.place_of(0), frozenset(value for _, value in entries))]
+            self._entries += [(("", holder.name), *entry) for entry in entries]
 
     def _entry(self, value: Any, walk: Walk) -> Any:
         """Return what tells an entry from another; what is in a list, dict or object is in entries of its own."""
