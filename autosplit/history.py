@@ -30,6 +30,7 @@ class RecordingNote:
         way_out: what to change in the script where such calls are to need no recording; "" for the first call.
         time_s: how long it took, with planning where there was no plan yet.
         refused: why no graph can follow such calls, which the model's own Python runs; "" where a graph does.
+        differences: what differed, entry by entry.
     """
 
     number: int
@@ -37,6 +38,7 @@ class RecordingNote:
     way_out: str
     time_s: float
     refused: str = ""
+    differences: Sequence[Difference] = ()
 
     def __str__(self) -> str:
         refused = f"; no graph can follow it: {self.refused}" if self.refused else ""
@@ -55,20 +57,17 @@ class History:
         self.in_a_row = 0
         """How many of the last calls were recorded; set to 0 by a call that was not."""
         self._name = name
-        self._row: list[Sequence[Difference]] = []
         self._warned = False
         self._shows_all = "recordings" in os.environ.get("AUTOSPLIT_LOGS", "").replace(",", " ").split()
 
     def add(self, found: Sequence[Difference], time_s: float, *, other: str = "", refused: str = "") -> None:
         """Note a recording, which was made for some differences; ``other``: for what no signature tells."""
-        reason = "; ".join(map(str, found[:_NAMED])) or other or (_OTHER_BATCH if self.notes else "the first call")
-        reason += f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-        ways = "; ".join(dict.fromkeys(one.way_out for one in found))
-        note = RecordingNote(len(self.notes) + 1, reason, ways, time_s, refused)
+        reason, way_out = _said(found)
+        reason = reason or other or (_OTHER_BATCH if self.notes else "the first call")
+        note = RecordingNote(len(self.notes) + 1, reason, way_out, time_s, refused, found)
         self.notes.append(note)
         level = logging.WARNING if self._shows_all else logging.INFO if note.number > _USUAL else logging.DEBUG
-        _LOG.log(level, "%s: %s%s", self._name, note, f" ({ways})" if ways else "")
-        self._row = [*self._row[-_MOST_IN_A_ROW + 1 :], found] if self.in_a_row else [found]
+        _LOG.log(level, "%s: %s%s", self._name, note, way_out and f" ({way_out})")
         self.in_a_row += 1
         if self.in_a_row >= _MOST_IN_A_ROW and not self._warned:
             self._warned = True
@@ -76,14 +75,18 @@ class History:
 
     def _warning(self) -> str:
         """Return what is said where calls in a row were all recorded: which entries keep changing, and the ways out."""
-        counts = Counter(one.what for found in self._row for one in found)
-        most = max(counts.values(), default=0)
-        latest = {one.what: one for found in self._row for one in found if counts[one.what] == most}
-        named = "; ".join(str(one) for one in [*latest.values()][:_NAMED])
-        ways = "; ".join(dict.fromkeys(one.way_out for one in [*latest.values()][:_NAMED]))
-        seconds = sum(note.time_s for note in self.notes[-_MOST_IN_A_ROW:])
-        changes = f"what keeps changing: {named or self.notes[-1].reason}{f' ({ways})' if ways else ''}"
+        last = self.notes[-_MOST_IN_A_ROW:]
+        counts = Counter(one.what for note in last for one in note.differences)
+        latest = {one.what: one for note in last for one in note.differences}
+        reason, way_out = _said([one for what, one in latest.items() if counts[what] == max(counts.values())])
         return (
-            f"{self._name} was recorded in {_MOST_IN_A_ROW} calls in a row, which took {seconds:.1f} s; {changes}. "
-            "pipe.recordings lists all"
+            f"{self._name} was recorded in {len(last)} calls in a row, which took {sum(n.time_s for n in last):.1f} s; "
+            f"what keeps changing: {reason or last[-1].reason}{way_out and f' ({way_out})'}. pipe.recordings lists all"
         )
+
+
+def _said(found: Sequence[Difference]) -> tuple[str, str]:
+    """Return what differs, the first entries by name, and the ways out."""
+    more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    ways = dict.fromkeys(one.way_out for one in found[:_NAMED])
+    return "; ".join(map(str, found[:_NAMED])) + more, "; ".join(ways)

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from autosplit.options import Sample
-from autosplit.recorded import Recent, Recorded
+from autosplit.recorded import Recorded
 from autosplit.trace.inputs.signature import Key
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+_KEPT = 32
+
+
+class Recent(OrderedDict[_Key, _Value]):
+    """A dict that forgets what was set or used longest ago."""
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > _KEPT:
+            self.popitem(last=False)
+
+    def use(self, key: _Key) -> None:
+        """Make an entry, where there is one, the last to be forgotten."""
+        if len(self) > 1 and key in self:
+            self.move_to_end(key)
 
 
 class Kept(Recent[Key, tuple[Recorded, ...]]):

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.call_inputs import Constants, as_called, refusal
 from autosplit.checks import check_backward
 from autosplit.collapse import OWN_PYTHON, Collapses
 from autosplit.errors import InputError, TraceError
 from autosplit.history import History
-from autosplit.kept import Kept
+from autosplit.kept import Kept, Recent
 from autosplit.lower.replicas import Replicas, replicated
 from autosplit.lower.split import Lowered, lower, place
 from autosplit.options import Options, Sample
@@ -32,20 +31,13 @@ from autosplit.planning.request import sizes_of
 from autosplit.planning.search.make import make_plan, recosted
 from autosplit.planning.tree import plan_tree
 from autosplit.progress import shown
-from autosplit.recorded import (
-    FoundCall,
-    PreparedStep,
-    PythonRuns,
-    Recent,
-    Recorded,
-    tree_of,
-)
+from autosplit.recorded import Constants, FoundCall, PreparedStep, PythonRuns, Recorded, as_called, refusal, tree_of
 from autosplit.runtime.lanes.ambient import is_transformed, without_callers_modes
 from autosplit.runtime.lanes.lanes import Lane, lane
 from autosplit.runtime.tree import TreeRun
 from autosplit.schedule.action import Schedule
 from autosplit.trace.borrowed.state import attributes
-from autosplit.trace.inputs.differences import nearest, of_values
+from autosplit.trace.inputs.differences import apart, nearest
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.inputs.lengths import Shapes, without_rows
 from autosplit.trace.inputs.objects import take_apart, tensors_in
@@ -165,7 +157,7 @@ class Recordings:
         if key.rest in self._refused:
             return None
         made, started, own = self.made, time.perf_counter(), self.kept.get(key, ())
-        apart = nearest(key, [*(Key(rest, key.shapes) for rest in self._refused), *self.kept][::-1])
+        differences = nearest(key, [*(Key(rest, key.shapes) for rest in self._refused), *self.kept][::-1])
         found, refused = None, ""
         try:
             found = self._found(key, sample)
@@ -176,8 +168,8 @@ class Recordings:
             refused = " ".join((str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))))
             self._refused[key.rest] = refused
         if found is None or self.made > made:
-            apart = of_values(own[0].values_read, found.values_read) if own and found else apart
-            self.history.add(apart, time.perf_counter() - started, refused=refused)
+            differences = apart(own[0].values_read, found.values_read) if own and found else differences
+            self.history.add(differences, time.perf_counter() - started, refused=refused)
         return found
 
     def _renew(self, key: Key, sample: Sample) -> None:

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from autosplit.distributed.step import RankStep
 from autosplit.distributed.world import as_known, attempt
 from autosplit.errors import InputError
+from autosplit.kept import Recent
 from autosplit.ranks.call import WholeCall
-from autosplit.recorded import Recent
 from autosplit.runtime.loss.proof import Proofs
 from autosplit.runtime.step import engine
 from autosplit.trace.borrowed.state import borrowed, contents

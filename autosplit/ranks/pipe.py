@@ -25,6 +25,7 @@ from autosplit.distributed.replicas import Share
 from autosplit.distributed.step import seconds_of
 from autosplit.distributed.world import World, attempt, known_to_all
 from autosplit.errors import InputError, TraceError
+from autosplit.kept import Recent
 from autosplit.lower.split import named_state
 from autosplit.options import Options, Sample
 from autosplit.pipelined import PipelinedModule
@@ -37,7 +38,7 @@ from autosplit.ranks.recordings import RankRecordings
 from autosplit.ranks.shards import like, total_norm
 from autosplit.ranks.stream import RankStreaming
 from autosplit.ranks.tensors import check_columns
-from autosplit.recorded import PreparedStep, PreparedTree, Recent
+from autosplit.recorded import PreparedStep, PreparedTree
 from autosplit.runtime.loss.outputs import Outputs
 from autosplit.runtime.step import engine, train_cells
 from autosplit.runtime.tape import Tape

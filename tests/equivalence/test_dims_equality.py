@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit import autosplit, recorded
+from autosplit import autosplit, kept, recorded
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, difference, forward_backward, train_step
 from tests.models.lengths import CASES, Case, made
 from tests.models.three_layers import WIDTH, Model
@@ -123,7 +123,7 @@ def test_symbols_that_part() -> None:
 
 @pytest.mark.slow
 def test_dropped_recordings_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "_KEPT", 3)
+    monkeypatch.setattr(kept, "_KEPT", 3)
     model = Model(counting)
     pipe = _pipe(model)
     pipe(torch.randn(4, 3, WIDTH, dtype=torch.float64))
@@ -223,7 +223,7 @@ def test_lengths_are_generalised_beside_other_keywords() -> None:
 
 
 def test_a_number_that_never_repeats_is_left_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "_KEPT", 3)
+    monkeypatch.setattr(recorded, "_NUMBERS", 3)
     model = Keywords().double()
     pipe = autosplit(model, devices=2, chunks=3, lanes="inline")
     for step in range(6):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit import autosplit, recorded
+from autosplit import autosplit, kept
 from autosplit.errors import InputError
 from tests.equivalence.equality import LANES
 from tests.models.three_layers import WIDTH, Model
@@ -89,7 +89,7 @@ def test_classes_of_one_name_are_not_one_input() -> None:
 
 
 def test_the_least_recently_used_recording_is_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "_KEPT", 2)
+    monkeypatch.setattr(kept, "_KEPT", 2)
     model = Acting()
     pipe = autosplit(model, devices=2, chunks=2)
 

@@ -76,8 +76,6 @@ for epoch in range(2):
         step += 1
         out = loss = loss.item()
 """
-LOSSES = {"one criterion": "criterion", "a new criterion per step": "nn.MSELoss()"}
-"""What a script writes for its loss."""
 
 
 def run(space: dict[str, Any], *cells: str, loss: str = "criterion") -> Any:
@@ -91,10 +89,17 @@ def space_of(steps: int = 40) -> dict[str, Any]:
     return {"__name__": "a_script", "STEPS": steps}
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("cell", [CALLS, STEPS], ids=["call", "train_step"])
-def test_a_script_whose_globals_have_the_names_of_attributes(cell: str, loss: str) -> None:
-    pipe = run(space_of(), MODEL + PIPE + cell, loss=LOSSES[loss])
+SCRIPTS = {
+    "call": (CALLS, "criterion"),
+    "train_step": (STEPS, "criterion"),
+    "a new criterion per step": (STEPS, "nn.MSELoss()"),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_whose_globals_have_the_names_of_attributes(name: str) -> None:
+    cell, loss = SCRIPTS[name]
+    pipe = run(space_of(), MODEL + PIPE + cell, loss=loss)
     assert len(pipe.recordings) == 1, "\n".join(map(str, pipe.recordings))
 
 

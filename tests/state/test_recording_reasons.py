@@ -60,8 +60,8 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "mode": (lambda m: m.eval(), "training mode of the model was True, is False"),
     "mode of a part": (lambda m: m.b.eval(), "training mode of the module `b` was the model's, is False"),
     "frozen": (lambda m: m.a.bias.requires_grad_(False), "requires_grad of the parameter `bias` of the module `a` was"),
-    "hook": (lambda m: m.b.register_forward_hook(_hook), "hooks of the module `b` was [], is "),
-    "buffer": (_set("offset", torch.zeros(1)), "shape of the buffer `offset` of the model was [3], is [1]"),
+    "hook": (lambda m: m.b.register_forward_hook(_hook), "hooks of the module `b` was (), is "),
+    "buffer": (_set("offset", torch.zeros(1)), "shape of the buffer `offset` of the model was (3), is (1)"),
     "module": (lambda m: setattr(m, "b", nn.Sequential(m.b)), "class of the module `b` was `Linear`, is `Sequential`"),
     "global": (lambda m: globals().__setitem__("SKIP", 2.0), "SKIP` that its code names was 1.0, is 2.0"),
 }
@@ -87,11 +87,11 @@ def test_what_differed_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "dimensions": (lambda pipe: pipe(rows(6, 2, 8)), "shape of input 0 was [6, 8], is [6, 2, 8]"),
+    "dimensions": (lambda pipe: pipe(rows(6, 2, 8)), "shape of input 0 was (6, 8), is (6, 2, 8)"),
     "gradient": (lambda pipe: pipe(rows(6).requires_grad_()), "requires_grad of input 0 was False, is True"),
     "grad mode": (lambda pipe: torch.no_grad()(pipe)(rows(6)), "grad mode was True, is False"),
     "number": (lambda pipe: pipe(rows(6), 3.0), "input 1 was not there, is 3.0"),
-    "autocast": (lambda pipe: torch.autocast("cpu")(pipe)(rows(6)), "autocast of cpu was [False"),
+    "autocast": (lambda pipe: torch.autocast("cpu")(pipe)(rows(6)), "autocast of cpu was (False"),
 }
 
 

@@ -29,20 +29,15 @@ _WAYS_OUT = {
     "values": "compute the choice with torch.where, or move it out of forward",
 }
 _TABLES = {"children": "child", "parameters": "parameter", "buffers": "buffer", "attributes": "attribute"}
-_HOLDS_TENSORS = ("parameters", "buffers")
 _HELD = ("dtype", "shape", "requires_grad", "tie")
 _KINDS = ("device", "requires_grad", "layout", "being a parameter")
+_PLAIN = (bool, int, float, str, bytes, types.NoneType, torch.dtype, torch.device, torch.layout)
 _LONGEST = 80
-Entries = Mapping[tuple[str, str], Any]
-"""Contents of a signature, by the field that they are in and a name of their own."""
+_PATH = "\0"
+"""Stands in the name of an entry for the path to a part of it."""
 _NOTHING: Any = object()
-"""Stands for an entry that there is not."""
-
-
-class Words(str):
-    """A text that stands for a value."""
-
-    __repr__ = str.__str__
+Entries = Mapping[tuple[str, str], Any]
+"""Contents of a signature by the field that they are in and a name."""
 
 
 class Difference(NamedTuple):
@@ -60,89 +55,73 @@ class Difference(NamedTuple):
 
 def nearest(key: Key, others: Iterable[Key]) -> list[Difference]:
     """Return in what a signature differs from that of some others that is most like it; nothing where there is none."""
-    return min((differences(other, key) for other in others), key=len, default=[])
+    new = dict(_entries(key))
+    return min((apart(dict(_entries(other)), new) for other in others), key=len, default=[])
 
 
-def differences(before: Key, after: Key) -> list[Difference]:
-    """Return in what two signatures differ; attributes that one of them does not look at only where nothing else is."""
-    old, new = dict(_entries(before)), dict(_entries(after))
-    apart = [name for name in {**old, **new} if old.get(name, _NOTHING) != new.get(name, _NOTHING)]
-    known = [name for name in apart if name[0] != "attributes" or (name in old and name in new)]
-    return _between(old, new, known or apart)
-
-
-def of_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
-    """Return in what the values differ that two recordings have read, by the names of the reads."""
-    old, new = (
-        {("values", f"value read by {name}"): value for name, value in read.items()} for read in (before, after)
-    )
-    return _between(old, new, [name for name in {**old, **new} if old.get(name, _NOTHING) != new.get(name, _NOTHING)])
-
-
-def _between(old: Entries, new: Entries, names: Iterable[tuple[str, str]]) -> list[Difference]:
-    found = []
-    for entry, what in names:
-        where, space, owner = what.partition("` of ")
-        for path, one, other in _parts(old.get((entry, what), _NOTHING), new.get((entry, what), _NOTHING)):
-            found.append(Difference(f"{where}{path}{space}{owner}", _text(one), _text(other), _WAYS_OUT[entry]))
-    return found
+def apart(old: Entries, new: Entries) -> list[Difference]:
+    """Return what differs; attributes that one side does not look at only where nothing else does."""
+    names = [name for name in {**old, **new} if old.get(name, _NOTHING) != new.get(name, _NOTHING)]
+    known = [name for name in names if name[0] != "attributes" or (name in old and name in new)]
+    pairs = [(name, _text(old.get(name, _NOTHING)), _text(new.get(name, _NOTHING))) for name in known or names]
+    return [Difference(what, before, after, _WAYS_OUT[entry]) for (entry, what), before, after in pairs]
 
 
 def _entries(key: Key) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Yield the entries of a signature."""
+    """Yield the entries of a signature, attributes and what is outside part by part."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for entry, what, content in _contents(key):
+        for path, part in _leaves(content):
+            name = entry, what.replace(_PATH, path)
+            counts[name] += 1
+            yield name if counts[name] == 1 else (entry, f"{name[1]} ({counts[name]})"), part
+
+
+def _contents(key: Key) -> Iterator[tuple[str, str, Any]]:
     rest = key.rest
-    yield ("modes", "grad mode"), rest.modes.grad
+    yield "modes", "grad mode", rest.modes.grad
     for state in rest.modes.autocast:
-        yield ("modes", f"autocast of {state.device_type}"), (state.enabled, state.dtype)
+        yield "modes", f"autocast of {state.device_type}", (state.enabled, state.dtype)
     for module in rest.modules:
         owner = f"the module `{module.path}`" if module.path else "the model"
-        yield ("kind", f"class of {owner}"), module.kind
         as_model = bool(module.path) and module.training == rest.modules[0].training
-        yield ("training", f"training mode of {owner}"), Words("the model's") if as_model else module.training
-        yield ("hooks", f"hooks of {owner}"), module.hooks
+        yield "kind", f"class of {owner}", module.kind
+        yield "training", f"training mode of {owner}", "the model's" if as_model else str(module.training)
+        yield "hooks", f"hooks of {owner}", module.hooks
         for table, word in _TABLES.items():
             for name, content in getattr(module, table):
-                if table in _HOLDS_TENSORS and isinstance(content, tuple):
+                if table in ("parameters", "buffers") and isinstance(content, tuple):
                     for fact, value in zip(_HELD, content, strict=False):
-                        yield (table, f"{fact} of the {word} `{name}` of {owner}"), value
+                        yield table, f"{fact} of the {word} `{name}` of {owner}", value
                 else:
-                    yield (table, f"{word} `{name}` of {owner}"), content
-    counts: Counter[str] = Counter()
+                    yield table, f"{word} `{name}{_PATH}` of {owner}", content
     for place, value in rest.outside:
-        what = f"`{'.'.join(filter(None, place))}` that its code names"
-        counts[what] += 1
-        yield ("outside", what if counts[what] == 1 else f"{what} ({counts[what]})"), value
+        yield "outside", f"`{'.'.join(filter(None, place))}` that its code names", value
     for index, (kind, other) in enumerate(rest.kinds):
-        if key.shapes[index] is None:
-            yield ("kinds", f"input {index}"), (kind, other)
+        if (shape := key.shapes[index]) is None:
+            yield "kinds", f"input {index}", (kind, other)
             continue
-        yield ("kinds", f"dtype of input {index}"), kind
-        for fact, value in zip(_KINDS, other, strict=True):
-            yield ("kinds", f"{fact} of input {index}"), value
-        yield ("shapes", f"shape of input {index}"), key.shapes[index]
-    yield ("structure", "structure of the inputs"), rest.structure
-    yield ("same", "which inputs are one tensor"), rest.same
+        yield "shapes", f"shape of input {index}", shape
+        for fact, value in zip(("dtype", *_KINDS), (kind, *other), strict=True):
+            yield "kinds", f"{fact} of input {index}", value
+    yield "structure", "structure of the inputs", rest.structure
+    yield "same", "which inputs are one tensor", rest.same
 
 
-def _parts(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the parts in which two contents differ, with the path that leads to them."""
-    if isinstance(before, tuple) and isinstance(after, tuple) and before and after and before[0] == after[0]:
-        old, new = _named_parts(before), _named_parts(after)
-        if old is not None and new is not None:
-            for name in {**old, **new}:
-                one, other = old.get(name, _NOTHING), new.get(name, _NOTHING)
-                if one != other:
-                    yield from _parts(one, other, f"{path}.{name}")
-            return
-    yield path, before, after
+def _leaves(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a content that is a class or an identity and pairs of name and content, with their paths."""
+    if _has_parts(content):
+        yield path, content[0]
+        for name, part in content[1]:
+            yield from _leaves(part, f"{path}.{name}")
+    else:
+        yield path, content
 
 
-def _named_parts(content: tuple[Any, ...]) -> dict[str, Any] | None:
-    """Return the parts of a content that is a class or an identity and pairs of name and content; else None."""
-    if len(content) != 2 or not isinstance(content[1], tuple):
-        return None
-    pairs = content[1]
-    return dict(pairs) if all(isinstance(p, tuple) and len(p) == 2 and isinstance(p[0], str) for p in pairs) else None
+def _has_parts(content: Any) -> bool:
+    if not isinstance(content, tuple) or len(content) != 2 or not isinstance(content[1], tuple):
+        return False
+    return all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in content[1])
 
 
 def _text(content: Any) -> str:
@@ -150,25 +129,17 @@ def _text(content: Any) -> str:
     if content is _NOTHING:
         return "not there"
     if isinstance(content, Identity):
-        value = content.value()
-        return "an object that is gone" if value is None else _object_text(value)
-    if isinstance(content, tuple) and content and isinstance(content[0], (type, Identity)):
-        if len(content) == 2 and _named_parts(content) is None:  # a number or text, and its class
-            return str(content[1]) if content[0] in (str, float, complex) else _short(repr(content[1]))
-        if len(content) == 1 + len(content[-1] if isinstance(content[-1], tuple) else ()):
-            return _short(repr(content[-1]))
-        return f"a {content[0].__qualname__}" if isinstance(content[0], type) else _text(content[0])
-    return _short(f"[{', '.join(map(_text, content))}]") if isinstance(content, tuple) else _object_text(content)
-
-
-def _object_text(value: Any) -> str:
-    if isinstance(value, (type, types.FunctionType)):
-        return f"`{value.__qualname__}`"
-    if isinstance(value, types.CodeType):
-        return f"`{value.co_qualname}`"
-    plain = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.layout)
-    return _short(repr(value)) if value is None or isinstance(value, plain) else f"a {type(value).__qualname__}"
-
-
-def _short(text: str) -> str:
+        content = content.value()
+        if content is None:
+            return "an object that is gone"
+    if isinstance(content, (type, types.FunctionType)):
+        return f"`{content.__qualname__}`"
+    if isinstance(content, types.CodeType):
+        return f"`{content.co_qualname}`"
+    if isinstance(content, tuple) and content and isinstance(content[0], type):  # classes, and what is of them
+        return str(content[-1]) if content[0] in (str, float, complex) else _text(content[-1])
+    if isinstance(content, tuple):
+        text = f"({', '.join(map(_text, content))})"
+    else:
+        text = str(content) if isinstance(content, _PLAIN) else f"a {type(content).__qualname__}"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
