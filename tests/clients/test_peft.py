@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.nn import functional as F
 
 from tests.clients.models import TOLERANCE, assert_close, batches, llama, split, train
 
@@ -34,6 +36,43 @@ def test_adapters_train_as_in_the_plain_model() -> None:
     assert len(pipe.plan.stages) == 2
     assert isinstance(pipe, PeftModel)
     assert pipe.get_nb_trainable_parameters() == adapted(llama()).get_nb_trainable_parameters()
+
+
+class Codes(nn.Parameter):
+    """A frozen weight of integers with the scales of its rows, as bitsandbytes' Int8Params and Params4bit."""
+
+    scales: torch.Tensor
+
+
+class EightBit(nn.Linear):
+    """A linear layer of eight bits that keeps its codes in a state beside the weight, as bitsandbytes' Linear8bitLt."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        scales = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight: Any = Codes((linear.weight.detach() / scales).round().to(torch.int8), requires_grad=False)
+        self.weight.scales, self.state = scales, SimpleNamespace(codes=self.weight.data)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        result = F.linear(value, self.state.codes.to(value.dtype) * self.weight.scales)
+        self.weight.data = self.state.codes
+        return result
+
+
+def quantised() -> Any:
+    """Return a model in eight bits with adapters beside its layers."""
+    model = llama()
+    linear = [(name, module) for name, module in model.named_modules() if name.endswith(("q_proj", "v_proj"))]
+    for name, module in linear:
+        model.set_submodule(name, EightBit(module))
+    return adapted(model)
+
+
+def test_adapters_of_a_model_in_eight_bits_train_in_microbatches() -> None:
+    pipe = split(quantised())
+    assert_close(train(pipe), train(quantised()))
+    assert len(pipe.plan.stages) == 2
+    assert "mix rows" not in pipe.report()
 
 
 @pytest.mark.slow

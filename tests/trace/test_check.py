@@ -43,6 +43,16 @@ def test_autocast_of_the_caller_is_compared_too() -> None:
         assert check(model, trace(model, Sample(torch.randn(7, WIDTH)))) is None
 
 
+def test_a_frozen_parameter_of_integers_agrees() -> None:
+    codes = nn.Parameter(torch.randint(0, 256, (WIDTH, WIDTH), dtype=torch.uint8), requires_grad=False)
+    model = Model(lambda m, x: m.b(m.a(x) @ (m.codes.double() - 128)))
+    model.register_parameter("codes", codes)
+    recording = trace(model, Sample(VALUE))
+    assert check(model, recording) is None
+    with torch.no_grad():
+        assert check(model, recording) is None
+
+
 class Stateful(nn.Module):
     """Everything that a check could leave behind: statistics, a counter, a cache, a clipped table, dropout, LSTM."""
 

@@ -63,7 +63,7 @@ class _Builder:
             if id(value) not in self.tensors:
                 twin = self.tensors[id(value)] = self.replace(value)
                 if type(twin) is nn.Parameter:  # quantised weights have a class and attributes of their own
-                    twin.__class__ = type(value)
+                    twin.__class__ = type(value)  # type: ignore[assignment]
                     twin.__dict__.update((key, self.value(item)) for key, item in value.__dict__.items())
             return self.tensors[id(value)]
         if isinstance(value, nn.Module):
