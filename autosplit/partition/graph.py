@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import networkx as nx
 
@@ -12,33 +12,33 @@ from autosplit.partition.problem import Problem
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """A net between groups; consumers in the producer's own group are left out, as they never differ from it."""
+class Net:
+    """A tensor or a storage between groups: a stage pays when its boundary cuts the net, or when a saver is inside.
 
-    cost_s: float
-    producer: int
-    consumers: frozenset[int]
+    ``cost`` are the seconds of a tensor, or the bytes of a storage. Consumers in the producer's own group are left out,
+    as they never differ from it.
+    """
 
-    @property
-    def pins(self) -> frozenset[int]:
-        """All groups that the tensor touches."""
-        return self.consumers | {self.producer}
-
-
-@dataclass(frozen=True)
-class Storage:
-    """A hold between groups, with the same rule."""
-
-    bytes: int
+    cost: float
     producer: int | None
     consumers: frozenset[int]
-    savers: frozenset[int]
+    savers: frozenset[int] = frozenset()
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The groups that make it cross a boundary: producer and consumers."""
+        return self.consumers if self.producer is None else self.consumers | {self.producer}
 
     @property
     def pins(self) -> frozenset[int]:
-        """All groups that the storage touches."""
-        own = frozenset() if self.producer is None else frozenset((self.producer,))
-        return own | self.consumers | self.savers
+        """All groups that it touches."""
+        return self.ends | self.savers
+
+    def relabelled(self, labels: Sequence[int]) -> Net:
+        """Return the net between other groups, by the labels of these."""
+        producer = None if self.producer is None else labels[self.producer]
+        consumers = frozenset(labels[consumer] for consumer in self.consumers) - {producer}
+        return Net(self.cost, producer, frozenset(consumers), frozenset(labels[saver] for saver in self.savers))
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Graph:
     resident_bytes: tuple[int, ...]
     transient_bytes: tuple[int, ...]
     edges: frozenset[tuple[int, int]]
-    tensors: tuple[Tensor, ...]
-    storages: tuple[Storage, ...]
+    tensors: tuple[Net, ...]
+    storages: tuple[Net, ...]
     group_of: tuple[int, ...]
 
     @property
@@ -92,11 +92,10 @@ def base_graph(problem: Problem) -> Graph:
         transient_bytes=tuple(work.transient_bytes for work in problem.works),
         edges=problem.precedence,
         tensors=tuple(
-            Tensor(net.forward_s + net.backward_s, net.producer, frozenset(net.consumers)) for net in problem.nets
+            Net(net.forward_s + net.backward_s, net.producer, frozenset(net.consumers)) for net in problem.nets
         ),
         storages=tuple(
-            Storage(hold.bytes, hold.producer, frozenset(hold.consumers), frozenset(hold.savers))
-            for hold in problem.holds
+            Net(hold.bytes, hold.producer, frozenset(hold.consumers), frozenset(hold.savers)) for hold in problem.holds
         ),
         group_of=tuple(range(count)),
     )
@@ -116,40 +115,34 @@ def merge(graph: Graph, labels: Sequence[int]) -> Graph:
         static[new] += graph.static_bytes[old]
         resident[new] += graph.resident_bytes[old]
         transient[new] = max(transient[new], graph.transient_bytes[old])
-    storages: Counter[tuple[int | None, frozenset[int], frozenset[int]]] = Counter()
+    storages: list[Net] = []
     for storage in graph.storages:
-        moved = _relabel_storage(storage, labels)
+        moved = storage.relabelled(labels)
         if len(moved.pins) == 1 and (moved.savers or moved.producer is None):
-            resident[next(iter(moved.pins))] += moved.bytes
-        elif len(moved.pins) > 1 and moved.bytes:
-            storages[moved.producer, moved.consumers, moved.savers] += moved.bytes
+            resident[next(iter(moved.pins))] += int(moved.cost)
+        elif len(moved.pins) > 1:
+            storages.append(moved)
+    tensors = (tensor.relabelled(labels) for tensor in graph.tensors)
     return Graph(
         times_s=tuple(times),
         static_bytes=tuple(static),
         resident_bytes=tuple(resident),
         transient_bytes=tuple(transient),
         edges=edges,
-        tensors=_merge_tensors(graph.tensors, labels),
-        storages=tuple(Storage(size, *pins) for pins, size in storages.items()),
+        tensors=_joined(tensor for tensor in tensors if tensor.consumers),
+        storages=_joined(storages),
         group_of=tuple(labels[group] for group in graph.group_of),
     )
 
 
-def _merge_tensors(tensors: Sequence[Tensor], labels: Sequence[int]) -> tuple[Tensor, ...]:
-    costs: dict[tuple[int, frozenset[int]], float] = {}
-    for tensor in tensors:
-        producer = labels[tensor.producer]
-        consumers = frozenset(labels[consumer] for consumer in tensor.consumers) - {producer}
-        if consumers and tensor.cost_s:
-            costs[producer, consumers] = costs.get((producer, consumers), 0.0) + tensor.cost_s
-    return tuple(Tensor(cost_s, *pins) for pins, cost_s in costs.items())
-
-
-def _relabel_storage(storage: Storage, labels: Sequence[int]) -> Storage:
-    producer = None if storage.producer is None else labels[storage.producer]
-    consumers = frozenset(labels[consumer] for consumer in storage.consumers) - {producer}
-    savers = frozenset(labels[saver] for saver in storage.savers)
-    return Storage(storage.bytes, producer, frozenset(consumers), savers)
+def _joined(nets: Iterable[Net]) -> tuple[Net, ...]:
+    """Return nets that cost something, those between the same groups as one."""
+    costs: dict[Net, float] = {}
+    for net in nets:
+        if net.cost:
+            pins = replace(net, cost=0)
+            costs[pins] = costs.get(pins, 0) + net.cost
+    return tuple(replace(pins, cost=cost) for pins, cost in costs.items())
 
 
 def _close_cycles(labels: Sequence[int], edges: frozenset[tuple[int, int]]) -> list[int]:

@@ -102,11 +102,11 @@ def _shortest(problem: Problem, assignment: tuple[int, ...], *, stages: int, emp
     """Return the partition with the shortest step that is found from the one with the least bottleneck."""
     from autosplit.partition.line.step_time import least_step
 
-    step = least_step(problem, stages=stages, empty=empty, assignment=assignment, clock=clock)
-    costs = check(problem, step.assignment, stages=stages if empty else None)
+    assignment = least_step(problem, stages=stages, empty=empty, assignment=assignment, clock=clock)
+    costs = check(problem, assignment, stages=stages if empty else None)
     lower_s = step_lower_bound(problem, stages=stages if empty else costs.cut.count, clock=clock)
     return Partition(
-        assignment=step.assignment,
+        assignment=assignment,
         objective="step_time",
         value_s=costs.step_s,
         lower_bound_s=min(lower_s, costs.step_s),

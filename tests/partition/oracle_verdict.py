@@ -63,7 +63,7 @@ def _assert_legal(problem: Problem, partition: Partition, *, stages: int, empty:
     assert empty or len(set(partition.assignment)) == stages
     assert rules.bottleneck_s(partition.assignment) == pytest.approx(partition.value_s)
     costs = check(problem, partition.assignment, stages=stages)
-    assert (costs.loads_s, costs.stage_bytes) == (partition.loads_s, partition.stage_bytes)
+    assert (costs.loads_s, costs.stage_bytes) == (partition.costs.loads_s, partition.costs.stage_bytes)
     assert costs.bottleneck_s == partition.value_s
     for needed, capacity in zip(costs.device_bytes, problem.capacity_bytes or (), strict=False):
         assert capacity is None or needed <= capacity

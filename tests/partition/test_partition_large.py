@@ -13,7 +13,7 @@ from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals import thresholds as large
 from autosplit.partition.ideals import thresholds as lattice_module
 from autosplit.partition.ideals.chains import best_chain
-from autosplit.partition.ideals.enumerate import all_ideals
+from autosplit.partition.ideals.enumerate import list_ideals
 from autosplit.partition.ideals.table import Table
 from autosplit.partition.ideals.thresholds import Lattice, lattice, threshold_search
 from autosplit.partition.problem import Problem, TensorEdge, Work
@@ -43,9 +43,9 @@ def narrow_graph(seed: int) -> Graph:
 
 
 def optimum(graph: Graph, stages: int) -> float:
-    ideals = all_ideals(graph, limit=10**6)
+    ideals = list_ideals(graph, limit=10**6)
     assert ideals is not None
-    chain = best_chain(Table(graph, ideals), goal=Goal((1,) * stages, empty=True))
+    chain = best_chain(Table(graph, list(ideals)), goal=Goal((1,) * stages, empty=True))
     assert chain is not None
     return chain.value
 
@@ -60,7 +60,7 @@ def load(graph: Graph, inside: int) -> float:
     paid = sum(graph.times_s[group] for group in range(graph.size) if inside >> group & 1)
     for tensor in graph.tensors:
         mask = sum(1 << pin for pin in {tensor.producer, *tensor.consumers})
-        paid += tensor.cost_s if mask & inside and mask & ~inside else 0.0
+        paid += tensor.cost if mask & inside and mask & ~inside else 0.0
     return paid
 
 
@@ -77,8 +77,8 @@ def test_the_lattice_holds_every_ideal_and_the_loads_between_them() -> None:
     for seed in range(40):
         graph = narrow_graph(seed)
         found = whole_lattice(graph)
-        ideals = [found.ideal(position) for position in range(len(found))]
-        assert sorted(ideals) == sorted(all_ideals(graph, limit=10**6) or [])
+        ideals = found.ideals
+        assert sorted(ideals) == sorted(list_ideals(graph, limit=10**6) or ())
         assert lattice(graph, limit=len(found) - 1) is None
         assert found.cut_s.tolist() == [
             pytest.approx(
@@ -155,8 +155,8 @@ def test_nothing_beside_an_ideal_costs_more_than_is_said() -> None:
     for seed in range(60):
         graph = narrow_graph(seed)
         aside = large._Aside(graph)
-        ideals = all_ideals(graph, limit=10**6)
-        assert ideals is not None
+        ideals = list(list_ideals(graph, limit=10**6) or ())
+        assert ideals
         chance = random.Random(seed)
         for ideal in chance.sample(ideals, min(20, len(ideals))):
             most = aside.load_s(ideal)

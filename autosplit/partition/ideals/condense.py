@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autosplit.partition.goal import PLAIN, Goal
-from autosplit.partition.graph import Graph, Storage, merge, reach
+from autosplit.partition.graph import Graph, Net, merge, reach
 
 _ROUNDING = 1 + 1e-14
 """Sums of the same numbers in another order may differ by so much."""
@@ -79,15 +79,15 @@ class _Moves:
     def __init__(self, graph: Graph, *, loads: bool, bytes_: bool) -> None:
         self.graph, self.keeps_loads, self.keeps_bytes = graph, loads, bytes_
         self.predecessors, self.successors = graph.predecessors(), graph.successors()
-        self.tensors = _by_pin(graph.size, ((tensor.pins, tensor.cost_s) for tensor in graph.tensors))
+        self.tensors = _by_end(graph.size, graph.tensors)
         storages = graph.storages if bytes_ else ()
-        self.boundaries = _by_pin(graph.size, ((_ends(storage), float(storage.bytes)) for storage in storages))
+        self.boundaries = _by_end(graph.size, storages)
         self.kept = [float(bytes_) for bytes_ in graph.resident_bytes]
         for storage in storages:
             for pin in storage.pins:
-                self.kept[pin] += storage.bytes
+                self.kept[pin] += storage.cost
         unsaved = (storage for storage in storages if storage.producer is not None and not storage.savers)
-        self.unsaved = _by_pin(graph.size, ((_ends(storage), float(storage.bytes)) for storage in unsaved))
+        self.unsaved = _by_end(graph.size, unsaved)
 
     def labels(self) -> list[int]:
         """Return for each group the one that it joins in the end, itself if none."""
@@ -114,7 +114,7 @@ class _Moves:
             others = dict.fromkeys(cheap)
         if self.keeps_bytes and others:
             # What is kept beyond boundaries (savers, storages within the group) moves along whatever the target.
-            own = self.kept[moved] - sum(bytes_ for _, bytes_ in self.boundaries[moved])
+            own = self.kept[moved] - sum(storage.cost for storage in self.boundaries[moved])
             light = _targets(self.boundaries[moved], moved, own=own, others=others, private=self.unsaved[moved])
             others = dict.fromkeys(
                 other
@@ -126,44 +126,34 @@ class _Moves:
 
 
 def _targets(
-    costs: Sequence[tuple[frozenset[int], float]],
-    moved: int,
-    *,
-    own: float,
-    others: Iterable[int],
-    private: Sequence[tuple[frozenset[int], float]] | None = None,
+    nets: Sequence[Net], moved: int, *, own: float, others: Iterable[int], private: Sequence[Net] | None = None
 ) -> list[int]:
-    """Return the groups for which ``own`` and the costs that they have no part in are at most the private ones."""
+    """Return the groups for which ``own`` and the nets that they have no part in are at most the private ones."""
     alone: dict[int, float] = {}
-    for pins, cost in costs if private is None else private:
-        if len(pins) == 2:
-            other = min(pins - {moved})
-            alone[other] = alone.get(other, 0.0) + cost
+    for net in nets if private is None else private:
+        if len(net.ends) == 2:
+            other = min(net.ends - {moved})
+            alone[other] = alone.get(other, 0.0) + net.cost
     if own > max(alone.values(), default=0.0) * _ROUNDING:
         return []
     touched = dict.fromkeys((*others, *alone))
-    for pins, _ in costs:
+    for net in nets:
         # What has a cost of its own joins only what it shares something alone with.
-        if own <= 0.0 and len(pins) <= _MANY:
-            touched |= dict.fromkeys(sorted(pins - {moved}))
+        if own <= 0.0 and len(net.ends) <= _MANY:
+            touched |= dict.fromkeys(sorted(net.ends - {moved}))
     found = []
     for other in touched:
         most = alone.get(other, 0.0) * _ROUNDING
-        if own <= most and own + sum(cost for pins, cost in costs if other not in pins) <= most:
+        if own <= most and own + sum(net.cost for net in nets if other not in net.ends) <= most:
             found.append(other)
     return found
 
 
-def _ends(storage: Storage) -> frozenset[int]:
-    """Return the pins that make a storage cross a boundary."""
-    return storage.consumers if storage.producer is None else storage.consumers | {storage.producer}
-
-
-def _by_pin(size: int, costs: Iterable[tuple[frozenset[int], float]]) -> list[list[tuple[frozenset[int], float]]]:
-    found: list[list[tuple[frozenset[int], float]]] = [[] for _ in range(size)]
-    for pins, cost in costs:
-        for pin in pins:
-            found[pin].append((pins, cost))
+def _by_end(size: int, nets: Iterable[Net]) -> list[list[Net]]:
+    found: list[list[Net]] = [[] for _ in range(size)]
+    for net in nets:
+        for end in net.ends:
+            found[end].append(net)
     return found
 
 
@@ -185,7 +175,7 @@ def without_small(graph: Graph, *, goal: Goal, small_s: float) -> Graph:
     """Return the graph with costs below ``small_s`` at zero: no load grows, so its best value is a lower bound."""
     terms = goal.terms or (PLAIN,)
     work, net = max(own.work for own in terms), max(own.net for own in terms)
-    tensors = tuple(tensor for tensor in graph.tensors if net * tensor.cost_s >= small_s)
+    tensors = tuple(tensor for tensor in graph.tensors if net * tensor.cost >= small_s)
     return replace(
         graph,
         times_s=tuple(time_s if work * time_s >= small_s else 0.0 for time_s in graph.times_s),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,61 +20,34 @@ _RANDOM, _DRAWN = 8, 1_000
 """Pairs of random orders: at most, and how many groups they have in all where that leaves more than two."""
 
 
-@dataclass(frozen=True)
-class IdealList:
-    """Ideals with all of the groups below ``lows``, and of the others those whose bit, counted from there, is set.
-
-    ``quanta`` are their times.
-    """
-
-    lows: list[int]
-    bits: list[int]
-    quanta: list[int]
-
-
-def list_ideals(graph: Graph, *, limit: int, quantum: float, clock: Clock = FOREVER) -> IdealList | None:
-    """Return every ideal of the graph, or None when there are more than ``limit``.
+def list_ideals(graph: Graph, *, limit: int, quantum: float = 1.0, clock: Clock = FOREVER) -> dict[int, int] | None:
+    """Return every ideal of the graph and its time, or None when there are more than ``limit``.
 
     Times are in whole numbers of ``quantum`` seconds. Raises OutOfTime when the ``clock`` is over.
     """
     quanta = [round(time_s / quantum) for time_s in graph.times_s]
-    before = [sorted(tails, reverse=True) for tails in graph.predecessors()]
-    # Of the groups that one more group may open, those that wait for a later one come last.
-    after = [sorted(heads, key=lambda head: (before[head][0], head)) for heads in graph.successors()]
-    level = {(0, 0): (sum(1 << group for group, tails in enumerate(before) if not tails), 0)}
-    found = IdealList([0], [0], [0])
+    before, after = _masks(graph.predecessors()), [sorted(heads) for heads in graph.successors()]
+    found = {0: 0}
+    level = {0: sum(1 << group for group, tails in enumerate(before) if not tails)}
+    """The ideals of one size, with the groups that each may grow by."""
     while level:
         clock.check()
-        following: dict[tuple[int, int], tuple[int, int]] = {}
-        for (low, bits), (addable, weight) in level.items():
+        following: dict[int, int] = {}
+        for ideal, addable in level.items():
             rest = addable
             while rest:
                 bit = rest & -rest
                 rest ^= bit
-                grown = bits | bit
-                full = ((grown + 1) & ~grown).bit_length() - 1
-                key = (low + full, grown >> full)
-                if key not in following:
-                    group = low + bit.bit_length() - 1
-                    opened = addable ^ bit | _opened(after[group], before, low=low, bits=grown)
-                    following[key] = (opened >> full, weight + quanta[group])
-        found.lows.extend(low for low, _ in following)
-        found.bits.extend(bits for _, bits in following)
-        found.quanta.extend(weight for _, weight in following.values())
-        if len(found.lows) > limit:
+                grown = ideal | bit
+                if grown not in following:
+                    group = bit.bit_length() - 1
+                    opened = sum(1 << head for head in after[group] if not before[head] & ~grown)
+                    following[grown] = addable ^ bit | opened
+                    found[grown] = found[ideal] + quanta[group]
+        if len(found) > limit:
             return None
         level = following
     return found
-
-
-def all_ideals(graph: Graph, *, limit: int) -> list[int] | None:
-    """Return every ideal of the graph as a number, or None when there are more than ``limit``."""
-    found = list_ideals(graph, limit=limit, quantum=1.0)
-    return (
-        None
-        if found is None
-        else [bits << low | (1 << low) - 1 for low, bits in zip(found.lows, found.bits, strict=True)]
-    )
 
 
 def prefix_ideals(orders: Iterable[Sequence[int]]) -> list[int]:
@@ -177,14 +149,3 @@ def _walk(before: Sequence[set[int]], after: Sequence[set[int]], *, chance: rand
 
 def _masks(neighbours: Sequence[set[int]]) -> list[int]:
     return [sum(1 << other for other in others) for others in neighbours]
-
-
-def _opened(heads: Sequence[int], before: Sequence[Sequence[int]], *, low: int, bits: int) -> int:
-    """Return those of ``heads`` all of whose predecessors are in the ideal, as bits from ``low`` on."""
-    opened, end = 0, low + bits.bit_length()
-    for head in heads:
-        if before[head][0] >= end:
-            break
-        if all(tail < low or bits >> tail - low & 1 for tail in before[head]):
-            opened |= 1 << head - low
-    return opened

@@ -20,7 +20,7 @@ from autosplit.partition.goal import FOREVER, PLAIN, Clock, Goal, OutOfTime
 from autosplit.partition.graph import Graph, base_graph, merge
 from autosplit.partition.ideals.chains import Chain, best_chain
 from autosplit.partition.ideals.condense import labels, lossless, without_small
-from autosplit.partition.ideals.enumerate import all_ideals, in_runs, neighbourhood, prefix_ideals, some_orders
+from autosplit.partition.ideals.enumerate import in_runs, list_ideals, neighbourhood, prefix_ideals, some_orders
 from autosplit.partition.ideals.table import Table
 from autosplit.partition.ideals.thresholds import lattice, threshold_search
 from autosplit.partition.problem import Problem
@@ -252,7 +252,7 @@ class Search:
 
     def _ideals(self, graph: Graph, *, most: float = math.inf) -> list[int]:
         """Return all ideals, none where these are too many."""
-        return all_ideals(graph, limit=int(min(self.ideal_limit, _ENTRIES // graph.size, most))) or []
+        return list(list_ideals(graph, limit=int(min(self.ideal_limit, _ENTRIES // graph.size, most))) or ())
 
     def _around(self, graph: Graph, ideals: Sequence[int], *, width: int) -> list[int]:
         """Return the ideals together with those around them, none where these would be too many."""

@@ -7,15 +7,15 @@ by the stage according to how many of its pins lie in ``J`` and not in ``I``; on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.graph import Graph
+from autosplit.partition.graph import Graph, Net
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -25,19 +25,6 @@ _SAVER = 2**15
 _PRODUCER = 2**30
 _QUANTA = 2**40
 """Weights are whole numbers of about this many parts of the total: sums in float64 are exact, so order is safe."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A tensor or storage: what a stage pays, and the groups it concerns; the producer is none of its consumers.
-
-    A stage pays when the boundary cuts the row, and when a saver is inside.
-    """
-
-    cost: float
-    producer: int | None
-    consumers: frozenset[int]
-    savers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -61,24 +48,20 @@ class Pins:
     """Sum of what the whole ideal, as one stage, pays, per ideal."""
 
     @classmethod
-    def of(cls, columns: NDArray[np.bool_], rows: Iterable[Row]) -> Pins:
-        """Return the pins of rows; ``columns[group]`` tells for each ideal whether it contains the group."""
-        merged: dict[Row, float] = {}
-        for row in rows:
-            bare = replace(row, cost=0.0)
-            merged[bare] = merged.get(bare, 0.0) + row.cost
-        inside = np.zeros((len(merged), columns.shape[1]), dtype=np.int32)
+    def of(cls, columns: NDArray[np.bool_], rows: Sequence[Net]) -> Pins:
+        """Return the pins of nets; ``columns[group]`` tells for each ideal whether it contains the group."""
+        inside = np.zeros((len(rows), columns.shape[1]), dtype=np.int32)
         paid = np.zeros(columns.shape[1])
-        whole = np.array([_PRODUCER + len(row.consumers) for row in merged], dtype=np.int32)
-        every = np.zeros(len(merged), dtype=np.int32)
-        for index, (row, cost) in enumerate(merged.items()):
+        whole = np.array([_PRODUCER + len(row.consumers) for row in rows], dtype=np.int32)
+        every = np.zeros(len(rows), dtype=np.int32)
+        for index, row in enumerate(rows):
             producer = frozenset() if row.producer is None else frozenset((row.producer,))
             for groups, unit in ((producer, _PRODUCER), (row.consumers, 1), (row.savers, _SAVER)):
                 every[index] += len(groups) * unit
                 for group in groups:
                     inside[index] += columns[group] * np.int32(unit)
-            paid += cost * _pays(inside[index], whole[index])
-        costs: Floats = np.array(list(merged.values()), dtype=np.float64)
+            paid += row.cost * _pays(inside[index], whole[index])
+        costs: Floats = np.array([row.cost for row in rows], dtype=np.float64)
         closed_cost: Floats = np.where(_pays(every, whole), costs, 0.0)
         return cls(cost=costs, inside=inside, whole=whole, every=every, closed_cost=closed_cost, paid=paid)
 
@@ -147,15 +130,12 @@ class Table:
     @cached_property
     def tensors(self) -> Pins:
         """What crosses cuts in time."""
-        rows = (Row(tensor.cost_s, tensor.producer, tensor.consumers) for tensor in self.graph.tensors)
-        return Pins.of(self.columns, rows)
+        return Pins.of(self.columns, self.graph.tensors)
 
     @cached_property
     def storages(self) -> Pins:
         """What stages keep in bytes."""
-        storages = self.graph.storages
-        rows = (Row(item.bytes, item.producer, item.consumers, item.savers) for item in storages)
-        return Pins.of(self.columns, rows)
+        return Pins.of(self.columns, self.graph.storages)
 
     def __len__(self) -> int:
         return len(self.ideals)

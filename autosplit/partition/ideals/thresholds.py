@@ -28,9 +28,11 @@ and for each tensor that lies across some of them how many of its pins each idea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
+from operator import and_, or_
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +40,7 @@ from numpy.typing import NDArray
 from autosplit.partition.goal import FOREVER, Clock, OutOfTime
 from autosplit.partition.graph import Graph, reach
 from autosplit.partition.ideals.chains import Chain
-from autosplit.partition.ideals.enumerate import IdealList, list_ideals
+from autosplit.partition.ideals.enumerate import list_ideals
 from autosplit.partition.ideals.table import Floats, Ints
 
 Flags = NDArray[np.bool_]
@@ -69,27 +71,21 @@ class _Block:
 class Lattice:
     """The ideals by position, in an order in which subsets come first."""
 
-    def __init__(self, graph: Graph, ideals: IdealList) -> None:
-        order = np.argsort(np.array(ideals.quanta, dtype=np.int64), kind="stable")
+    def __init__(self, graph: Graph, ideals: Mapping[int, int]) -> None:
+        """``ideals`` have their times, in quanta."""
         self.graph = graph
-        self.time_s: Floats = np.array(ideals.quanta, dtype=np.float64)[order] * _quantum(graph)
-        self._lows = [ideals.lows[index] for index in order]
-        self._bits = [ideals.bits[index] for index in order]
-        self._cost: Floats = np.array([tensor.cost_s for tensor in graph.tensors], dtype=np.float64)
-        self._pins = [np.array(sorted({item.producer, *item.consumers}), dtype=np.int64) for item in graph.tensors]
+        self.ideals = sorted(ideals, key=ideals.__getitem__)
+        self.time_s: Floats = np.array([ideals[ideal] for ideal in self.ideals], dtype=np.float64) * _quantum(graph)
+        self._cost: Floats = np.array([tensor.cost for tensor in graph.tensors], dtype=np.float64)
+        self._pins = [np.array(sorted(tensor.ends), dtype=np.int64) for tensor in graph.tensors]
         self._pin_counts = np.array([len(pins) for pins in self._pins], dtype=np.int32)
         self._first = np.array([pins[0] for pins in self._pins], dtype=np.int64)
         self._last = np.array([pins[-1] for pins in self._pins], dtype=np.int64)
-        self.cut_s: Floats = np.zeros(len(order))
-        self._blocks = [self._block(start) for start in range(0, len(order), _BLOCK)]
+        self.cut_s: Floats = np.zeros(len(self.ideals))
+        self._blocks = [self._block(start) for start in range(0, len(self.ideals), _BLOCK)]
 
     def __len__(self) -> int:
         return len(self.time_s)
-
-    def ideal(self, position: int) -> int:
-        """Return the ideal as one number, a bit per group."""
-        low = self._lows[position]
-        return self._bits[position] << low | (1 << low) - 1
 
     def holds(self, position: int) -> Flags:
         """Return for each group whether the ideal holds it."""
@@ -145,14 +141,12 @@ class Lattice:
 
     def _block(self, start: int) -> _Block:
         stop = min(start + _BLOCK, len(self))
-        lows, bits = self._lows[start:stop], self._bits[start:stop]
-        base = min(lows)
-        width = max(low + own.bit_length() for low, own in zip(lows, bits, strict=True)) - base
+        own = self.ideals[start:stop]
+        every, some_of = reduce(and_, own), reduce(or_, own)
+        base = (~every & every + 1).bit_length() - 1
+        width = some_of.bit_length() - base
         size = width // 8 + 1
-        packed = b"".join(
-            (own << low - base | (1 << low - base) - 1).to_bytes(size, "little")
-            for low, own in zip(lows, bits, strict=True)
-        )
+        packed = b"".join((ideal >> base).to_bytes(size, "little") for ideal in own)
         table = np.frombuffer(packed, dtype=np.uint8).reshape(stop - start, size)
         member = np.unpackbits(table, axis=1, count=width, bitorder="little").T.astype(np.bool_)
         full, some = member.all(axis=1), member.any(axis=1)
@@ -260,7 +254,7 @@ class _Thresholds:
             positions.append(parent_of[positions[-1]])
         positions = positions[::-1] + [last] * (self.stages - len(parents))
         value = max(self._load(first, second) for first, second in pairwise(positions))
-        return Chain(value, tuple(lattice.ideal(position) for position in positions))
+        return Chain(value, tuple(lattice.ideals[position] for position in positions))
 
     def _reached(self, frontier: Ints, threshold: float, *, left: int) -> tuple[Ints, Ints]:
         """Return the ideals that one more stage reaches, and from where, if ``left`` more can do the rest."""
@@ -302,7 +296,7 @@ class _Thresholds:
     def _rules_from(self, ruler: int) -> float:
         """Return from which threshold on all ideals inside the ruler are needless, infinity for none."""
         if ruler not in self.rules:
-            self.rules[ruler] = self.aside.load_s(self.lattice.ideal(ruler)) if self._is_ahead(ruler) else np.inf
+            self.rules[ruler] = self.aside.load_s(self.lattice.ideals[ruler]) if self._is_ahead(ruler) else np.inf
         return self.rules[ruler]
 
     def _is_ahead(self, ruler: int) -> bool:
@@ -324,33 +318,22 @@ class _Aside:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.everything = (1 << graph.size) - 1
-        successors = graph.successors()
-        with_itself = reach(successors, reversed(range(graph.size)))
+        with_itself = reach(graph.successors(), reversed(range(graph.size)))
         self.after = [mask ^ 1 << group for group, mask in enumerate(with_itself)]
-        self.next: NDArray[np.int64] = np.array([min(heads, default=graph.size) for heads in successors])
         self.tensors: list[list[int]] = [[] for _ in range(graph.size)]
         for index, tensor in enumerate(graph.tensors):
-            for pin in sorted({tensor.producer, *tensor.consumers}):
+            for pin in sorted(tensor.ends):
                 self.tensors[pin].append(index)
 
     def load_s(self, ideal: int) -> float:
         """Return the most that a stage of such groups can cost."""
-        low = (~ideal & ideal + 1).bit_length() - 1
-        ends = np.flatnonzero(self.next[:low] >= low).tolist() + _groups(ideal >> low, start=low)
-        dependent = self.everything
-        for end in ends:
-            dependent &= self.after[end]
-        groups = _groups((self.everything & ~ideal & ~dependent) >> low, start=low)
+        dependent = reduce(and_, (self.after[group] for group in _groups(ideal)), self.everything)
+        groups = _groups(self.everything & ~ideal & ~dependent)
         tensors = {index for group in groups for index in self.tensors[group]}
-        tensors_s = sum(self.graph.tensors[index].cost_s for index in sorted(tensors))
+        tensors_s = sum(self.graph.tensors[index].cost for index in sorted(tensors))
         return sum(self.graph.times_s[group] for group in groups) + tensors_s
 
 
-def _groups(bits: int, *, start: int) -> list[int]:
-    """Return the groups whose bit, counted from ``start``, is set."""
-    found = []
-    while bits:
-        bit = bits & -bits
-        bits ^= bit
-        found.append(start + bit.bit_length() - 1)
-    return found
+def _groups(bits: int) -> list[int]:
+    """Return the groups whose bit is set."""
+    return [group for group in range(bits.bit_length()) if bits >> group & 1]

@@ -48,25 +48,17 @@ Stages = NDArray[np.int64]
 """The stage of each group."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """An assignment and its step."""
-
-    assignment: tuple[int, ...]
-    step_s: float
-
-
 def least_step(
     problem: Problem, *, stages: int, empty: bool, assignment: Sequence[int], clock: Clock = FOREVER
-) -> Step:
-    """Return the cut with the shortest simulated step that is found, starting from a cut that fits.
+) -> tuple[int, ...]:
+    """Return the assignment with the shortest simulated step that is found, starting from a cut that fits.
 
     ``stages`` and ``empty`` are those of `solve`.
     """
     graph = base_graph(problem)
     count = stages if empty else min(stages, graph.size)
     found = _Search(problem, graph, stages=count, empty=empty, clock=clock).run(assignment)
-    return Step(tuple(found.stages[list(graph.group_of)].tolist()), found.step_s)
+    return tuple(found.stages[list(graph.group_of)].tolist())
 
 
 @dataclass(frozen=True)
