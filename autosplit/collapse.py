@@ -103,7 +103,8 @@ def _causes(graph: TracedGraph) -> str:
 
 def _place(node: fx.Node, info: TracedNode) -> str:
     target = getattr(node.target, "__name__", str(node.target))
-    return f"{info.module or 'the root'} ({target}{', ' * bool(info.source)}{info.source})"
+    called = info.whole or f"{target}{', ' * bool(info.source)}{info.source}"
+    return f"{info.module or 'the root'} ({called})"
 
 
 def _rough_work(graph: TracedGraph, model: nn.Module, *, rows: int) -> Iterator[tuple[TracedNode, float]]:

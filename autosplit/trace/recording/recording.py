@@ -23,7 +23,9 @@ VALUE_READS = frozenset(
     "__bool__ item tolist __int__ __float__ __index__ __complex__ numpy __array__ is_nonzero equal allclose "
     "__contains__".split()
 )
-GRADIENT_CALLS = frozenset(("register_hook", "register_post_accumulate_grad_hook", "backward", "grad"))
+GRADIENT_CALLS = frozenset("register_hook register_post_accumulate_grad_hook retain_grad backward grad".split())
+OBSERVES = "it observes gradients"
+"""Why a module sees the whole batch that hangs something on the graph of autograd: it wants a whole gradient, once."""
 NESTED = "makes a nested tensor, which has no shape; pad and mask instead"
 """Why a model is not recorded, not even around a module: a stage that runs again in its backward compares shapes."""
 _OWN = str(Path(__file__).parents[2]) + os.sep

@@ -29,13 +29,14 @@ from autosplit.trace.inputs.objects import take_apart
 from autosplit.trace.reads.assertions import check_value
 from autosplit.trace.reads.watch import READS
 from autosplit.trace.recording.build import RawGraph
+from autosplit.trace.recording.recording import OBSERVES
 from autosplit.trace.recording.run import FlatInputs
 from autosplit.trace.rows.backward_probe import BackwardProbe, has_own_backward
 from autosplit.trace.rows.findings import Findings, key_of_opaque
 from autosplit.trace.rows.grouped import grouped
 from autosplit.trace.rows.kinds import is_opaque, leaves_unset
 from autosplit.trace.rows.made_up import WAYS, MadeUp
-from autosplit.trace.rows.opaque_probe import OpaqueProbe
+from autosplit.trace.rows.opaque_probe import OpaqueProbe, run_observing
 from autosplit.trace.rows.operator_probe import OperatorProbe
 from autosplit.trace.rows.row_values import tensors_of
 
@@ -271,7 +272,7 @@ class _Lockstep:
         if info is None:
             return interpreter.run_node(node)
         with self._own_contents(info, own) as touched:
-            value = interpreter.run_node(node)
+            value = run_observing(interpreter, node) if info.whole.startswith(OBSERVES) else interpreter.run_node(node)
             if leaves_unset(node, self.raw.root):
                 value.detach().zero_()  # what lay in that memory says nothing about rows
             for name in touched:
