@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import graph
+from torch.utils.checkpoint import checkpoint
 
 from autosplit import autosplit
 
@@ -212,4 +214,73 @@ def test_the_warning_names_what_observes_and_where() -> None:
         UserWarning,
         match=r"from 1 \(it observes gradients: it calls register_hook of an autograd node, .*test_observers.py:\d+",
     ):
+        pipe(BATCH)
+
+
+class Checkpointed(nn.Module):
+    """A stem, and blocks under a reentrant checkpoint: they get no gradients unless their input requires one."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.stem, self.way = nn.Linear(WIDTH, WIDTH), way
+        norm = nn.BatchNorm1d if way == "a norm" else nn.LayerNorm
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm(WIDTH), nn.Tanh()) for _ in range(2))
+        self.stem.requires_grad_(way == "a norm")
+        if way == "a hook":
+            self.stem.register_forward_hook(require_gradients)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        if self.way == "the model":
+            x = x.detach().requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)  # type: ignore[assignment]
+        return x
+
+
+def require_gradients(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.requires_grad_()
+
+
+@pytest.mark.parametrize("lanes", ["inline", "threads"])
+@pytest.mark.parametrize("way", ["a hook", "the model", "a norm"])
+def test_a_reentrant_checkpoint_over_what_is_made_to_require_a_gradient(way: str, lanes: str) -> None:
+    torch.manual_seed(0)
+    model = Checkpointed(way).double()
+    plain = copy.deepcopy(model)
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, lanes=lanes)
+    for _ in range(2):
+        nn.functional.mse_loss(plain(BATCH), BATCH).backward()
+        pipe.train_step(BATCH, target=BATCH, loss_fn=nn.functional.mse_loss)
+    for own, other in ((model.parameters(), plain.parameters()), (model.buffers(), plain.buffers())):
+        for each, wanted in zip(own, other, strict=True):
+            torch.testing.assert_close(each, wanted, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(each.grad, wanted.grad, rtol=1e-12, atol=1e-12)
+    assert (pipe._core.recordings.tree is None) == (way != "a norm"), (
+        "a norm counts each batch twice, as in plain torch"
+    )
+
+
+def logged_by(hook: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    model[0].register_forward_hook(hook)
+    return model, autosplit(model, devices=["cpu"] * 2, chunks=4)
+
+
+def test_a_hook_of_a_layer_that_only_logs_sees_each_microbatch() -> None:
+    log: list[float] = []
+    model, pipe = logged_by(lambda module, args, output: log.append(output.square().sum().item()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe(BATCH)
+    expected = nn.functional.linear(BATCH, model[0].weight, model[0].bias).detach()
+    torch.testing.assert_close(log, [rows.square().sum().item() for rows in expected.chunk(4)])
+
+
+@pytest.mark.filterwarnings("ignore:.* devices were given")
+def test_a_hook_that_decides_by_a_value_is_named_by_the_warning() -> None:
+    _, pipe = logged_by(lambda module, args, output: 2 * output if output.mean().item() > 0 else output)
+    where = rf"it reads a tensor's value \(item, {__file__}:\d+\)"
+    with pytest.warns(UserWarning, match=where):
         pipe(BATCH)

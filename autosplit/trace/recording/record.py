@@ -47,6 +47,7 @@ from autosplit.trace.recording.recording import (
     Refusal,
     apply_function,
     is_foreign,
+    run_checkpointed,
     source_line,
     under,
     where,
@@ -353,7 +354,7 @@ class Recorder(TorchFunctionMode):
         if function.__name__ == "_NoopSaveInputs":  # torch 2.11's checkpoint keeps its inputs by it; here it just runs
             return args[0].detach()
         if function is CheckpointFunction:
-            return args[0](*args[2:])
+            return run_checkpointed(*args)
         run = partial(original, *args, **kwargs)
         return self.perform("function", apply_function, function.__name__, run, (function, *args), kwargs)
 

@@ -218,6 +218,16 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
+def run_checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    """Call what a reentrant checkpoint calls, given as to `torch.utils.checkpoint.CheckpointFunction`.
+
+    There are no gradients behind it unless a tensor that it is given requires one.
+    """
+    wanted = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
+        return function(*args)
+
+
 def assign_buffer(buffers: dict[str, torch.Tensor | None], name: str, value: torch.Tensor) -> None:
     """Put a new tensor in a buffer's place, as the model did (``self.ema = ...``), in its module's table."""
     buffers[name] = value
