@@ -284,3 +284,25 @@ def test_a_hook_that_decides_by_a_value_is_named_by_the_warning() -> None:
     where = rf"it reads a tensor's value \(item, {__file__}:\d+\)"
     with pytest.warns(UserWarning, match=where):
         pipe(BATCH)
+
+
+@pytest.mark.parametrize("lanes", ["inline", "threads"])
+def test_hooks_of_parameters_are_called_once_each_in_an_order_of_their_own(lanes: str) -> None:
+    """The order is the engine's for leaves of one node, not that of a backward: see docs/limits.md."""
+
+    def called(make: Callable[[nn.Module], Any]) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+        log: list[str] = []
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: log.append(name))
+        step = make(model)
+        step(BATCH, BATCH)
+        return log
+
+    def stepped(model: nn.Module) -> Any:
+        pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, lanes=lanes)
+        return lambda x, y: pipe.train_step(x, target=y, loss_fn=nn.functional.mse_loss)
+
+    plain = called(lambda model: lambda x, y: nn.functional.mse_loss(model(x), y).backward())
+    assert sorted(called(stepped)) == sorted(plain)
