@@ -231,6 +231,9 @@ def takes_numpy(part: Part, x: Tensor) -> Tensor:
     return part.own(x) * float(np.abs(x.detach().numpy()).mean())
 
 
+NUMPY = f"{__file__}:{takes_numpy.__code__.co_firstlineno + 1}"
+
+
 def draws_in_torch(part: Part, x: Tensor) -> Tensor:
     return part.own(x) * (2.0 if torch.rand(()).item() < 0.5 else 1.0)
 
@@ -249,7 +252,10 @@ CASES = {
     "changes its input": Case(changes_its_input, AFTER, {"node_class": NodeClass.FULL}),
     "nested outputs": Case(nested, NESTED, {"node_class": NodeClass.FULL}),
     "sizes as a list": Case(sizes_as_a_list),
-    "numpy": Case(takes_numpy, node={"whole": "it reads a tensor's value (numpy)"}),
+    "numpy": Case(
+        takes_numpy,
+        node={"whole": f"it reads a tensor's value (numpy, {NUMPY})"},
+    ),
     "draws in torch": Case(draws_in_torch, node={"random": True, "node_class": NodeClass.FULL}),
 }
 

@@ -24,7 +24,10 @@ def silence(tables: Iterable[dict[int, Callable[..., Any]]]) -> None:
 
 
 def only_observes(hook: Callable[..., Any]) -> bool:
-    """Tell whether a hook returns None by its code, and is neither torch's nor one that collects outputs."""
+    """Tell whether a hook returns None by its code, and is neither torch's nor one that collects outputs.
+
+    One that makes outputs require gradients does more than that.
+    """
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = hook if hasattr(hook, "__code__") else getattr(hook, "__func__", None) or type(hook).__call__
@@ -32,7 +35,7 @@ def only_observes(hook: Callable[..., Any]) -> bool:
     code = getattr(function, "__code__", None)
     if home == "torch.utils.module_tracker":
         return True
-    if code is None or home == COLLECTS or home.partition(".")[0] == "torch":
+    if code is None or home == COLLECTS or home.partition(".")[0] == "torch" or "requires_grad_" in code.co_names:
         return False
     steps = list(dis.get_instructions(code))
     ends = [number for number, step in enumerate(steps) if step.opname in ("RETURN_VALUE", "RETURN_CONST")]

@@ -28,6 +28,7 @@ from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.hooks import silence
 from autosplit.trace.inputs.objects import storage_key
 from autosplit.trace.recording.random_watch import named_arguments
+from autosplit.trace.scope import has_hooks
 
 _SMALL = 1 << 22
 """Elements of a tensor that is copied wherever it is held."""
@@ -148,11 +149,12 @@ def contents(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 def norm_dropout_eval(model: nn.Module) -> None:
     """Put torch.nn's layers in eval mode, inside of :func:`attributes`.
 
-    Norm layers then use their running statistics and dropout draws nothing, while the model's own modules keep the mode
-    that decides what their Python does.
+    Norm layers then use their running statistics and dropout draws nothing, while the model's own modules, and layers
+    with hooks, keep the mode that decides what their Python does.
     """
     for module in model.modules():
-        if type(module).__module__.startswith("torch.nn") or isinstance(module, _QUIETED):
+        layer = type(module).__module__.startswith("torch.nn")
+        if isinstance(module, _QUIETED) or (layer and (hasattr(module, "dropout") or not has_hooks(module))):
             module.training = False
 
 

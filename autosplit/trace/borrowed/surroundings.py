@@ -6,6 +6,8 @@ torch's own, and torch's flags for compiling and exporting stay off: a library's
 ``torch._subclasses`` is private; nothing public says "run as always, on fake tensors". Tried with torch 2.13 and
 transformers 5.23, whose questions are ``is_tracing`` and ``is_torchdynamo_compiling`` in ``utils/import_utils.py``.
 
+*What is behind this tensor?* Its autograd node, on which no hook can be registered.
+
 *Are gradients, or inference mode, on?* A recording is made with gradients on.
 
 ``torch.is_grad_enabled`` cannot be overridden by a mode, so it is replaced while the model runs; a module that took the
@@ -65,6 +67,31 @@ class _OfTorchOnly(type(FakeTensor)):  # type: ignore[misc]
 
 class _Unseen(FakeTensor, metaclass=_OfTorchOnly):
     """Stands under the name of FakeTensor."""
+
+
+class _SeenNode:
+    """Answers as an autograd node does, but for what registers hooks: these would be on the node of a fake tensor."""
+
+    def __init__(self, node: Any, refuse: Callable[[str], Exception]) -> None:
+        self._seen = node, refuse
+
+    def __getattribute__(self, name: str) -> Any:
+        node, refuse = object.__getattribute__(self, "_seen")
+        if "hook" in name:
+            raise refuse(f"calls {name} of an autograd node")
+        value = getattr(node, name)
+        return tuple((seen_node(n, refuse), i) for n, i in value) if name == "next_functions" else value
+
+    def __eq__(self, other: Any) -> bool:
+        return hash(self) == hash(other)
+
+    def __hash__(self) -> int:
+        return hash(object.__getattribute__(self, "_seen")[0])
+
+
+def seen_node(node: Any, refuse: Callable[[str], Exception]) -> Any:
+    """Return what a forward is shown of a recorded tensor's node; ``refuse`` makes the exception for a hook."""
+    return None if node is None else type(type(node).__name__, (_SeenNode,), {})(node, refuse)
 
 
 def as_in_a_plain_call() -> contextlib.AbstractContextManager[Any]:

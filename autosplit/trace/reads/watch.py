@@ -23,7 +23,7 @@ from autosplit.trace.borrowed.state_calls import in_place
 from autosplit.trace.inputs.objects import storage_key, take_apart, tensors_in
 from autosplit.trace.reads.assertions import assertion_here
 from autosplit.trace.recording.random_watch import Draw, RandomWatch
-from autosplit.trace.recording.recording import VALUE_READS, Call, Refusal, source_line
+from autosplit.trace.recording.recording import VALUE_READS, Call, Refusal, run_checkpointed, source_line
 from autosplit.trace.scope import Scope
 
 _INDEX_MAKERS = frozenset("nonzero argwhere where".split())
@@ -99,9 +99,15 @@ class Watcher(TorchFunctionMode):
             self._muted -= 1
 
     def call_function(self, original: Callable[..., Any], function: type, args: Any, kwargs: Any) -> Any:
-        """Stand in for ``autograd.Function.apply``: nothing inside is answered."""
-        from torch.utils.checkpoint import CheckpointFunction
+        """Stand in for ``autograd.Function.apply``: nothing inside is answered.
 
+        A reentrant checkpoint, which knows no gradients of some leaves only, runs again in the backward as others do.
+        """
+        from torch.utils.checkpoint import CheckpointFunction, checkpoint, set_checkpoint_early_stop
+
+        if function is CheckpointFunction and not self._muted:
+            with set_checkpoint_early_stop(False):
+                return run_checkpointed(partial(checkpoint, args[0], use_reentrant=False), *args[1:])
         self.random.runs_twice |= function is CheckpointFunction
         self._muted += 1
         try:
@@ -200,9 +206,9 @@ class Taint:
         steady = bool(inputs) and all(id(tensor) in self.steady for tensor in inputs)
         index = bool(inputs) and all(id(tensor) in self.indices or id(tensor) in self.steady for tensor in inputs)
         if label in VALUE_READS and not index and not self.read:
-            self.read = f"{READS} a tensor's value ({label.strip('_')})"
+            self.read = f"{READS} a tensor's value ({label.strip('_')}, {source_line()})"
         if label in SIZES and not steady and not self.read and any(id(tensor) in self.sized for tensor in inputs):
-            self.read = f"{READS} a size that depends on values ({label.strip('_')})"
+            self.read = f"{READS} a size that depends on values ({label.strip('_')}, {source_line()})"
         out = func(*args, **kwargs)
         if label == "__iter__":
             found = list(out)

@@ -26,7 +26,7 @@ from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.reads.reads import MetaValueReader, Reader, ValueReader
 from autosplit.trace.reads.watch import Watcher
 from autosplit.trace.recording.merge import BATCH_SIZES, MergedRecording, holds_at, merge
-from autosplit.trace.recording.recording import Call, Recording, Refusal, Unexpected, is_fault
+from autosplit.trace.recording.recording import OBSERVES, Call, Recording, Refusal, Unexpected, is_fault
 from autosplit.trace.recording.run import FlatInputs, PythonRun, patched, run_python
 from autosplit.trace.rows.probe import on_other_rows, probe_rows
 from autosplit.trace.scope import STATEFUL_LEAVES, OpaqueModule, Scope, has_hooks
@@ -210,12 +210,13 @@ def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Wa
     pairs = zip(inputs.leaves, inputs.batch_dims, strict=True)
     leaves = [leaf if dim is None else probe_rows(leaf, dim, range(rows)) for leaf, dim in pairs]
     args, kwargs = inputs.rebuild(leaves)
+    hooked = any(one.whole.startswith(OBSERVES) for one in scope.opaque.values())
     with (
         state.borrowed(model) as holders,
         state.written_back(model),
         on_other_rows(),
-        torch.no_grad(),
         torch.inference_mode(False),
+        torch.set_grad_enabled(hooked),
     ):
         watcher = Watcher(model, scope, holders)
         try:

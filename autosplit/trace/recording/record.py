@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
@@ -29,6 +30,7 @@ from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.logged import LoggedNumber, log_item
 from autosplit.trace.borrowed.side_effects import by_hooks, check_own
 from autosplit.trace.borrowed.state_calls import assign_buffers, give_back, track_mutation, track_state
+from autosplit.trace.borrowed.surroundings import seen_node
 from autosplit.trace.inputs.objects import is_object, projections, storage_key, take_apart, tensors_in
 from autosplit.trace.inputs.signature import GradAutocastState
 from autosplit.trace.reads.assertions import assertion_here, record_check
@@ -36,6 +38,7 @@ from autosplit.trace.recording.random_watch import RandomWatch
 from autosplit.trace.recording.recording import (
     GRADIENT_CALLS,
     NESTED,
+    OBSERVES,
     VALUE_READS,
     Attribute,
     Call,
@@ -44,6 +47,7 @@ from autosplit.trace.recording.recording import (
     Refusal,
     apply_function,
     is_foreign,
+    run_checkpointed,
     source_line,
     under,
     where,
@@ -111,6 +115,18 @@ class Recorder(TorchFunctionMode):
         """Return a refusal of what the module whose forward is running does; ``whole``: see `Refusal`."""
         source = source_line()
         return Refusal(f"{where(self.path)} {what}" + (f" ({source})" if source else ""), self.path, whole=whole)
+
+    def refuse_gradients(self, what: str, *, observes: bool = True) -> Refusal:
+        """Return a refusal of what hangs on the graph of autograd, or runs it; ``observes``: on the whole batch."""
+        whole = f"{OBSERVES}: it {what}, {source_line()}" if observes else ""
+        what += "; a graph carries no hooks and computes no gradients in forward"
+        return self.refusal(what, whole=whole)
+
+    def check_saved_hooks(self, hooks: saved_tensors_hooks) -> None:
+        """Raise Refusal where the model sees what autograd saves; torch's own hooks, which offload it, are left out."""
+        kind = type(hooks)
+        if not self._muted and (kind is saved_tensors_hooks or not kind.__module__.startswith("torch.")):
+            raise self.refuse_gradients(f"enters {kind.__name__}")
 
     # -- values ------------------------------------------------------------------------------------------------
     def add_input(self, name: str, tensor: torch.Tensor) -> None:
@@ -252,11 +268,8 @@ class Recorder(TorchFunctionMode):
         label = getattr(func, "__name__", type(func).__name__)
         if label in VALUE_READS and any(self.knows(t) or type(t) is not FakeTensor for t in tensors_in((args, kwargs))):
             return self._read(func, label, args, kwargs)
-        if label in GRADIENT_CALLS and any(id(t) in self.refs for t in tensors_in((args, kwargs))):
-            raise self.refusal(
-                f"calls {label} on a recorded tensor; a graph carries no hooks and computes no gradients in forward",
-                whole="it registers a hook" if "hook" in label else "",
-            )
+        if label in GRADIENT_CALLS and any(map(self.knows, tensors_in((args, kwargs)))):
+            raise self.refuse_gradients(f"calls {label} on a tensor", observes=label not in ("backward", "grad"))
         if label == "__get__":
             label = func.__self__.__name__
             if label == "grad":
@@ -264,11 +277,14 @@ class Recorder(TorchFunctionMode):
             if label in _TELL_GRAD_MODE and args[0].requires_grad and not args[0].is_leaf:
                 asked_by_model = not is_foreign(sys._getframe(1).f_code.co_filename)
                 self.asks_grad_mode = self.asks_grad_mode or (source_line() if asked_by_model else "")
-            return self.perform("function", getattr, label, lambda: func(*args), (args[0], label), {})
+            value = self.perform("function", getattr, label, lambda: func(*args), (args[0], label), {})
+            return seen_node(value, self.refuse_gradients) if label == "grad_fn" else value
         if label == "__set__":
             label = func.__self__.__name__
             if label == "data":
                 raise Refusal(f"{where(self.path)} assigns data of a tensor, as no graph does ({source_line()})", "")
+            if label.endswith("_hooks"):
+                raise self.refuse_gradients(f"sets {label} of a tensor")
             full = (args[0], label, args[1])
             return self.perform("function", setattr, f"set_{label}", lambda: func(*args), full, {})
         return self.perform("function", func, label.strip("_") or "op", lambda: func(*args, **kwargs), args, kwargs)
@@ -338,7 +354,7 @@ class Recorder(TorchFunctionMode):
         if function.__name__ == "_NoopSaveInputs":  # torch 2.11's checkpoint keeps its inputs by it; here it just runs
             return args[0].detach()
         if function is CheckpointFunction:
-            return args[0](*args[2:])
+            return run_checkpointed(*args)
         run = partial(original, *args, **kwargs)
         return self.perform("function", apply_function, function.__name__, run, (function, *args), kwargs)
 

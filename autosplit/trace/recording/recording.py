@@ -23,7 +23,9 @@ VALUE_READS = frozenset(
     "__bool__ item tolist __int__ __float__ __index__ __complex__ numpy __array__ is_nonzero equal allclose "
     "__contains__".split()
 )
-GRADIENT_CALLS = frozenset(("register_hook", "register_post_accumulate_grad_hook", "backward", "grad"))
+GRADIENT_CALLS = frozenset("register_hook register_post_accumulate_grad_hook retain_grad backward grad".split())
+OBSERVES = "it observes gradients"
+"""Why a module sees the whole batch that hangs something on the graph of autograd: it wants a whole gradient, once."""
 NESTED = "makes a nested tensor, which has no shape; pad and mask instead"
 """Why a model is not recorded, not even around a module: a stage that runs again in its backward compares shapes."""
 _OWN = str(Path(__file__).parents[2]) + os.sep
@@ -214,6 +216,16 @@ def invoke(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Call a custom ``torch.autograd.Function`` as one operation, with its own backward."""
     return function.apply(*args)
+
+
+def run_checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    """Call what a reentrant checkpoint calls, given as to `torch.utils.checkpoint.CheckpointFunction`.
+
+    There are no gradients behind it unless a tensor that it is given requires one.
+    """
+    wanted = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
+        return function(*args)
 
 
 def assign_buffer(buffers: dict[str, torch.Tensor | None], name: str, value: torch.Tensor) -> None:

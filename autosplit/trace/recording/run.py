@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.autograd.graph import saved_tensors_hooks
 
 from autosplit.trace.borrowed import side_effects, state
 from autosplit.trace.borrowed.blank import home_of, lies_apart
@@ -301,7 +302,7 @@ def quiet_log() -> contextlib.AbstractContextManager[Any]:
 def patched(recorder: Recorder | Watcher) -> Iterator[None]:
     """Show calls of modules and of autograd functions to a recorder; those of other threads go on as ever."""
     call, initialize, apply = nn.Module.__call__, nn.Module.__init__, torch.autograd.Function.__dict__["apply"]
-    own = threading.get_ident()
+    enter, own = saved_tensors_hooks.__enter__, threading.get_ident()
 
     def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != own:
@@ -319,7 +320,13 @@ def patched(recorder: Recorder | Watcher) -> Iterator[None]:
             return plain(*args, **kwargs)
         return recorder.call_function(plain, function, args, kwargs)
 
+    def enter_hooks(hooks: saved_tensors_hooks) -> None:
+        if threading.get_ident() == own and isinstance(recorder, Recorder):
+            recorder.check_saved_hooks(hooks)
+        enter(hooks)
+
     with (
+        patch.object(saved_tensors_hooks, "__enter__", enter_hooks),
         patch.object(nn.Module, "__call__", call_module),
         patch.object(nn.Module, "__init__", make),
         patch.object(torch.autograd.Function, "apply", classmethod(apply_function)),

@@ -63,8 +63,11 @@ def is_torchs(node: fx.Node, root: nn.Module) -> bool:
 
 
 def is_opaque(node: fx.Node, root: nn.Module) -> bool:
-    """Tell whether a node is a module that runs by its own Python."""
-    return node.op == "call_module" and not is_layer(root.get_submodule(str(node.target)))
+    """Tell whether a node is a module that runs by its own Python, or by that of its hooks."""
+    if node.op != "call_module":
+        return False
+    module = root.get_submodule(str(node.target))
+    return not is_layer(module) or has_hooks(module)
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ from autosplit.compare import same_rounded
 from autosplit.errors import is_internal
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO
+from autosplit.trace.inputs.objects import mapped
 from autosplit.trace.reads.watch import SIZES, Taint
 from autosplit.trace.recording.recording import VALUE_READS
 from autosplit.trace.rows.row_values import rows_of, tensors_of
@@ -168,6 +169,22 @@ class OpaqueProbe:
             if is_internal(error):
                 raise
             return or_raises
+
+
+def run_observing(run: fx.Interpreter, node: fx.Node) -> Any:
+    """Run a module that observes gradients on copies that require them, and return what it gives without."""
+    given = {n: mapped(_as_computed, run.env[n]) for n in node.all_input_nodes}
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+    with torch.enable_grad():
+        value = getattr(run, node.op)(node.target, args, kwargs)
+        return mapped(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def _as_computed(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        return leaf
+    with torch.enable_grad():
+        return leaf.detach().requires_grad_().clone()
 
 
 def _is_zero(size: Any) -> bool:

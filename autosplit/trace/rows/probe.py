@@ -31,13 +31,14 @@ from autosplit.trace.inputs.objects import take_apart
 from autosplit.trace.reads.assertions import check_value
 from autosplit.trace.reads.watch import READS
 from autosplit.trace.recording.build import RawGraph
+from autosplit.trace.recording.recording import OBSERVES
 from autosplit.trace.recording.run import FlatInputs
 from autosplit.trace.rows.backward_probe import BackwardProbe, has_own_backward
 from autosplit.trace.rows.findings import Findings, key_of_opaque
 from autosplit.trace.rows.grouped import grouped
 from autosplit.trace.rows.kinds import NormsInEval, is_opaque, keeps_statistics, leaves_unset
 from autosplit.trace.rows.made_up import WAYS, MadeUp
-from autosplit.trace.rows.opaque_probe import OpaqueProbe
+from autosplit.trace.rows.opaque_probe import OpaqueProbe, run_observing
 from autosplit.trace.rows.operator_probe import OperatorProbe
 from autosplit.trace.rows.row_values import tensors_of
 
@@ -275,7 +276,8 @@ class _Lockstep:
         quiet = NormsInEval() if info.writes and keeps_statistics(node, self.raw.root) else contextlib.nullcontext()
         with self._own_contents(info, own) as touched:
             with quiet:
-                value = interpreter.run_node(node)
+                observes = info.whole.startswith(OBSERVES)
+                value = run_observing(interpreter, node) if observes else interpreter.run_node(node)
             if leaves_unset(node, self.raw.root):
                 value.detach().zero_()  # what lay in that memory says nothing about rows
             for name in touched:
