@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +67,7 @@ def autosplit(
     feed: str = "all",
     outputs: str = "last",
     weights: Any = None,
-    timeout: float | timedelta | None = None,
+    timeout: Any = None,
 ) -> PipelinedModule:
     """Split a model over devices and return it as a pipelined ``torch.fx.GraphModule`` with the same state.
 
@@ -124,14 +123,12 @@ def autosplit(
             with the model's names, of which repeated blocks then run by their calls (fully_shard, compiling).
         feed: which processes are called with the batch under "torchrun": "all": each with the same; "first_last": that
             of the first stage with the inputs, and that of the last with ``target`` and ``loss_fn``.
-        outputs: which processes get the model's output under "torchrun": "last", that of the last stage, others None;
-            or "all".
+        outputs: which processes get the output under "torchrun": "last", that of the last stage, others None; or "all".
         weights: where a model on meta, which "torchrun" takes too, gets its values from: a state dict, a safetensors or
             torch file, or the folder of a checkpoint; each process reads its part. None: its modules' own initialisers
             give them, by torch's seed and the names, whatever the cut.
-        timeout: after how long a step hangs under "torchrun", in seconds or a ``timedelta``: no process has begun
-            another action, message or collective for so long. None: torch's default for its process groups, 30 minutes
-            on CPUs and 10 on CUDA devices. A process that was killed is noticed within seconds.
+        timeout: seconds, or a ``timedelta``, after which a step hangs under "torchrun" where no process has begun
+            anything. None: torch's default for its process groups, 30 minutes on CPUs and 10 on CUDA devices.
 
     Returns:
         The pipelined module. Calling it gives the model's outputs, transparent to autograd.
@@ -166,8 +163,7 @@ def autosplit(
     )
     options = Options(
         devices=resolved,
-        **(asked | {"replicas": each}),
-        batch_dims=batch_dims,
+        **(asked | {"replicas": each, "batch_dims": batch_dims}),
         compile=resolve_compile(compile),
         lanes=resolve_lanes(lanes, resolved) if world is None else "inline",
         processes=world is not None,

@@ -62,7 +62,7 @@ def program_text(lowered: Lowered) -> str:
     return "\n".join(lines)
 
 
-def pipe_facts(model: nn.Module, options: Options, plan: Plan | None, **ways: str) -> dict[str, Any]:
+def pipe_facts(model: nn.Module, options: Options, plan: Plan | None, **ways: Any) -> dict[str, Any]:
     """Return in what the pipes of all ranks have to agree, as texts: the first line that differs is shown."""
     asked = {own.name: getattr(options, own.name) for own in fields(options) if own.name != "devices"} | ways
     modules = [f"{path or 'the model'}: {type(own).__name__}" for path, own in model.named_modules()]

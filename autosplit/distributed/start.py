@@ -40,7 +40,7 @@ class Taken(NamedTuple):
     whole: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankStart(Start):
     """What the cells of one rank begin with, and the way back of the gradients.
 

@@ -36,7 +36,6 @@ class RankStep(Step):
         ranks: by stage, the ranks of its replicas.
         group: the group of those of this rank's stage; None where it has one.
         sent: what is on its way to others.
-        messages: what brings values from stage to stage, once something has asked for it.
         whole: whether what comes behind the last cell runs: the merges, and what mixes rows.
         loss: what tells steps of the same signature apart: which loss ends them, or what a backward begins with.
         timeout_s: the ranks hang when none has moved for so many seconds.
@@ -50,7 +49,6 @@ class RankStep(Step):
     ranks: Sequence[Sequence[int]]
     group: Any = None
     sent: Sent = field(default_factory=dict)
-    messages: Messages | None = None
     whole: bool = False
     loss: Any = None
     timeout_s: float
@@ -120,11 +118,9 @@ class RankStep(Step):
         return self.once(("messages", *kind), Descriptions)
 
     def transport(self, *, detached: bool) -> Messages:
-        """Return what brings values from stage to stage, also of other ranks; it is one for the whole step."""
-        if self.messages is None:
-            given = self.world, self.ends, self.lanes, self.log
-            self.messages = Messages(*given, sent=self.sent, detached=detached, **self._described())
-        return self.messages
+        """Return what brings values from stage to stage, also of other ranks; a step has one."""
+        given = self.world, self.ends, self.lanes, self.log
+        return Messages(*given, sent=self.sent, detached=detached, **self._described())
 
     def _described(self) -> dict[str, Any]:
         """Return by what messages are described."""

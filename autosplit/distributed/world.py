@@ -129,26 +129,19 @@ class World:
         """Return the ranks of ``torch.distributed`` that have a rank's part of the model."""
         return frozenset(members[rank] for members in self.layout)
 
-    @property
-    def opens_pairs(self) -> bool:
-        """Whether each sender and receiver has a group of its own: where messages have no tags."""
-        return self.device.type != "cpu"
-
     def open(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Make a group for each sender and receiver of every pipeline; a rank asks for them while it records.
 
         All ranks make them, those that wait meanwhile too: ``torch.distributed`` names groups by their number.
         """
-        asked = frozenset(pairs)
-        if asked - self.pairs.keys() and (found := self._different_calls(self._rows(RECORDS, asked))) is not None:
-            raise as_known(found)
+        if (asked := frozenset(pairs)) - self.pairs.keys():
+            self.gather(RECORDS, asked)
 
     def _open(self, pair: tuple[int, int]) -> None:
         """Make the groups of a sender and a receiver; their first use makes them ready."""
-        for members in (members for layout in self.columns for members in layout):
-            group = dist.new_group(sorted(members[rank] for rank in pair))
-            if members == self.members:
-                self.pairs[pair] = group
+        pipelines = [members for layout in self.columns for members in layout]
+        groups = {members: dist.new_group(sorted(members[rank] for rank in pair)) for members in pipelines}
+        self.pairs[pair] = groups[self.members]
         if self.rank in pair:
             probe = torch.zeros(1, device=self.device)
             work = self.isend(probe, pair[1]) if self.rank == pair[0] else self.irecv(probe, pair[0])

@@ -77,8 +77,7 @@ class RankPipe(RankStreaming, PipelinedModule):
         _, error = attempt(lambda: check_plain(model))
         timeout_s, wrong = attempt(lambda: seconds_of(timeout, world.device))
         error = error or wrong or refuse_parts(model) or check_columns(options, world.tensor_ranks, **ways)
-        facts = {} if error else pipe_facts(model, options, plan, **ways, timeout=f"{timeout_s:g} s")
-        world.agree("makes a pipe", facts, error)
+        world.agree("makes a pipe", {} if error else pipe_facts(model, options, plan, **ways, timeout=timeout_s), error)
         super().__init__(model, options, plan, own_plan)
         self._core.recordings = RankRecordings(model, options, plan, world, own=own_plan, weights=weights)
         self._core.recordings.parallelize = parallelize

@@ -286,7 +286,7 @@ class RankRecordings(Recordings):
                 f"{shared!r} is changed on one rank and used on another, which would not see it; give modules that "
                 "share state one stage by plan=, or run them in one process"
             )
-        if self.world.opens_pairs:
+        if self.world.payload is not self.world.control:  # NCCL carries tensors, and has no tags
             self.world.open(pairs_of(lowered, ranks))
         self.group = stage_group(self.world, ranks)
         stages = [stage for stage, each in enumerate(ranks) if self.world.rank in each]

@@ -9,12 +9,14 @@ wait for each other, and fail when time is out.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autosplit.distributed import join
 from autosplit.distributed.world import World
 
 LIMIT_S = 20.0
@@ -39,4 +41,11 @@ def install(limit_s: float = LIMIT_S) -> None:
         return work
 
     World.isend, World.irecv = send, receive  # type: ignore[method-assign]
-    World.opens_pairs = property(lambda self: True)  # type: ignore[method-assign, assignment]
+    joined = join._joined
+    join._joined = lambda *given: _apart(joined(*given))  # type: ignore[assignment]
+
+
+def _apart(world: World) -> World:
+    """Return a world whose tensors have groups of their own, as on CUDA: so it opens pairs."""
+    pipelines = [members for layout in world.columns for members in layout]
+    return replace(world, payload=join._group_of(world.number, pipelines, "gloo"))

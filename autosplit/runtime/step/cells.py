@@ -63,7 +63,7 @@ class Cells:
         self, step: Step, start: Start, parameters: Mapping[Held, Sequence[torch.Tensor]], *, detached: bool
     ) -> None:
         self.step = step
-        self.transport = step.transport(detached=detached)
+        self.transport = start.transport or step.transport(detached=detached)
         self.start = start
         self.detached = detached
         self.keep = False

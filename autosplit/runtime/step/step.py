@@ -222,11 +222,13 @@ class Start:
         inputs: per stage that takes any, its microbatches of the batch.
         shared: per stage that takes any, its shared values and tied parameters.
         kept: what the ending wants of the values that the setup made.
+        transport: what has brought some of them, and brings values from stage to stage; None: nothing yet.
     """
 
     inputs: dict[int, Sequence[Bundle]]
     shared: dict[int, Bundle]
     kept: Bundle
+    transport: Transport | None = None
 
     def hand_over(self, own: Sequence[Pairs], backward: Callable[[Pairs], None]) -> None:
         """Give tensors their gradients, listed by the stage that made these; ``backward`` does so for a list."""
