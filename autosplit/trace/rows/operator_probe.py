@@ -4,10 +4,11 @@
     one row kept         rows  ?  1  ?  ?  ─► result  ? [1] ?  ?     the kept row's result must be the same bits
 
 The neighbours are other rows in another order, copies of the kept row, random values in the range of the operand's own,
-and values far outside of it; the kept row changes from draw to draw, and some draws make it up too. A draw that raises says
-nothing: where all draws with other integers or masks do, the same ones are tried in other arrangements, and what never
-ran on another arrangement than the recorded one mixes rows. So it does not matter what the model's values are: a comparison that is false in the whole sample, a tie, a gate that is zero or a row
-that is masked hides influence in a run of the model, and a sort of four keys leaves a row in its place now and then.
+and values far outside of it; the kept row changes from draw to draw, and some draws make it up too. So it does not
+matter what the model's values are: a comparison that is false in the whole sample, a tie, a gate that is zero or a row
+that is masked hides influence in a run of the model, and a sort of four keys leaves a row in its place now and then. A
+draw that raises says nothing: where all with other integers or masks do, those of the run are put into other
+arrangements, and what never runs on another arrangement mixes rows.
 Each kind of operation is asked once; a kind is a function, its other arguments and its operands' shapes. Operations
 that only move values are followed on row numbers instead. Whether a row's place or the number of rows
 matters, and whether moved rows come back to their places in other batches, is asked with more: see `more_rows`.
