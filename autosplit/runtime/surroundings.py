@@ -68,8 +68,13 @@ class Surroundings:
         region itself writes them; ``written`` the names of all that the forward changes: other tensors must not change.
         """
         modules, places = _used(region, root)
-        steady = [(path, m) for path, m in modules if getattr(m, "max_norm", None) is None]  # scaled rows stay scaled
-        named = [(f"{path}.{key}", t) for path, m in steady for table in _TABLES for key, t in m.__dict__[table].items()]
+        named = [
+            (f"{path}.{key}", t)
+            for path, m in modules
+            for table in _TABLES
+            for key, t in m.__dict__[table].items()
+            if getattr(m, "max_norm", None) is None  # rows that a table has scaled stay as they are
+        ]
         named += places.items()
         held = [
             ("a parameter" if isinstance(t, nn.Parameter) else "a buffer", t)

@@ -35,22 +35,22 @@ from autosplit.trace.rows.kinds import (
     rearranges,
     takes_shape_only,
 )
+from autosplit.trace.rows.layout import Layout
 from autosplit.trace.rows.more_rows import MoreRows, counts_of_rows
 from autosplit.trace.rows.row_values import (
     ARRANGEMENTS,
     FEW_KINDS,
     KINDS,
     ROWS,
-    Layout,
     Layouts,
     Values,
     changed_by,
     has_rows,
     is_discrete,
     is_rearranged,
-    is_zero,
     result_of,
     size_at,
+    takes_zero_only,
     with_neighbours,
 )
 
@@ -182,7 +182,7 @@ class OperatorProbe:
             return False
         middle = [(1 + draw % (self.rows - 2), kind) for draw, kind in enumerate(ARRANGEMENTS)]
         return any(self._changes_row(*draw, node, operands, plain, generator) for draw in middle) or not (
-            self.rearranged or all(is_zero(self.run.env[n]) for n in operands)
+            self.rearranged or all(takes_zero_only(self.run.env[n]) for n in operands)
         )
 
     def _changes_row(
