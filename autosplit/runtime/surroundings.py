@@ -70,7 +70,11 @@ class Surroundings:
         """
         modules, places = _used(region, root)
         named = [
-            (f"{path}.{key}", t) for path, m in modules for table in _TABLES for key, t in m.__dict__[table].items()
+            (f"{path}.{key}", t)
+            for path, m in modules
+            for table in _TABLES
+            for key, t in m.__dict__[table].items()
+            if getattr(m, "max_norm", None) is None  # rows that a table has scaled stay as they are
         ]
         named += places.items()
         held = [

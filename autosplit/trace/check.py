@@ -30,11 +30,12 @@ from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.side_effects import changes, kept
 from autosplit.trace.borrowed.state import stand_ins
+from autosplit.trace.borrowed.surroundings import on_other_rows
 from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.inputs.objects import leaves_of
 from autosplit.trace.recording.build import RawGraph
 from autosplit.trace.recording.run import FlatInputs
-from autosplit.trace.rows.probe import on_other_rows, probe_rows
+from autosplit.trace.rows.probe import probe_rows
 from autosplit.trace.shapes.shape_rules import ShapeRules
 
 _BATCHES = ((2, True), (2, False), (5, True))

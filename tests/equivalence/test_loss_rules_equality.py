@@ -235,3 +235,25 @@ def test_a_loss_on_ragged_microbatches(name: str) -> None:
     form, loss_fn, target = LOSSES[name]
     for _ in range(2):  # what the first step proved holds in the second
         assert_equal_step(form, loss_fn, target(), lanes="threads" if len(form) % 2 else "inline")
+
+
+@pytest.mark.parametrize("kind", ["the mean", "a number", "a tensor"])
+def test_what_is_exact_for_a_sum_over_valid_targets(kind: str) -> None:
+    target = classes(ROWS, ignored=-100)
+    count = (target != -100).sum()
+    divisor = {"the mean": None, "a number": int(count), "a tensor": count}[kind]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if divisor is None:
+            return F.cross_entropy(output, target, ignore_index=-100)
+        return F.cross_entropy(output, target, ignore_index=-100, reduction="sum") / divisor
+
+    model, x = Net("classes").double(), numbers(ROWS, TIME, CLASSES)
+    pipe = autosplit(copy.deepcopy(model), devices=["cpu"] * 2, chunks=CHUNKS)
+    loss = F.cross_entropy(model(x), target, reduction="sum") / count
+    loss.backward()
+    torch.testing.assert_close(
+        pipe.train_step(x, target=target, loss_fn=loss_fn), loss.detach(), rtol=1e-12, atol=1e-12
+    )
+    for mine, other in zip(pipe.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autosplit import autosplit
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from tests.equivalence.equality import LANES, Batch, Run, assert_same_bits, forward_backward, train_step
@@ -155,3 +157,21 @@ def smooth() -> list[nn.Module]:
     with torch.random.fork_rng():
         torch.manual_seed(4)
         return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+
+
+@pytest.mark.parametrize("option", ["always", "block"])
+def test_a_table_that_the_forward_renormalises(option: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(WORDS, WIDTH, max_norm=0.5), nn.Flatten(), nn.Linear(3 * WIDTH, WIDTH)).double()
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=CHUNKS, recompute=option)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.5) for model in (plain, pipe)]
+    for seed in range(3):
+        words, target = torch.arange(3 * ROWS).reshape(ROWS, 3) % WORDS, numbers(ROWS, WIDTH, seed=seed)
+        F.mse_loss(plain(words), target).backward()
+        pipe.train_step(words, target=target, loss_fn=F.mse_loss)
+        torch.testing.assert_close(pipe.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)
+        for mine, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-12)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

@@ -52,6 +52,11 @@ CASES: dict[str, tuple[Callable[..., Any], Any, str]] = {
     "a dict without a loss": (lambda o, t: {"mse": F.mse_loss(o, t)}, Y, "scalar.*'mse' and no tensor 'loss'"),
     "a tuple that begins with a number": (lambda o, t: (3, o.sum()), Y, "scalar.*does not begin with a tensor"),
     "a root": (lambda o, t: F.mse_loss(o, t).sqrt(), Y, "neither a mean nor a sum.*loss_reduction"),
+    "a sum divided by the targets of a microbatch": (
+        lambda o, t: F.nll_loss(o, t, reduction="sum") / (t != -100).sum(),
+        torch.tensor([-100, -100, -100, 2, 3, 4, 0]),
+        r"neither a mean nor a sum.*reduction='mean' and ignore_index=.*counted in the whole target",
+    ),
     "divided by itself": (
         lambda o, t: F.mse_loss(o, t) / F.mse_loss(o, t).detach(),
         Y,

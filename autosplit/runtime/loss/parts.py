@@ -34,7 +34,8 @@ from autosplit.trace.reductions.losses import LossCall, class_weights, is_loss
 
 WAY_OUT = (
     "pass loss_reduction='mean' or 'sum' if that is what you want, or call pipe(x) and loss.backward(), which computes "
-    "it on the whole batch"
+    "it on the whole batch; exact in train_step are torch's losses with reduction='mean' and ignore_index=, and a sum "
+    "divided by a number that was counted in the whole target before the call"
 )
 
 

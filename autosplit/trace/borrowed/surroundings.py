@@ -13,14 +13,17 @@ transformers 5.23, whose questions are ``is_tracing`` and ``is_torchdynamo_compi
 ``torch.is_grad_enabled`` cannot be overridden by a mode, so it is replaced while the model runs; a module that took the
 function itself (``from torch import is_grad_enabled``) is not heard. The same holds for
 ``torch.is_inference_mode_enabled``.
+
+*Which rows are these?* Where a model runs on other rows than the sample's, what it takes on trust is checked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -28,6 +31,7 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import BaseTorchFunctionMode
 
 from autosplit.trace.recording.recording import is_foreign, source_line
 
@@ -97,3 +101,28 @@ def seen_node(node: Any, refuse: Callable[[str], Exception]) -> Any:
 def as_in_a_plain_call() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which fake tensors are not seen to be fake from outside of torch."""
     return patch.object(torch._subclasses, "FakeTensor", _Unseen)
+
+
+class _Checked(BaseTorchFunctionMode):
+    """Checks the counts and places of operations that were told not to: those of other rows may be out of bounds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        checks = {"unsafe": False} if kwargs and "unsafe" in kwargs else {}
+        if re.match("sparse_.*_tensor$", getattr(func, "__name__", "")):
+            checks = {"check_invariants": True}
+        return super().__torch_function__(func, types, args, {**(kwargs or {}), **checks})
+
+
+@contextlib.contextmanager
+def on_other_rows() -> Iterator[None]:
+    """Run operations as is right for any rows: with their checks, and encoder layers off their inference fast path.
+
+    That one gives padded rows other values.
+    """
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with _Checked():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

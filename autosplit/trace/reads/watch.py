@@ -148,7 +148,7 @@ class Watcher(TorchFunctionMode):
                 out = run(*args, **kwargs)
         finally:
             self._watched = None
-        seen.random, seen.draws = self.random.drew, self.random.draws
+        seen.random, seen.draws = self.random.drew, None if taint.asked or taint.sized else self.random.draws
         seen.changed = [i for i, (t, v) in enumerate(zip(inputs, versions, strict=True)) if t._version != v]
         seen.whole = before.changed() or taint.read
         if self.random.own_generator:
@@ -196,6 +196,8 @@ class Taint:
         self.sized: set[int] = set()
         self.kept: list[Any] = []
         self.read = ""
+        self.asked = False
+        """Whether any value was read, also a harmless one: how much is drawn may hang on it."""
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function; write down what it reads that is not harmless."""
@@ -205,6 +207,7 @@ class Taint:
         inputs = tensors_in((args, kwargs))
         steady = bool(inputs) and all(id(tensor) in self.steady for tensor in inputs)
         index = bool(inputs) and all(id(tensor) in self.indices or id(tensor) in self.steady for tensor in inputs)
+        self.asked |= label in VALUE_READS
         if label in VALUE_READS and not index and not self.read:
             self.read = f"{READS} a tensor's value ({label.strip('_')}, {source_line()})"
         if label in SIZES and not steady and not self.read and any(id(tensor) in self.sized for tensor in inputs):
@@ -218,7 +221,9 @@ class Taint:
         made = {id(tensor) for tensor in found}
         if steady:
             self.steady |= made
-        elif (label in _INDEX_MAKERS and len(args) == 1 and not kwargs) or (index and label in _PICKS):
+        else:  # state that something else was written to is no longer the model's own
+            self.steady -= made | {id(tensor) for tensor in inputs[:1] if label == "__setitem__"}
+        if not steady and ((label in _INDEX_MAKERS and len(args) == 1 and not kwargs) or (index and label in _PICKS)):
             self.indices |= made
         masks = label in ("getitem", "__getitem__") and any(tensor.dtype in _MASKS for tensor in inputs[1:])
         shaped = inputs[:1] if label.endswith("_") or label in _SHAPED_AS_FIRST else inputs

@@ -21,6 +21,7 @@ from autosplit.errors import TraceError
 from autosplit.progress import phase
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.logged import Decides
+from autosplit.trace.borrowed.surroundings import on_other_rows
 from autosplit.trace.graph import lengths_in
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.reads.reads import MetaValueReader, Reader, ValueReader
@@ -28,7 +29,7 @@ from autosplit.trace.reads.watch import Watcher
 from autosplit.trace.recording.merge import BATCH_SIZES, MergedRecording, holds_at, merge
 from autosplit.trace.recording.recording import OBSERVES, Call, Recording, Refusal, Unexpected, is_fault
 from autosplit.trace.recording.run import FlatInputs, PythonRun, patched, run_python
-from autosplit.trace.rows.probe import on_other_rows, probe_rows
+from autosplit.trace.rows.probe import probe_rows
 from autosplit.trace.scope import STATEFUL_LEAVES, OpaqueModule, Scope, has_hooks
 
 _HIDES = 0.4

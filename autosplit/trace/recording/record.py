@@ -53,6 +53,7 @@ from autosplit.trace.recording.recording import (
     where,
 )
 from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, is_stack, pads_in_its_own_way, run_stack
+from autosplit.trace.shapes.shape_rules import bincount
 
 if TYPE_CHECKING:
     from autosplit.trace.reads.reads import Reader
@@ -287,6 +288,8 @@ class Recorder(TorchFunctionMode):
                 raise self.refuse_gradients(f"sets {label} of a tensor")
             full = (args[0], label, args[1])
             return self.perform("function", setattr, f"set_{label}", lambda: func(*args), full, {})
+        if label == "bincount":
+            func = bincount
         return self.perform("function", func, label.strip("_") or "op", lambda: func(*args, **kwargs), args, kwargs)
 
     def knows(self, tensor: torch.Tensor) -> bool:

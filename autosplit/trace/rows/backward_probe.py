@@ -20,7 +20,8 @@ from autosplit.errors import is_internal
 from autosplit.trace.graph import INFO
 from autosplit.trace.recording.recording import apply_function
 from autosplit.trace.rows.kinds import function_of
-from autosplit.trace.rows.row_values import from_sources, rows_of, tensors_of
+from autosplit.trace.rows.layout import from_sources
+from autosplit.trace.rows.row_values import rows_of, tensors_of
 from autosplit.trace.scope import is_layer
 
 _SCALES = (1.0, 1e4)

@@ -22,11 +22,11 @@ from autosplit.compare import same_reordered
 from autosplit.errors import is_internal
 from autosplit.trace.graph import INFO
 from autosplit.trace.rows.kinds import rearranges
+from autosplit.trace.rows.layout import from_layout
 from autosplit.trace.rows.row_values import (
     Layouts,
     call_with,
     copied,
-    from_layout,
     made_or_changed,
     made_or_changed_infos,
     result_of,

@@ -4,10 +4,11 @@
     one row kept         rows  ?  1  ?  ?  ─► result  ? [1] ?  ?     the kept row's result must be the same bits
 
 The neighbours are other rows in another order, copies of the kept row, random values in the range of the operand's own,
-and values far outside of it; the kept row changes from draw to draw, and some draws make it up too. A draw that raises says
-nothing: where all draws with other integers or masks do, the same ones are tried in other arrangements, and what never
-ran on another arrangement than the recorded one mixes rows. So it does not matter what the model's values are: a comparison that is false in the whole sample, a tie, a gate that is zero or a row
-that is masked hides influence in a run of the model, and a sort of four keys leaves a row in its place now and then.
+and values far outside of it; the kept row changes from draw to draw, and some draws make it up too. So it does not
+matter what the model's values are: a comparison that is false in the whole sample, a tie, a gate that is zero or a row
+that is masked hides influence in a run of the model, and a sort of four keys leaves a row in its place now and then. A
+draw that raises says nothing: where all with other integers or masks do, those of the run are put into other
+arrangements, and what never runs on another arrangement mixes rows.
 Each kind of operation is asked once; a kind is a function, its other arguments and its operands' shapes. Operations
 that only move values are followed on row numbers instead. Whether a row's place or the number of rows
 matters, and whether moved rows come back to their places in other batches, is asked with more: see `more_rows`.
@@ -34,22 +35,22 @@ from autosplit.trace.rows.kinds import (
     rearranges,
     takes_shape_only,
 )
+from autosplit.trace.rows.layout import Layout
 from autosplit.trace.rows.more_rows import MoreRows, counts_of_rows
 from autosplit.trace.rows.row_values import (
     ARRANGEMENTS,
     FEW_KINDS,
     KINDS,
     ROWS,
-    Layout,
     Layouts,
     Values,
     changed_by,
     has_rows,
     is_discrete,
     is_rearranged,
-    is_zero,
     result_of,
     size_at,
+    takes_zero_only,
     with_neighbours,
 )
 
@@ -182,7 +183,7 @@ class OperatorProbe:
             return False
         middle = [(1 + draw % (self.rows - 2), kind) for draw, kind in enumerate(ARRANGEMENTS)]
         return any(self._changes_row(*draw, node, operands, plain, generator) for draw in middle) or not (
-            self.rearranged or all(is_zero(self.run.env[n]) for n in operands)
+            self.rearranged or all(takes_zero_only(self.run.env[n]) for n in operands)
         )
 
     def _changes_row(

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch.overrides import BaseTorchFunctionMode
 
 from autosplit.compare import same_bits, same_reordered, same_rounded
 from autosplit.errors import AutosplitError, is_internal
 from autosplit.progress import phase
 from autosplit.trace.borrowed.state import random_state
+from autosplit.trace.borrowed.surroundings import on_other_rows
 from autosplit.trace.graph import INFO, LENGTH, TensorInfo, TracedNode, lengths_in
 from autosplit.trace.inputs.objects import take_apart
 from autosplit.trace.reads.assertions import check_value
@@ -384,31 +383,3 @@ class _Lockstep:
             if not same(among, beside) or not same_reordered(among, alone):
                 return True
         return False
-
-
-class _Checked(BaseTorchFunctionMode):
-    """Checks the counts and places of operations that were told not to: those of other rows may be out of bounds."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        checks = {"unsafe": False} if kwargs and "unsafe" in kwargs else {}
-        if _SPARSE.match(getattr(func, "__name__", "")):
-            checks = {"check_invariants": True}
-        return super().__torch_function__(func, types, args, {**(kwargs or {}), **checks})
-
-
-_SPARSE = re.compile("sparse_.*_tensor$")
-
-
-@contextlib.contextmanager
-def on_other_rows() -> Iterator[None]:
-    """Run operations as is right for any rows: with their checks, and encoder layers off their inference fast path.
-
-    That one gives padded rows other values.
-    """
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with _Checked():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)

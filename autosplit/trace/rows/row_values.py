@@ -1,10 +1,4 @@
-"""Which row each entry of a tensor belongs to, and values in which other rows stand in the place of some.
-
-A tensor is a *stack* when its batch dimension holds the rows one after the other, each with the same number of
-entries. Views and permutations leave that order and come back to it:
-
-    [S, B, D] ──reshape──► [S * B, D]   entry i belongs to row i % B
-              ◄─reshape──               a stack again
+"""How rows lie in the values of a run, and values in which other rows stand in the place of some.
 
 An operation that only moves values runs on a tensor of row numbers, so no table says what it does. An index that
 depends on values must pick from the row itself, whichever row's index stands there: ``x[arange(B), i]`` does,
@@ -15,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +21,7 @@ from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, LENGTH, TensorInfo
 from autosplit.trace.inputs.objects import leaves_of, take_apart
 from autosplit.trace.rows.kinds import moved_and_index
+from autosplit.trace.rows.layout import Layout, from_sources
 
 Values = dict[fx.Node, Any]
 KINDS = ("other rows", "equal rows", "far", "random", "all random", "far", "other rows", "all random")
@@ -42,62 +35,6 @@ _FAR = 100.0
 _DRAWN = 65_537
 """Random values that are drawn; larger tensors repeat them. A prime, so that rows do not repeat."""
 _SHUFFLES = 4
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The row of each entry along a tensor's batch dimension."""
-
-    dim: int
-    rows: tuple[int, ...]
-
-    @classmethod
-    def stack(cls, dim: int, size: int, rows: int) -> Layout:
-        """Return the layout of a stack of ``rows`` rows."""
-        return cls(dim, tuple(entry * rows // size for entry in range(size)))
-
-    @classmethod
-    def of(cls, numbers: torch.Tensor, info: TensorInfo, rows: int) -> Layout | None:
-        """Return the layout of a tensor of row numbers; None where rows do not lie along the batch dimension alone."""
-        dim = info.batch_dim
-        if dim is None:
-            return None
-        if not numbers.numel():
-            return cls.stack(dim, numbers.shape[dim], rows)
-        others = [d for d in range(numbers.dim()) if d != dim]
-        least, most = (numbers.amin(others), numbers.amax(others)) if others else (numbers, numbers)
-        found = tuple(least.tolist())
-        entries = Counter(found)
-        evenly = all(entries[row] * rows == len(found) for row in range(rows))
-        return cls(dim, found) if evenly and torch.equal(least, most) else None
-
-    @property
-    def is_stack(self) -> bool:
-        """Whether the rows follow each other."""
-        return all(a <= b for a, b in zip(self.rows, self.rows[1:], strict=False))
-
-    def select(self, tensor: torch.Tensor, row: int) -> torch.Tensor:
-        """Return a row's entries of a tensor."""
-        return tensor.index_select(self.dim, self._entries(row, tensor.device))
-
-    def put(self, tensor: torch.Tensor, row: int, entries: torch.Tensor) -> torch.Tensor:
-        """Write entries to the places of a row in a tensor, and return that."""
-        return tensor.index_copy_(self.dim, self._entries(row, tensor.device), entries)
-
-    def _entries(self, row: int, device: torch.device) -> torch.Tensor:
-        return torch.tensor([entry for entry, owner in enumerate(self.rows) if owner == row], device=device)
-
-    def numbers(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return row numbers in the shape of a tensor."""
-        shape = [1] * tensor.dim()
-        shape[self.dim] = len(self.rows)
-        return torch.tensor(self.rows, dtype=torch.int32, device=tensor.device).reshape(shape).expand(tensor.shape)
-
-    def after(self, dim: int, size: int) -> Layout | None:
-        """Return the layout of a result with this batch dimension, computed entry by entry; None for another size."""
-        if size % len(self.rows):
-            return None
-        return Layout(dim, tuple(row for row in self.rows for _ in range(size // len(self.rows))))
 
 
 class Layouts:
@@ -362,9 +299,10 @@ def is_rearranged(value: Any, recorded: Any) -> bool:
     return any(_is_discrete(a) and not torch.equal(a, b) for a, b in pairs)
 
 
-def is_zero(value: Any) -> bool:
-    """Tell whether all integers and truth values that a value holds are zero."""
-    return not any(_is_discrete(tensor) and bool(tensor.any()) for tensor in tensors_of(value))
+def takes_zero_only(value: Any) -> bool:
+    """Tell whether a value that takes no others holds zeros, as the index of a table with one row; masks may differ."""
+    discrete = [tensor for tensor in tensors_of(value) if _is_discrete(tensor)]
+    return not any(tensor.dtype == torch.bool or bool(tensor.any()) for tensor in discrete)
 
 
 def _is_discrete(tensor: torch.Tensor) -> bool:
@@ -404,24 +342,3 @@ def copied(value: Any, copy: Callable[[torch.Tensor], torch.Tensor] = torch.clon
     """Return a value with copies of its tensors."""
     flat, rebuild = take_apart(value)
     return rebuild([copy(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
-
-
-def from_layout(
-    tensor: torch.Tensor, few: Layout | None, many: Layout | None, rows: int, sources: Sequence[int]
-) -> torch.Tensor:
-    """Return the given rows of a tensor on ``rows`` rows, laid out as ``many``; without a layout, a copy."""
-    if few is None or many is None:
-        return tensor.clone()
-    by_row = torch.tensor(few.rows).argsort(stable=True).reshape(rows, len(few.rows) // rows)
-    places = torch.tensor(many.rows).argsort(stable=True)
-    entries = torch.empty_like(places).index_copy_(0, places, by_row[list(sources)].reshape(-1))
-    return tensor.index_select(few.dim, entries.to(tensor.device))
-
-
-def from_sources(tensor: torch.Tensor, dim: int | None, rows: int, sources: Sequence[int]) -> torch.Tensor:
-    """Return a stack of the given rows of a stack of rows; without a batch dimension, a copy."""
-    if dim is None:
-        return tensor.clone()
-    size = tensor.shape[dim] // rows
-    entries = [row * size + entry for row in sources for entry in range(size)]
-    return tensor.index_select(dim, torch.tensor(entries, dtype=torch.long, device=tensor.device))

@@ -1,7 +1,8 @@
 """Shapes of results where torch's own shape functions refuse what its kernels take.
 
 Tried on torch 2.13: ``_grouped_mm`` on meta and fake tensors takes bfloat16 only, though the kernels take other floats;
-``histc`` of integers on fake CPU tensors asks the CPU's kernel, though CUDA has one.
+``histc`` of integers on fake CPU tensors asks the CPU's kernel, though CUDA has one. ``bincount`` has as many counts as
+its largest value says: a graph holds where ``minlength`` is enough for all values.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _GROUPED_MM, _HISTC = torch.ops.aten._grouped_mm.default, torch.ops.aten.histc.default
+_BINCOUNT = torch.ops.aten.bincount.default
 _GROUPED = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _COUNTED = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
 
@@ -29,17 +31,30 @@ def new_tensor(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> New
     """Return the new tensor that an operation gives; None: torch works it out."""
     if func is _GROUPED_MM:
         return _grouped_mm(args, kwargs)
+    if func is _BINCOUNT:
+        return _counts(*args, **kwargs)
     return _histogram(args, kwargs) if func is _HISTC else None
+
+
+def bincount(input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    """Count integers as `torch.bincount` does; raise RuntimeError where ``minlength`` is not enough for all of them."""
+    counts = torch.bincount(input, weights, minlength)
+    if len(counts) != minlength:
+        raise RuntimeError(
+            f"bincount has {len(counts)} counts where minlength={minlength} was recorded: a graph has a fixed number; "
+            "pass a minlength= above all values"
+        )
+    return counts
 
 
 def ruled(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     """Return the result of an operation on tensors without values by a rule; None where torch works it out."""
-    if func is not _GROUPED_MM and func is not _HISTC:
+    if func not in (_GROUPED_MM, _HISTC, _BINCOUNT):
         return None
     if not (isinstance(args[0], FakeTensor) or args[0].is_meta):
         return None
     new = new_tensor(func, args, kwargs)
-    return None if new is None else args[0].new_empty(new.shape)
+    return None if new is None else args[0].new_empty(new.shape, dtype=new.dtype)
 
 
 class ShapeRules(TorchDispatchMode):
@@ -65,3 +80,9 @@ def _histogram(args: Sequence[Any], kwargs: Mapping[str, Any]) -> New | None:
     """Counts in the values' own dtype."""
     bins = args[1] if len(args) > 1 else kwargs.get("bins", 100)
     return New((bins,), args[0].dtype) if args[0].dtype in _COUNTED and bins > 0 else None
+
+
+def _counts(input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> New | None:
+    """Counts of integers below ``minlength``, or sums of their weights."""
+    floats = torch.float32 if weights is not None and weights.dtype is torch.float32 else torch.float64
+    return New((minlength,), torch.int64 if weights is None else floats) if minlength else None
