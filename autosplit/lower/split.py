@@ -239,11 +239,9 @@ def owners(model: nn.Module, lowered: Lowered) -> dict[str, int]:
     return {name: stage_of[id(tensor)] for name, tensor in named.items() if id(tensor) in stage_of}
 
 
-def names_of(model: nn.Module, lowered: Lowered, stages: Collection[int]) -> list[str]:
-    """Return the parameters and buffers that stages use or hold; some that they use others may hold."""
-    own = {id(t) for stage, part in _parts(lowered) if stage in stages for t in (*part.parameters(), *part.buffers())}
-    held = owners(model, lowered)
-    return [name for name, tensor in named_state(model) if id(tensor) in own or held.get(name, 0) in stages]
+def used_by(lowered: Lowered, stages: Collection[int]) -> set[int]:
+    """Return the identities of the parameters and buffers that stages use; of tied ones the first stage's."""
+    return {id(t) for stage, part in _parts(lowered) if stage in stages for t in (*part.parameters(), *part.buffers())}
 
 
 def _parts(lowered: Lowered) -> Iterator[tuple[int, RegionModule]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +22,7 @@ from autosplit.distributed.world import RECORDS, World, attempt
 from autosplit.errors import InputError, TraceError
 from autosplit.lower.program import ending_slots
 from autosplit.lower.replicas import Replicas, check_cells
-from autosplit.lower.split import Lowered, named_state, names_of, owners
+from autosplit.lower.split import Lowered, named_state, owners, used_by
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
 from autosplit.ranks.parallelize import Parallelize, Part
@@ -51,7 +52,7 @@ class RankRecordings(Recordings):
 
     Attributes:
         owner: the rank of each parameter and buffer that is used, by name, of replicas the first; empty before the
-            first recording.
+            first recording. The first kind of call that uses it decides; the first rank has what none has used.
         group: the group of the ranks of this rank's stage; None where it has one.
         sample: what is recorded in the place of a call's inputs, where a sample on meta was given.
         parallelize: what wraps this rank's part of the model; None: it stays as it is.
@@ -79,6 +80,8 @@ class RankRecordings(Recordings):
         """The parameters and buffers that lie on this rank's device."""
         self._buffers: set[str] = set()
         """The buffers that this rank uses."""
+        self._late: list[Callable[[], None]] = []
+        """What brings state of a new kind of call here, once the model has its values again."""
         self._uses: set[StateUse] = set()
         """What all kinds of calls do with parameters and buffers."""
 
@@ -110,7 +113,10 @@ class RankRecordings(Recordings):
             return known, None
         new = key not in self.kept
         with self._without_values() if new and self._has_part else contextlib.nullcontext():
-            return super().find(key, sample)
+            found = super().find(key, sample)
+        while self._late:
+            self._late.pop()()
+        return found
 
     def _without_values(self) -> contextlib.AbstractContextManager[None]:
         """Have the model's tensors on meta, and whole."""
@@ -271,9 +277,10 @@ class RankRecordings(Recordings):
     def _place(self, lowered: Lowered, devices: Sequence[torch.device]) -> None:
         ranks, model = self.ranks, self.model
         own = {name: ranks[stage][0] for name, stage in owners(model, lowered).items()}
+        first = not self.owner
         self.owner = self.owner or own
-        held = (*dict(model.named_parameters(remove_duplicate=False)), *lowered.traced.written)
-        moved = next((name for name in held if own.get(name) not in (None, self.owner_of(name))), None)
+        held = {*dict(model.named_parameters(remove_duplicate=False)), *(lowered.traced.written & self.owner.keys())}
+        moved = next((name for name in sorted(held) if own.get(name) not in (None, self.owner_of(name))), None)
         if moved is not None:
             raise TraceError(
                 f"{moved!r} belongs to rank {self.world.members[self.owner_of(moved)]}, and in this kind of call rank "
@@ -288,14 +295,24 @@ class RankRecordings(Recordings):
         if self.world.device.type != "cpu":
             self.world.open(pairs_of(lowered, ranks))
         self.group = stage_group(self.world, ranks)
-        stages = [stage for stage, each in enumerate(ranks) if self.world.rank in each]
-        names = names_of(model, lowered, stages)
-        new = [name for name in names if name not in self._placed]
-        if self._has_part and self._placed and new:
-            raise TraceError(
-                f"{new[0]!r} has no values on rank {self.world.number}, which uses it in this kind of call and in no "
-                "earlier one; plan on a sample of a call that uses all parameters and buffers"
-            )
+        named = dict(named_state(model))
+        buffers = {name for name, own in named.items() if not isinstance(own, nn.Parameter) and not own.requires_grad}
+        used = used_by(lowered, [stage for stage, each in enumerate(ranks) if self.world.rank in each])
+        self._buffers.update(name for name in buffers if id(named[name]) in used)
+        names = [name for name, tensor in named.items() if id(tensor) in used or self.is_own(name)]
+        owner = {name: own[name] for name in (buffers & own.keys()) - self.owner.keys()}
+        self._late = [partial(self._fill, names, buffers, uses, owner)]
+        if first:
+            self._late.pop()()
+
+    def _fill(
+        self, names: Sequence[str], buffers: Collection[str], uses: set[StateUse], owner: Mapping[str, int]
+    ) -> None:
+        """Bring what this rank has of the model to its device; ``owner`` are those of buffers that had none.
+
+        What some kind of call uses on other ranks than those before may have been loaded, or changed, there.
+        """
+        model, new = self.model, [name for name in names if name not in self._placed]
         sizes = {name: tensor.size() for name, tensor in named_state(model)}
         if self._on_meta and new:
             kept = None if self.tensors is None else self.tensors.kept
@@ -307,12 +324,10 @@ class RankRecordings(Recordings):
             self.tensors.cut({name: named[name] for name in new}, sizes)
         move((named[name], self.world.device) for name in new)
         self._placed.update(new)
-        buffers = {name for name, own in named.items() if not isinstance(own, nn.Parameter) and not own.requires_grad}
-        self._buffers.update(buffers.intersection(new))
-        if self._uses and not self._has_part:  # some were loaded, or changed, where they were used so far
-            for name in sorted(buffers & {use.name for use in uses - self._uses}):
-                self._share(name, named[name])
+        for name in sorted({use.name for use in uses - self._uses}.intersection(buffers)) if self._uses else ():
+            self._share(name, named[name])
         self._uses = uses
+        self.owner.update(owner)
 
     def check_reads(self, recorded: Recorded) -> None:
         """Raise TraceError where Python reads a value that one rank changes, on which all ranks have to decide."""
