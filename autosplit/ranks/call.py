@@ -109,8 +109,9 @@ class WholeCall:
         step, begins = self.step, [None if gradient is None else described(gradient) for gradient in gradients]
         step.known.complete = True  # as for the forward
         step.loss = "backward", step.world.share(step.last, lambda: zlib.crc32(repr(begins).encode()))
-        assert isinstance(self.cells.transport, Messages)
-        self.cells.transport.known = step.known
+        for transport in (self.cells.transport, self.cells.start.transport):
+            assert isinstance(transport, Messages)
+            transport.known = step.known
 
     def backward(self) -> None:
         """Run the backwards; on the last stage's rank gradients have come to what the stages gave."""
