@@ -82,7 +82,7 @@ class Lowered:
     @cached_property
     def counts(self) -> bool:
         """Tell whether any stage has norms whose running statistics are updated when all forwards are over."""
-        return any(counts_by_microbatch(node, self.traced.root) for s in self.layout.stages for node in s.nodes)
+        return any(counts_by_microbatch(node) for s in self.layout.stages for node in s.nodes)
 
     @cached_property
     def epilogue_needs_counts(self) -> bool:
@@ -91,7 +91,7 @@ class Lowered:
             name
             for stage in self.layout.stages
             for node in stage.nodes
-            if counts_by_microbatch(node, self.traced.root)
+            if counts_by_microbatch(node)
             for name in node.meta[INFO].writes
         }
         return any(not own.isdisjoint((*(i := n.meta[INFO]).reads, *i.writes)) for n in self.layout.epilogue)
