@@ -28,6 +28,7 @@ from autosplit.options import Options, Sample
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.plan import Plan
 from autosplit.ranks.call import WholeCall
+from autosplit.ranks.guard import RankPart, check_average
 from autosplit.ranks.loss import Elsewhere, LossNumbers, RankLoss, Word
 from autosplit.ranks.parallelize import Parallelize, check_plain
 from autosplit.ranks.prepared import PreparedRankStep
@@ -35,7 +36,7 @@ from autosplit.ranks.recordings import RankRecordings
 from autosplit.ranks.shards import like, total_norm
 from autosplit.ranks.stream import RankStreaming
 from autosplit.ranks.tensors import check_columns
-from autosplit.recorded import PreparedStep, PreparedTree, Recent
+from autosplit.recorded import FoundCall, PreparedStep, PreparedTree, Recent
 from autosplit.runtime.loss.outputs import Outputs
 from autosplit.runtime.step import engine, train_cells
 from autosplit.runtime.tape import Tape
@@ -103,6 +104,11 @@ class RankPipe(RankStreaming, PipelinedModule):
         recordings = self._recordings
         return not recordings.owner or recordings.is_own(name)
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the parameters of this rank, in the model's order."""
+        check_average(self._core.model)
+        return super().parameters(recurse)
+
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this rank, by their names in the model."""
         named = self._core.model.named_parameters(prefix, *args, **kwargs)
@@ -117,8 +123,10 @@ class RankPipe(RankStreaming, PipelinedModule):
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Return this rank's part of the model's state, under the model's own names."""
+        check_average(self._core.model)
         before = set(destination or ())
-        found = self._core.model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        with self._recordings.guard.opened():
+            found = self._core.model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         for name in [n for n in found if n not in before and not self._is_own(n.removeprefix(prefix))]:
             del found[name]
         parts = {} if keep_vars else {prefix + name: PARTS.get(own) for name, own in named_state(self._core.model)}
@@ -128,7 +136,9 @@ class RankPipe(RankStreaming, PipelinedModule):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's part of a state, which may be the whole model's."""
         model = self._core.model
-        state, parts = model.state_dict(), {name: PARTS.get(tensor) for name, tensor in named_state(model)}
+        with self._recordings.guard.opened():
+            state = model.state_dict()
+        parts = {name: PARTS.get(tensor) for name, tensor in named_state(model)}
         given = {name: here(value, parts.get(name)) for name, value in state_dict.items()}
         own = {name: like(value, state.get(name)) for name, value in given.items() if self._is_own(name)}
         missing = [name for name in self.state_dict() if name not in own]
@@ -167,7 +177,13 @@ class RankPipe(RankStreaming, PipelinedModule):
         self._world.agree("takes the model back", {}, error)
         self._recordings.unwrap()
         self._recordings.share_values()
+        self._recordings.guard.end()
         return super().unsplit()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return this rank's part of the model, with values of its own, as a module that cannot be called."""
+        self._core.stream.drain()
+        return RankPart(self._core.model, self._is_own, memo)
 
     def __reduce__(self) -> Any:
         raise InputError(
@@ -176,6 +192,10 @@ class RankPipe(RankStreaming, PipelinedModule):
         )
 
     # -- running -------------------------------------------------------------------------------------------------
+    def _find(self, args: Any, kwargs: Any) -> FoundCall:
+        with self._recordings.guard.opened():
+            return super()._find(args, kwargs)
+
     def prepare(self, sample: Sample) -> None:
         """Record and plan; this rank's parameters are known, and have values, from then on.
 
@@ -189,6 +209,7 @@ class RankPipe(RankStreaming, PipelinedModule):
                 given = mapped(_on_cpu, given)
             step = self._on_rank(self._prepare(*given))
             self._recordings.wrap()
+            self._recordings.guard.begin(self._is_own, self._world.number)
             return step
 
         with self._recordings.preparing(), random_state():

@@ -25,9 +25,10 @@ from autosplit.lower.replicas import Replicas, check_cells
 from autosplit.lower.split import Lowered, named_state, owners, used_by
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
+from autosplit.ranks.guard import ModelGuard
 from autosplit.ranks.parallelize import Parallelize, Part
 from autosplit.ranks.tensors import TensorParallel
-from autosplit.recorded import PreparedStep, Recorded
+from autosplit.recorded import FoundCall, PreparedStep, Recorded
 from autosplit.recordings import Recordings
 from autosplit.runtime.optimizers import move
 from autosplit.runtime.tree import TreeRun
@@ -57,6 +58,7 @@ class RankRecordings(Recordings):
         sample: what is recorded in the place of a call's inputs, where a sample on meta was given.
         parallelize: what wraps this rank's part of the model; None: it stays as it is.
         part: what it has wrapped.
+        guard: refuses what would take the user's model for whole.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class RankRecordings(Recordings):
             _TRAINED.pop(tensor, None)  # all ranks have the same values
         self.world = world
         self.tensors = TensorParallel(world, plain_numbers=options.rng == "plain") if world.tensor_ranks > 1 else None
+        self.guard = ModelGuard(model)
         self.owner: dict[str, int] = {}
         self.group: Any = None
         self.sample: Sample | None = None
@@ -104,7 +107,8 @@ class RankRecordings(Recordings):
 
     def reads_no_values(self, args: Any, kwargs: Any) -> bool:
         """Tell whether a kind of call is known, and its recording does not hang on the batch's values."""
-        known = self.kept.get(self.python.key_of(*take_apart((args, kwargs))), ())
+        with self.guard.opened():
+            known = self.kept.get(self.python.key_of(*take_apart((args, kwargs))), ())
         return bool(known) and all(one.trace.guard is None and not one.changes_python for one in known)
 
     def find(self, key: Key, sample: Sample) -> tuple[Recorded | TreeRun, PythonRun | None]:
@@ -117,6 +121,11 @@ class RankRecordings(Recordings):
         while self._late:
             self._late.pop()()
         return found
+
+    def leave(self, step: PreparedStep | FoundCall, kept: Sequence[torch.Tensor]) -> None:
+        """Leave in Python what the model's own call would have left."""
+        with self.guard.opened():
+            super().leave(step, kept)
 
     def _without_values(self) -> contextlib.AbstractContextManager[None]:
         """Have the model's tensors on meta, and whole."""
