@@ -377,6 +377,8 @@ class RankPipe(RankStreaming, PipelinedModule):
                 step.finish()
             else:
                 value = self._whole(step, target=target, loss_fn=loss_fn)
+            if step.scaled:
+                step.share_overflow()
         self._core.recordings.leave(step, ())
         return value
 
