@@ -72,12 +72,15 @@ class ModelGuard:
         elsewhere: dict[nn.Module, str] = {}
         for path, module in self._model.named_modules():
             for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                if tensor is not None and (not is_own(name := f"{path}.{key}".lstrip(".")) or tensor in PARTS):
+                name = f"{path}.{key}".lstrip(".")
+                if tensor is not None and not is_own(name):
                     elsewhere.setdefault(module, name)
-        for module in {self._model: None, **elsewhere} if elsewhere else ():
-            name = elsewhere.get(module) or next(iter(elsewhere.values()))
-            why = f"rank {rank} has a part of the model, and {name!r}, or the rest of it, is another rank's"
-            refusal = _Refusal(why)
+                if tensor is not None and (module in elsewhere or tensor in PARTS):
+                    elsewhere.setdefault(self._model, name)
+        for module, name in elsewhere.items():
+            refusal = _Refusal(
+                f"rank {rank} has a part of the model, and {name!r}, or the rest of it, is another rank's"
+            )
             module.register_state_dict_pre_hook(refusal)
             self._calls.append((module, partial(refusal.called, module)))
             module.__dict__.setdefault(_CALL, self._calls[-1][1])

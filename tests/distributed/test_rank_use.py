@@ -315,3 +315,36 @@ def test_a_backward_may_begin_with_other_outputs_than_the_one_before(ranks: Pool
     for found in ranks(2).run(one_after_the_other, draws):
         for own, plain in found:
             torch.testing.assert_close(own, plain)
+
+
+class Tied(nn.Module):
+    """Layers of which the first runs again at the end, or a gain that the first and the last stage use."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.gain = kind, nn.Parameter(torch.ones(8))
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.kind == "gain":
+            return self.layers(value * self.gain) * self.gain
+        return self.layers[0](self.layers(value))
+
+
+def tied_backwards(kind: str) -> list[tuple[Tensor, Tensor]]:
+    """Differentiate calls whose first and last stage use one parameter; return gradients and the plain model's."""
+    plain, own = Tied(kind), Tied(kind)
+    pipe = autosplit(own, devices="torchrun", chunks=2, sample=flat(8).args, outputs="all")
+    for rows in (8, 8, 5):
+        for model in (plain, pipe):
+            model(*flat(rows).args).square().mean().backward()
+    named = dict(plain.named_parameters())
+    return [(p.grad, named[n].grad) for n, p in pipe.named_parameters() if named[n].grad is not None]
+
+
+@pytest.mark.parametrize("kind", ["gain", "layer"])
+def test_a_backward_of_the_users_own_through_a_tied_parameter(ranks: Pool, kind: str) -> None:
+    for found in ranks(2).run(tied_backwards, kind):
+        for own, plain in found:
+            torch.testing.assert_close(own, plain)
