@@ -219,7 +219,7 @@ class ReadsHere(TorchFunctionMode):
     And tells when a ``GradScaler`` scales it, whose ``scale`` multiplies in a frame of its own.
     """
 
-    def __init__(self, elsewhere: Mapping[int, str], scales: Callable[[], None]) -> None:
+    def __init__(self, elsewhere: Mapping[int, str], scales: Callable[[], None] = lambda: None) -> None:
         """``elsewhere`` are the names of such parameters, by their identity."""
         super().__init__()
         self.elsewhere, self.scales = elsewhere, scales

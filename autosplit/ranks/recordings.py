@@ -20,8 +20,7 @@ from autosplit.distributed.replicas import stage_group
 from autosplit.distributed.start import pairs_of
 from autosplit.distributed.world import RECORDS, World, attempt
 from autosplit.errors import InputError, TraceError
-from autosplit.lower.program import ending_slots
-from autosplit.lower.replicas import Replicas, check_cells
+from autosplit.lower.replicas import Replicas, check_cells, check_ending
 from autosplit.lower.split import Lowered, named_state, owners, used_by
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
@@ -34,7 +33,6 @@ from autosplit.runtime.optimizers import move
 from autosplit.runtime.tree import TreeRun
 from autosplit.tensor.part import PARTS
 from autosplit.trace.borrowed.blank import has_meta, without_values
-from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.inputs.objects import take_apart, tensors_in
 from autosplit.trace.inputs.signature import Key, Shapes
@@ -154,6 +152,12 @@ class RankRecordings(Recordings):
             assert part is not None
             part.check()
             self.part = part
+        if self._has_part:
+            self.refuse_whole()
+
+    def refuse_whole(self) -> None:
+        """Refuse what takes the user's own model for whole, from when values of other ranks may be other ones."""
+        self.guard.begin(self.is_own, self.world.number)
 
     def unwrap(self) -> None:
         """Give the model plain parameters again, on every rank."""
@@ -183,22 +187,9 @@ class RankRecordings(Recordings):
 
     def _replicas(self, lowered: Lowered, stage_of: Mapping[str, int]) -> tuple[Replicas, ...]:
         """Return nothing: each of a stage's replicas is a rank, with modules of its own."""
-        check_cells(lowered, [len(each) for each in self.ranks])
-        if (count := len(self.ranks[-1])) > 1:
-            whose = f"behind all microbatches, on the first of the last stage's {count} replicas"
-            weights = dict(self.model.named_parameters(remove_duplicate=False))
-            for info in (node.meta[INFO] for node in lowered.layout.epilogue):
-                if used := [*info.writes, *(name for name in info.reads if name in weights)]:
-                    does = "changes" if info.writes else "uses"
-                    raise InputError(
-                        f"{info.name!r} {does} {used[0]!r} once per step, {whose}, which each have their own; give "
-                        "that stage one replica"
-                    )
-            if slots := ending_slots(lowered):
-                raise InputError(
-                    f"{slots[0].value!r}, which is made once per step, is returned or used {whose}; give that stage "
-                    "one replica"
-                )
+        counts = [len(each) for each in self.ranks]
+        check_cells(lowered, counts)
+        check_ending(lowered, dict(self.model.named_parameters(remove_duplicate=False)), counts[-1])
         return ()
 
     def _to_plan(self, found: Trace) -> Trace:
@@ -376,6 +367,7 @@ class RankRecordings(Recordings):
             _trained_last = weakref.ref(self)
             holders = [self._holders(rank) for rank in range(self.world.size)]
             _TRAINED.update((tensor, holders[self.owner_of(name)]) for name, tensor in named_state(self.model))
+            self.refuse_whole()
 
     def share_values(self) -> None:
         """Give every rank the values of all."""
