@@ -13,7 +13,15 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autosplit.distributed.facts import BATCH, StateUse, call_text, checksum, state_of_several, uses_of_state
+from autosplit.distributed.facts import (
+    BATCH,
+    StateUse,
+    call_text,
+    checksum,
+    state_of_several,
+    uses_of_state,
+    warn_where_apart,
+)
 from autosplit.distributed.materialise import materialise
 from autosplit.distributed.messages import flattened
 from autosplit.distributed.replicas import stage_group
@@ -168,22 +176,8 @@ class RankRecordings(Recordings):
 
     def check_wrapped(self, step: PreparedStep) -> None:
         """Raise InputError where the part has given its parameters back, TraceError for what it may not do wrapped."""
-        if self.parallelize is None:
-            return
-        if self.part is not None and self.part.given_back:
-            raise InputError("unsplit() gave the model plain parameters again, in the place of shards; split it anew")
-        if self.part is not None:
-            self.part.check_unchanged()
-        if step.recorded.changes_python:
-            raise TraceError("the model's forward changes its Python state, which needs a pipe without parallelize=")
-        blocks = self.parallelize.blocks_of(self.model)
-        taped = {node.name for node in step.lowered.tape} if step.state.tape is not None else set()
-        for node, info in step.lowered.traced.compute_nodes():
-            if info.name in taped and info.module in blocks and node.op == "call_module":
-                raise TraceError(
-                    f"{info.module!r} draws random numbers, and runs as a whole by what parallelize= has made of it, "
-                    "which may draw anew in the backward; use rng='counter', or parallelize='fsdp'"
-                )
+        if self.parallelize is not None:
+            self.parallelize.check(step, self.model, self.part)
 
     def _replicas(self, lowered: Lowered, stage_of: Mapping[str, int]) -> tuple[Replicas, ...]:
         """Return nothing: each of a stage's replicas is a rank, with modules of its own."""
@@ -292,6 +286,7 @@ class RankRecordings(Recordings):
                 f"{shared!r} is changed on one rank and used on another, which would not see it; give modules that "
                 "share state one stage by plan=, or run them in one process"
             )
+        warn_where_apart(lowered, self.owner)
         if self.world.device.type != "cpu":
             self.world.open(pairs_of(lowered, ranks))
         self.group = stage_group(self.world, ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,28 @@ def balanced(dp: int) -> list[float]:
 def test_a_counter_of_rows_lies_where_its_module_does(ranks: Pool, dp: int) -> None:
     for off in ranks(2).run(balanced, dp):
         assert max(off) < 1e-12
+
+
+class Averaging(Router):
+    """A router that keeps the mean of what it chooses, which wants the whole batch."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.count.add_(self.gate(value).detach().mean(0))
+        return super().forward(value)
+
+
+def apart() -> list[str]:
+    """Make a pipe whose first router's counter is on the last rank; return what warnings say."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model = nn.Sequential(Averaging(), Router(), Router(), nn.Linear(8, 4)).double()
+        autosplit(model, devices="torchrun", chunks=4, sample=_value(16))
+    return [str(own.message) for own in found]
+
+
+def test_a_counter_apart_from_its_module_is_a_warning(ranks: Pool) -> None:
+    for said in ranks(2).run(apart):
+        assert any("'0.count' is changed on the whole batch, on the last rank, and '0.bias'" in text for text in said)
 
 
 def _average(module: nn.Module) -> AveragedModel:
