@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import platform
+import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +51,20 @@ def state_of_several(uses: Iterable[StateUse]) -> str | None:
     for use in uses:
         ranks.setdefault(use.name, set()).add(use.ranks)
     return min((use.name for use in uses if use.changes and len(ranks[use.name]) > 1), default=None)
+
+
+def warn_where_apart(lowered: Lowered, owner: Mapping[str, int]) -> None:
+    """Warn where a buffer is changed behind all microbatches, on the last rank, and its module is another rank's."""
+    changed = {name for node in lowered.layout.epilogue for name in node.meta[INFO].writes} & owner.keys()
+    for name, other in product(sorted(changed), sorted(owner)):
+        if name.rpartition(".")[0] == other.rpartition(".")[0] and owner[name] != owner[other]:
+            warnings.warn(
+                f"{name!r} is changed on the whole batch, on the last rank, and {other!r} of its module on another: "
+                "what changes one by the other between steps finds a stale value; add sums over rows in place "
+                "(buffer += x.sum(0)), which run beside their module",
+                stacklevel=2,
+            )
+            return
 
 
 def program_text(lowered: Lowered) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -206,10 +207,10 @@ def _packed(use: Use, names: Mapping[int, str]) -> Use:
     running: Any = tuple(names[id(tensor)] for tensor in use.running)
     batches: Any = None if use.batches is None else names[id(use.batches)]
     parts = {m: Part(part.count, part.mean.cpu(), part.variance.cpu()) for m, part in sorted(use.parts.items())}
-    return Use(running, use.momentum, batches, use.averaged, parts)
+    return replace(use, running=running, batches=batches, parts=parts)
 
 
 def _unpacked(use: Any, tensors: Mapping[str, Tensor]) -> Use:
     """Return the same with this model's tensors, and nothing seen yet."""
     mean, variance = (tensors[name] for name in use.running)
-    return Use((mean, variance), use.momentum, use.batches and tensors[use.batches], use.averaged)
+    return replace(use, running=(mean, variance), batches=use.batches and tensors[use.batches], parts={})

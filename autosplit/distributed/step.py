@@ -43,6 +43,7 @@ class RankStep(Step):
         takers: what gets their gradients: these themselves, or this replica's shards of them.
         shares: the rows of each replica, where there are several.
         alone: whether the other replicas do not make this call.
+        scaled: whether a ``GradScaler`` scales the loss.
     """
 
     world: World
@@ -56,6 +57,7 @@ class RankStep(Step):
     takers: Sequence[torch.Tensor] = ()
     shares: Sequence[int] = ()
     alone: bool = False
+    scaled: bool = False
 
     @property
     def last(self) -> int:
@@ -162,16 +164,25 @@ class RankStep(Step):
         self._draw_rest()
         makes = self.world.rank == self.last and self.rows > 0
         value, error = attempt(make) if makes else (None, None)
-        number = None if value is None else (value.dtype, value.item())
+        number = None if value is None else (value.dtype, value.item(), self.scaled)
         if self.world.pipelines > 1:
             words = self.world.agree("has a loss", {}, error, number)
             said = [words[members[self.last]] for members in self.world.layout]
         else:  # one word for all takes less than one of each
             said = [self.world.send(self.last, number, error) if makes else self.world.receive(self.last)]
+        numbers = [one for one in said if one is not None]
+        self.scaled = any(scaled for *_, scaled in numbers)
         if value is not None and self.world.replicas == 1:
             return value
-        numbers = [one for one in said if one is not None]
-        return torch.tensor(sum(n for _, n in numbers), dtype=numbers[0][0], device=self.world.device)
+        return torch.tensor(sum(n for _, n, _ in numbers), dtype=numbers[0][0], device=self.world.device)
+
+    def share_overflow(self) -> None:
+        """Make all gradients infinite where one of any rank is, so that each rank's ``GradScaler`` skips the step."""
+        gradients = [taker.grad for taker in self.takers if taker.grad is not None]
+        finite = all(bool(_values(gradient).isfinite().all()) for gradient in gradients)
+        if not all(self.world.gather("looks for infinite gradients", finite)):
+            for gradient in gradients:
+                gradient.mul_(torch.inf)
 
     def among(self, shares: Sequence[Share]) -> RankStep:
         """Return the step as one of a batch of which every rank has said what its replica has."""
@@ -271,3 +282,9 @@ def seconds_of(timeout: Any, device: torch.device) -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise InputError(f"timeout={timeout!r}; give a number of seconds above 0, or a datetime.timedelta")
     return float(seconds)
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return this rank's values of a gradient: of its shard, or of a sparse one."""
+    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return own.coalesce().values() if own.is_sparse else own

@@ -11,13 +11,13 @@ import torch
 from torch import fx, nn
 
 from autosplit.lower.layout import Layout, Slot
-from autosplit.runtime.norms import normalise
+from autosplit.runtime.norms import normalise, tally
 from autosplit.runtime.ops import alias, draw, fork
 from autosplit.runtime.regions import Compiled, Recomputed
 from autosplit.trace.graph import INFO, LENGTH
 from autosplit.trace.recording.build import named
 from autosplit.trace.recording.recording import under
-from autosplit.trace.rows.kinds import counts_by_microbatch
+from autosplit.trace.rows.kinds import counts_by_microbatch, keeps_statistics
 
 ROOT = "model"
 
@@ -106,8 +106,8 @@ class Region:
         info = node.meta.get(INFO)
         if info is not None and info.random:
             new = self._drawn(node, info.name, args, kwargs)
-        elif info is not None and counts_by_microbatch(node, self.traced.root):
-            new = self._normalised(node, info.name, args, kwargs)
+        elif info is not None and counts_by_microbatch(node):
+            new = self._counted(node, info.name, args, kwargs)
         elif node.op == "call_module":
             new = self.graph.call_module(f"{ROOT}.{node.target}", args, kwargs)
         else:
@@ -124,20 +124,22 @@ class Region:
             function = self.graph.get_attr(held)
         return self.graph.call_function(draw, (self.key, name, function, *args), kwargs)
 
-    def _normalised(self, node: fx.Node, name: str, args: Any, kwargs: Any) -> fx.Node:
-        """Copy a norm that counts: what it saw is put aside until all microbatches were there."""
+    def _counted(self, node: fx.Node, name: str, args: Any, kwargs: Any) -> fx.Node:
+        """Copy a norm or a counter: what it saw is put aside until all microbatches were there."""
+        counts = normalise if keeps_statistics(node, self.traced.root) else tally
         if node.op == "call_module":
             return self.graph.call_function(
-                normalise, (self.key, name, self.graph.get_attr(f"{ROOT}.{node.target}"), *args), kwargs
+                counts, (self.key, name, self.graph.get_attr(f"{ROOT}.{node.target}"), *args), kwargs
             )
         if node.target is under:
-            ambient, norm, *args = args
-            self.functions["normalise"] = normalise
-            given = (ambient, self.graph.get_attr("normalise"), self.key, name, norm, *args)
+            ambient, function, *args = args
+            self.functions[counts.__name__] = counts
+            given = (ambient, self.graph.get_attr(counts.__name__), self.key, name, function, *args)
             return self.graph.call_function(under, given, kwargs)
-        held = str(getattr(node.target, "__name__", "norm"))
-        self.functions[held] = node.target
-        return self.graph.call_function(normalise, (self.key, name, self.graph.get_attr(held), *args), kwargs)
+        function = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+        held = str(getattr(function, "__name__", "norm"))
+        self.functions[held] = function
+        return self.graph.call_function(counts, (self.key, name, self.graph.get_attr(held), *args), kwargs)
 
     def _operand(self, operand: fx.Node, consumer: fx.Node) -> fx.Node:
         if operand.op == "get_attr":

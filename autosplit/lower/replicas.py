@@ -12,7 +12,7 @@ recurrent layers) are copied before their parameters are set; tried on torch 2.1
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from autosplit.errors import InputError
+from autosplit.lower.program import ending_slots
 from autosplit.lower.region import Place
 from autosplit.lower.split import Lowered, lower
 from autosplit.runtime.lanes.lanes import Lane
@@ -103,6 +104,24 @@ def check_cells(lowered: Lowered, replicas: Sequence[int]) -> None:
                     f"stage {stage} has {count} replicas, and {node.meta[INFO].name!r} looks up a table with "
                     "max_norm, which it changes for each microbatch; give that stage one replica"
                 )
+
+
+def check_ending(lowered: Lowered, weights: Collection[str], count: int) -> None:
+    """Raise InputError where the last stage has ``count`` ranks, and what is made once per step is in their state."""
+    if count == 1:
+        return
+    whose = f"behind all microbatches, on the first of the last stage's {count} replicas"
+    for info in (node.meta[INFO] for node in lowered.layout.epilogue):
+        if used := [*info.writes, *(name for name in info.reads if name in weights)]:
+            does = "changes" if info.writes else "uses"
+            raise InputError(
+                f"{info.name!r} {does} {used[0]!r} once per step, {whose}, which each have their own; give that stage "
+                "one replica"
+            )
+    if slots := ending_slots(lowered):
+        raise InputError(
+            f"{slots[0].value!r}, which is made once per step, is returned or used {whose}; give that stage one replica"
+        )
 
 
 def stand_in(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:

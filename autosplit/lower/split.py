@@ -82,7 +82,7 @@ class Lowered:
     @cached_property
     def counts(self) -> bool:
         """Tell whether any stage has norms whose running statistics are updated when all forwards are over."""
-        return any(counts_by_microbatch(node, self.traced.root) for s in self.layout.stages for node in s.nodes)
+        return any(counts_by_microbatch(node) for s in self.layout.stages for node in s.nodes)
 
     @cached_property
     def epilogue_needs_counts(self) -> bool:
@@ -91,7 +91,7 @@ class Lowered:
             name
             for stage in self.layout.stages
             for node in stage.nodes
-            if counts_by_microbatch(node, self.traced.root)
+            if counts_by_microbatch(node)
             for name in node.meta[INFO].writes
         }
         return any(not own.isdisjoint((*(i := n.meta[INFO]).reads, *i.writes)) for n in self.layout.epilogue)
@@ -239,11 +239,9 @@ def owners(model: nn.Module, lowered: Lowered) -> dict[str, int]:
     return {name: stage_of[id(tensor)] for name, tensor in named.items() if id(tensor) in stage_of}
 
 
-def names_of(model: nn.Module, lowered: Lowered, stages: Collection[int]) -> list[str]:
-    """Return the parameters and buffers that stages use or hold; some that they use others may hold."""
-    own = {id(t) for stage, part in _parts(lowered) if stage in stages for t in (*part.parameters(), *part.buffers())}
-    held = owners(model, lowered)
-    return [name for name, tensor in named_state(model) if id(tensor) in own or held.get(name, 0) in stages]
+def used_by(lowered: Lowered, stages: Collection[int]) -> set[int]:
+    """Return the identities of the parameters and buffers that stages use; of tied ones the first stage's."""
+    return {id(t) for stage, part in _parts(lowered) if stage in stages for t in (*part.parameters(), *part.buffers())}
 
 
 def _parts(lowered: Lowered) -> Iterator[tuple[int, RegionModule]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autosplit.distributed.messages import Messages, described
+from autosplit.distributed.start import RankStart
 from autosplit.distributed.step import RankStep
 from autosplit.runtime.lanes.threads import backwards, forwards
 from autosplit.runtime.norms import update_statistics
@@ -109,8 +110,10 @@ class WholeCall:
         step, begins = self.step, [None if gradient is None else described(gradient) for gradient in gradients]
         step.known.complete = True  # as for the forward
         step.loss = "backward", step.world.share(step.last, lambda: zlib.crc32(repr(begins).encode()))
-        assert isinstance(self.cells.transport, Messages)
-        self.cells.transport.follow(step.known)
+        assert isinstance(self.cells.start, RankStart)
+        for transport in (self.cells.transport, self.cells.start.transport):
+            assert isinstance(transport, Messages)
+            transport.follow(step.known)
 
     def backward(self) -> None:
         """Run the backwards; on the last stage's rank gradients have come to what the stages gave."""

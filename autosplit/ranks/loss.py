@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
+from torch.amp import GradScaler
 from torch.overrides import TorchFunctionMode
 
 from autosplit.distributed.step import RankStep
@@ -205,15 +207,28 @@ def _plain(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{k}={v!r}" for k, v in sorted(values.items()) if isinstance(v, (bool, int, float, str)))
 
 
-class ReadsHere(TorchFunctionMode):
-    """Raises InputError where a loss reads a parameter that another rank trains, of which nothing or a part is here."""
+def _callers() -> Iterator[Any]:
+    """Yield the objects whose methods have called, the last first, through what other modes of torch call."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "_train_step":
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
 
-    def __init__(self, elsewhere: Mapping[int, str]) -> None:
+
+class ReadsHere(TorchFunctionMode):
+    """Raises InputError where a loss reads a parameter that another rank trains, of which nothing or a part is here.
+
+    And tells when a ``GradScaler`` scales it, whose ``scale`` multiplies in a frame of its own.
+    """
+
+    def __init__(self, elsewhere: Mapping[int, str], scales: Callable[[], None] = lambda: None) -> None:
         """``elsewhere`` are the names of such parameters, by their identity."""
         super().__init__()
-        self.elsewhere = elsewhere
+        self.elsewhere, self.scales = elsewhere, scales
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.mul and any(isinstance(own, GradScaler) for own in _callers()):
+            self.scales()
         value = func(*args, **(kwargs or {}))
         read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if id(leaf) in self.elsewhere]
         if read and isinstance(value, torch.Tensor | float | list):  # not sizes and flags

@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from autosplit.distributed.mesh import replicas_of
 from autosplit.distributed.world import World
-from autosplit.errors import InputError, listed
+from autosplit.errors import InputError, TraceError, listed
 from autosplit.profile.stage_trace.stage_graph import block_paths
 from autosplit.ranks.loss import name_of
-from autosplit.recorded import SHARED
+from autosplit.recorded import SHARED, PreparedStep
 from autosplit.runtime.optimizers import refuse
 from autosplit.trace.borrowed.holders import HOOK_TABLES, Holders
 from autosplit.trace.borrowed.values import difference
@@ -57,6 +57,23 @@ class Parallelize:
     def blocks_of(self, model: nn.Module) -> tuple[str, ...]:
         """Return the paths of the modules that the graph calls."""
         return block_paths(model, [path for path, _ in model.named_modules()]) if self.whole else ()
+
+    def check(self, step: PreparedStep, model: nn.Module, part: Part | None) -> None:
+        """Raise InputError where the part has given its parameters back, TraceError for what it may not do wrapped."""
+        if part is not None and part.given_back:
+            raise InputError("unsplit() gave the model plain parameters again, in the place of shards; split it anew")
+        if part is not None:
+            part.check_unchanged()
+        if step.recorded.changes_python:
+            raise TraceError("the model's forward changes its Python state, which needs a pipe without parallelize=")
+        blocks = self.blocks_of(model)
+        taped = {node.name for node in step.lowered.tape} if step.state.tape is not None else set()
+        for node, info in step.lowered.traced.compute_nodes():
+            if info.name in taped and info.module in blocks and node.op == "call_module":
+                raise TraceError(
+                    f"{info.module!r} draws random numbers, and runs as a whole by what parallelize= has made of it, "
+                    "which may draw anew in the backward; use rng='counter', or parallelize='fsdp'"
+                )
 
 
 class _NoDDP:

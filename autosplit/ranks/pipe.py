@@ -9,7 +9,7 @@ What one rank refuses, all refuse, with the same error, before the first message
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar, cast
 
@@ -35,15 +35,15 @@ from autosplit.ranks.loss import Elsewhere, LossNumbers, RankLoss, Word
 from autosplit.ranks.parallelize import Parallelize, check_plain
 from autosplit.ranks.prepared import PreparedRankStep
 from autosplit.ranks.recordings import RankRecordings
-from autosplit.ranks.shards import like, total_norm
+from autosplit.ranks.shards import total_norm
+from autosplit.ranks.state import RankState
 from autosplit.ranks.stream import RankStreaming
 from autosplit.ranks.tensors import check_columns
-from autosplit.recorded import PreparedStep, PreparedTree
+from autosplit.recorded import FoundCall, PreparedStep, PreparedTree
 from autosplit.runtime.loss.outputs import Outputs
 from autosplit.runtime.step import engine, train_cells
 from autosplit.runtime.tape import Tape
 from autosplit.tensor.part import PARTS, refuse_parts
-from autosplit.tensor.state import as_part, here
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.lengths import without_rows
@@ -51,7 +51,7 @@ from autosplit.trace.inputs.objects import mapped, tensors_in
 from autosplit.trace.inputs.signature import Key
 
 
-class RankPipe(RankStreaming, PipelinedModule):
+class RankPipe(RankState, RankStreaming, PipelinedModule):
     """A pipe of which this process runs some stages; see :class:`autosplit.pipelined.PipelinedModule`.
 
     Every rank makes the same calls. :meth:`train_step` returns the same loss on every rank. ``state_dict()``,
@@ -99,53 +99,6 @@ class RankPipe(RankStreaming, PipelinedModule):
     def _devices(self) -> list[torch.device]:
         return [self._world.device]
 
-    @property
-    def _recordings(self) -> RankRecordings:
-        recordings = self._core.recordings
-        assert isinstance(recordings, RankRecordings)
-        return recordings
-
-    # -- what belongs to this rank -------------------------------------------------------------------------------
-    def _is_own(self, name: str) -> bool:
-        recordings = self._recordings
-        return not recordings.owner or recordings.is_own(name)
-
-    def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of this rank, by their names in the model."""
-        named = self._core.model.named_parameters(prefix, *args, **kwargs)
-        yield from ((n, p) for n, p in named if self._is_own(n.removeprefix(prefix and f"{prefix}.")))
-
-    def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the buffers of this rank, by their names in the model."""
-        named = self._core.model.named_buffers(prefix, *args, **kwargs)
-        yield from ((n, b) for n, b in named if self._is_own(n.removeprefix(prefix and f"{prefix}.")))
-
-    def state_dict(  # type: ignore[override]
-        self, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """Return this rank's part of the model's state, under the model's own names."""
-        before = set(destination or ())
-        found = self._core.model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        for name in [n for n in found if n not in before and not self._is_own(n.removeprefix(prefix))]:
-            del found[name]
-        parts = {} if keep_vars else {prefix + name: PARTS.get(own) for name, own in named_state(self._core.model)}
-        found.update((name, as_part(value, parts.get(name))) for name, value in found.items() if name not in before)
-        return found
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load this rank's part of a state, which may be the whole model's."""
-        model = self._core.model
-        state, parts = model.state_dict(), {name: PARTS.get(tensor) for name, tensor in named_state(model)}
-        given = {name: here(value, parts.get(name)) for name, value in state_dict.items()}
-        own = {name: like(value, state.get(name)) for name, value in given.items() if self._is_own(name)}
-        missing = [name for name in self.state_dict() if name not in own]
-        unexpected = [name for name in own if name not in state]
-        if strict and (missing or unexpected):
-            raise RuntimeError(f"missing keys of rank {self._world.number}: {missing}; unexpected keys: {unexpected}")
-        loaded = model.load_state_dict(own, strict=False, assign=assign)
-        PARTS.update((tensor, parts[name]) for name, tensor in named_state(model) if parts[name] is not None)
-        return loaded
-
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -174,6 +127,7 @@ class RankPipe(RankStreaming, PipelinedModule):
         self._world.agree("takes the model back", {}, error)
         self._recordings.unwrap()
         self._recordings.share_values()
+        self._recordings.guard.end()
         return super().unsplit()
 
     def __reduce__(self) -> Any:
@@ -183,6 +137,10 @@ class RankPipe(RankStreaming, PipelinedModule):
         )
 
     # -- running -------------------------------------------------------------------------------------------------
+    def _find(self, args: Any, kwargs: Any) -> FoundCall:
+        with self._recordings.guard.opened():
+            return super()._find(args, kwargs)
+
     @one_at_a_time
     def prepare(self, sample: Sample) -> None:
         """Record and plan; this rank's parameters are known, and have values, from then on.
@@ -365,6 +323,8 @@ class RankPipe(RankStreaming, PipelinedModule):
                 step.finish()
             else:
                 value = self._whole(step, target=target, loss_fn=loss_fn)
+            if step.scaled:
+                step.share_overflow()
         self._core.recordings.leave(step, ())
         return value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,4 +38,4 @@ class PreparedRankStep(RankStep, PreparedStep):
 
     def losing(self) -> AbstractContextManager[Any]:
         """Return what a loss is called in: it reads no parameter of another rank."""
-        return ReadsHere(self.elsewhere)
+        return ReadsHere(self.elsewhere, partial(setattr, self, "scaled", True))

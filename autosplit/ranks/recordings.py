@@ -4,35 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autosplit.distributed.facts import BATCH, StateUse, call_text, checksum, state_of_several, uses_of_state
+from autosplit.distributed.facts import (
+    BATCH,
+    StateUse,
+    call_text,
+    checksum,
+    state_of_several,
+    uses_of_state,
+    warn_where_apart,
+)
 from autosplit.distributed.materialise import materialise
 from autosplit.distributed.messages import flattened
 from autosplit.distributed.replicas import stage_group
 from autosplit.distributed.start import pairs_of
 from autosplit.distributed.world import RECORDS, World, attempt
 from autosplit.errors import InputError, TraceError
-from autosplit.lower.program import ending_slots
-from autosplit.lower.replicas import Replicas, check_cells
-from autosplit.lower.split import Lowered, named_state, names_of, owners
+from autosplit.lower.replicas import Replicas, check_cells, check_ending
+from autosplit.lower.split import Lowered, named_state, owners, used_by
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
+from autosplit.ranks.guard import ModelGuard
 from autosplit.ranks.parallelize import Parallelize, Part
 from autosplit.ranks.tensors import TensorParallel
-from autosplit.recorded import PreparedStep, Recorded
+from autosplit.recorded import FoundCall, PreparedStep, Recorded
 from autosplit.recordings import Recordings
 from autosplit.runtime.optimizers import move
 from autosplit.runtime.tree import TreeRun
 from autosplit.tensor.part import PARTS
 from autosplit.trace.borrowed.blank import has_meta, without_values
-from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.inputs.lengths import Shapes
 from autosplit.trace.inputs.objects import take_apart, tensors_in
@@ -52,11 +60,12 @@ class RankRecordings(Recordings):
 
     Attributes:
         owner: the rank of each parameter and buffer that is used, by name, of replicas the first; empty before the
-            first recording.
+            first recording. The first kind of call that uses it decides; the first rank has what none has used.
         group: the group of the ranks of this rank's stage; None where it has one.
         sample: what is recorded in the place of a call's inputs, where a sample on meta was given.
         parallelize: what wraps this rank's part of the model; None: it stays as it is.
         part: what it has wrapped.
+        guard: refuses what would take the user's model for whole.
     """
 
     def __init__(
@@ -69,6 +78,7 @@ class RankRecordings(Recordings):
             _TRAINED.pop(tensor, None)  # all ranks have the same values
         self.world = world
         self.tensors = TensorParallel(world, plain_numbers=options.rng == "plain") if world.tensor_ranks > 1 else None
+        self.guard = ModelGuard(model)
         self.owner: dict[str, int] = {}
         self.group: Any = None
         self.sample: Sample | None = None
@@ -80,6 +90,8 @@ class RankRecordings(Recordings):
         """The parameters and buffers that lie on this rank's device."""
         self._buffers: set[str] = set()
         """The buffers that this rank uses."""
+        self._late: list[Callable[[], None]] = []
+        """What brings state of a new kind of call here, once the model has its values again."""
         self._uses: set[StateUse] = set()
         """What all kinds of calls do with parameters and buffers."""
 
@@ -102,7 +114,8 @@ class RankRecordings(Recordings):
 
     def reads_no_values(self, args: Any, kwargs: Any) -> bool:
         """Tell whether a kind of call is known, and its recording does not hang on the batch's values."""
-        known = self.kept.get(self.python.key_of(*take_apart((args, kwargs))), ())
+        with self.guard.opened():
+            known = self.kept.get(self.python.key_of(*take_apart((args, kwargs))), ())
         return bool(known) and all(one.trace.guard is None and not one.changes_python for one in known)
 
     def find(self, key: Key, sample: Sample) -> tuple[Recorded | TreeRun, PythonRun | None]:
@@ -111,7 +124,15 @@ class RankRecordings(Recordings):
             return known, None
         new = key not in self.kept
         with self._without_values() if new and self._has_part else contextlib.nullcontext():
-            return super().find(key, sample)
+            found = super().find(key, sample)
+        while self._late:
+            self._late.pop()()
+        return found
+
+    def leave(self, step: PreparedStep | FoundCall, kept: Sequence[torch.Tensor]) -> None:
+        """Leave in Python what the model's own call would have left."""
+        with self.guard.opened():
+            super().leave(step, kept)
 
     def _without_values(self) -> contextlib.AbstractContextManager[None]:
         """Have the model's tensors on meta, and whole."""
@@ -140,6 +161,12 @@ class RankRecordings(Recordings):
             assert part is not None
             part.check()
             self.part = part
+        if self._has_part:
+            self.refuse_whole()
+
+    def refuse_whole(self) -> None:
+        """Refuse what takes the user's own model for whole, from when values of other ranks may be other ones."""
+        self.guard.begin(self.is_own, self.world.number)
 
     def unwrap(self) -> None:
         """Give the model plain parameters again, on every rank."""
@@ -150,41 +177,14 @@ class RankRecordings(Recordings):
 
     def check_wrapped(self, step: PreparedStep) -> None:
         """Raise InputError where the part has given its parameters back, TraceError for what it may not do wrapped."""
-        if self.parallelize is None:
-            return
-        if self.part is not None and self.part.given_back:
-            raise InputError("unsplit() gave the model plain parameters again, in the place of shards; split it anew")
-        if self.part is not None:
-            self.part.check_unchanged()
-        if step.recorded.changes_python:
-            raise TraceError("the model's forward changes its Python state, which needs a pipe without parallelize=")
-        blocks = self.parallelize.blocks_of(self.model)
-        taped = {node.name for node in step.lowered.tape} if step.state.tape is not None else set()
-        for node, info in step.lowered.traced.compute_nodes():
-            if info.name in taped and info.module in blocks and node.op == "call_module":
-                raise TraceError(
-                    f"{info.module!r} draws random numbers, and runs as a whole by what parallelize= has made of it, "
-                    "which may draw anew in the backward; use rng='counter', or parallelize='fsdp'"
-                )
+        if self.parallelize is not None:
+            self.parallelize.check(step, self.model, self.part)
 
     def _replicas(self, lowered: Lowered, stage_of: Mapping[str, int]) -> tuple[Replicas, ...]:
         """Return nothing: each of a stage's replicas is a rank, with modules of its own."""
-        check_cells(lowered, [len(each) for each in self.ranks])
-        if (count := len(self.ranks[-1])) > 1:
-            whose = f"behind all microbatches, on the first of the last stage's {count} replicas"
-            weights = dict(self.model.named_parameters(remove_duplicate=False))
-            for info in (node.meta[INFO] for node in lowered.layout.epilogue):
-                if used := [*info.writes, *(name for name in info.reads if name in weights)]:
-                    does = "changes" if info.writes else "uses"
-                    raise InputError(
-                        f"{info.name!r} {does} {used[0]!r} once per step, {whose}, which each have their own; give "
-                        "that stage one replica"
-                    )
-            if slots := ending_slots(lowered):
-                raise InputError(
-                    f"{slots[0].value!r}, which is made once per step, is returned or used {whose}; give that stage "
-                    "one replica"
-                )
+        counts = [len(each) for each in self.ranks]
+        check_cells(lowered, counts)
+        check_ending(lowered, dict(self.model.named_parameters(remove_duplicate=False)), counts[-1])
         return ()
 
     def _to_plan(self, found: Trace) -> Trace:
@@ -272,9 +272,10 @@ class RankRecordings(Recordings):
     def _place(self, lowered: Lowered, devices: Sequence[torch.device]) -> None:
         ranks, model = self.ranks, self.model
         own = {name: ranks[stage][0] for name, stage in owners(model, lowered).items()}
+        first = not self.owner
         self.owner = self.owner or own
-        held = (*dict(model.named_parameters(remove_duplicate=False)), *lowered.traced.written)
-        moved = next((name for name in held if own.get(name) not in (None, self.owner_of(name))), None)
+        held = {*dict(model.named_parameters(remove_duplicate=False)), *(lowered.traced.written & self.owner.keys())}
+        moved = next((name for name in sorted(held) if own.get(name) not in (None, self.owner_of(name))), None)
         if moved is not None:
             raise TraceError(
                 f"{moved!r} belongs to rank {self.world.members[self.owner_of(moved)]}, and in this kind of call rank "
@@ -286,17 +287,28 @@ class RankRecordings(Recordings):
                 f"{shared!r} is changed on one rank and used on another, which would not see it; give modules that "
                 "share state one stage by plan=, or run them in one process"
             )
+        warn_where_apart(lowered, self.owner)
         if self.world.payload is not self.world.control:  # NCCL carries tensors, and has no tags
             self.world.open(pairs_of(lowered, ranks))
         self.group = stage_group(self.world, ranks)
-        stages = [stage for stage, each in enumerate(ranks) if self.world.rank in each]
-        names = names_of(model, lowered, stages)
-        new = [name for name in names if name not in self._placed]
-        if self._has_part and self._placed and new:
-            raise TraceError(
-                f"{new[0]!r} has no values on rank {self.world.number}, which uses it in this kind of call and in no "
-                "earlier one; plan on a sample of a call that uses all parameters and buffers"
-            )
+        named = dict(named_state(model))
+        buffers = {name for name, own in named.items() if not isinstance(own, nn.Parameter) and not own.requires_grad}
+        used = used_by(lowered, [stage for stage, each in enumerate(ranks) if self.world.rank in each])
+        self._buffers.update(name for name in buffers if id(named[name]) in used)
+        names = [name for name, tensor in named.items() if id(tensor) in used or self.is_own(name)]
+        owner = {name: own[name] for name in (buffers & own.keys()) - self.owner.keys()}
+        self._late = [partial(self._fill, names, buffers, uses, owner)]
+        if first:
+            self._late.pop()()
+
+    def _fill(
+        self, names: Sequence[str], buffers: Collection[str], uses: set[StateUse], owner: Mapping[str, int]
+    ) -> None:
+        """Bring what this rank has of the model to its device; ``owner`` are those of buffers that had none.
+
+        What some kind of call uses on other ranks than those before may have been loaded, or changed, there.
+        """
+        model, new = self.model, [name for name in names if name not in self._placed]
         sizes = {name: tensor.size() for name, tensor in named_state(model)}
         if self._on_meta and new:
             kept = None if self.tensors is None else self.tensors.kept
@@ -308,12 +320,10 @@ class RankRecordings(Recordings):
             self.tensors.cut({name: named[name] for name in new}, sizes)
         move((named[name], self.world.device) for name in new)
         self._placed.update(new)
-        buffers = {name for name, own in named.items() if not isinstance(own, nn.Parameter) and not own.requires_grad}
-        self._buffers.update(buffers.intersection(new))
-        if self._uses and not self._has_part:  # some were loaded, or changed, where they were used so far
-            for name in sorted(buffers & {use.name for use in uses - self._uses}):
-                self._share(name, named[name])
+        for name in sorted({use.name for use in uses - self._uses}.intersection(buffers)) if self._uses else ():
+            self._share(name, named[name])
         self._uses = uses
+        self.owner.update(owner)
 
     def check_reads(self, recorded: Recorded) -> None:
         """Raise TraceError where Python reads a value that one rank changes, on which all ranks have to decide."""
@@ -353,6 +363,7 @@ class RankRecordings(Recordings):
             _trained_last = weakref.ref(self)
             holders = [self._holders(rank) for rank in range(self.world.size)]
             _TRAINED.update((tensor, holders[self.owner_of(name)]) for name, tensor in named_state(self.model))
+            self.refuse_whole()
 
     def share_values(self) -> None:
         """Give every rank the values of all."""

@@ -18,6 +18,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -49,13 +50,14 @@ class Part:
 
 @dataclass(eq=False)
 class Use:
-    """One call of a norm in the model's forward: what it updates, and what it saw.
+    """One call of a norm in the model's forward, or one sum into a counter: what it updates, and what it saw.
 
     Attributes:
-        running: the running mean and variance, as the model holds them.
+        running: the running mean and variance, as the model holds them; twice the counter.
         momentum: weight of what was seen; None: the mean over all updates.
         batches: counter of updates, or None.
         averaged: the moments are averages over rows, as instance norm takes them, and are averaged further.
+        added: the means are what the parts add to a counter.
         parts: by microbatch.
     """
 
@@ -63,6 +65,7 @@ class Use:
     momentum: float | None
     batches: torch.Tensor | None
     averaged: bool = False
+    added: bool = False
     parts: dict[int, Part] = field(default_factory=dict)
 
     def update(self, parts: Sequence[Part]) -> None:
@@ -70,6 +73,9 @@ class Use:
 
         torch's own kernels do not count their writes to running statistics as changes in place; nor are these.
         """
+        if self.added:
+            self.running[0].data.add_(reduce(torch.add, (part.mean for part in parts)))
+            return
         if self.batches is not None:
             self.batches.add_(1)
         weight: float | torch.Tensor | None = self.momentum
@@ -135,6 +141,15 @@ def normalise(key: CellContext, name: str, norm: Any, *args: Any, **kwargs: Any)
     counter = norm.num_batches_tracked if isinstance(norm, _BatchNorm) else None
     with _Norms(key, name, counter, cumulative=counter is not None and norm.momentum is None):
         return norm(*args, **kwargs)
+
+
+@torch.no_grad()
+def tally(key: CellContext, name: str, add: Any, counter: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Note what an in-place addition adds to a counter on a microbatch; ``name`` is that of the call."""
+    part = add(torch.zeros_like(counter), *args, **kwargs)
+    use = key.state.statistics.setdefault(name, Use((counter, counter), None, None, added=True))
+    use.parts.setdefault(key.microbatch, Part(1, part, part))
+    return counter
 
 
 class _Norms(TorchFunctionMode):

@@ -34,6 +34,7 @@ from autosplit.trace.rows.classes import batched_nodes, classify, with_classes
 from autosplit.trace.rows.findings import Findings, Proof
 from autosplit.trace.rows.kinds import function_of, note_rewritten
 from autosplit.trace.rows.probe import run_probe, run_probe_made_up
+from autosplit.trace.rows.tallies import tallied_with
 from autosplit.trace.scope import Scope
 from autosplit.trace.shapes.generalise import Domain, for_one_row, generalise
 
@@ -301,7 +302,7 @@ def _tied(model: nn.Module, raw: RawGraph) -> tuple[str, ...]:
 
 def _colocate(raw: RawGraph, merged: MergedRecording) -> None:
     """Number the groups that must share a stage: parts of one result, users of changed state, shared leaves."""
-    groups = [*raw.effects.storages, *raw.effects.buffers]
+    groups = [*raw.effects.storages, *raw.effects.buffers, *tallied_with(raw.graph, raw.root)]
     groups += [
         (node, raw.nodes[merged.calls[index].args[0].index])
         for index, node in raw.nodes.items()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -147,18 +148,24 @@ def saved_beside_a_step(folder: Path) -> str:
     return _error(calls[dist.get_rank()])
 
 
-def scaled() -> list[tuple[float, bool]]:
-    """Train with a scaler; one step has an infinite gradient on the first rank alone. Return scales and who stepped."""
+def scaled(kind: Any, *, behind: bool) -> list[tuple[float, bool]]:
+    """Train with a scaler; one step has an infinite gradient on the first rank alone. Return scales and who stepped.
+
+    The gradient becomes infinite in the backward, or ``behind`` the step.
+    """
     pipe, found = _pipe(), []
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    scaler = ShardedGradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+    scaler = kind("cpu", init_scale=2.0**12, growth_interval=2)
     scaler.scale(torch.zeros(()))
+    first, factor = next(iter(pipe.parameters())), 1.0
+    first.register_hook(lambda gradient: gradient * factor)
     for step in range(4):
         optimizer.zero_grad()
+        factor = torch.inf if step == 2 and dist.get_rank() == 0 and not behind else 1.0
         pipe.train_step(_batch(), **GIVEN | {"loss_fn": lambda o, t: scaler.scale(F.mse_loss(o, t))})
         before = [parameter.detach().clone() for parameter in pipe.parameters()]
-        if step == 2 and dist.get_rank() == 0:
-            next(iter(pipe.parameters())).grad.fill_(torch.inf)
+        if step == 2 and dist.get_rank() == 0 and behind:
+            first.grad.fill_(torch.inf)
         scaler.step(optimizer)
         scaler.update()
         found.append((scaler.get_scale(), not all(map(torch.equal, before, pipe.parameters()))))
@@ -204,6 +211,11 @@ def test_a_save_beside_a_step_is_an_error_on_every_rank(ranks: Pool, tmp_path: P
         assert "the ranks make different calls: rank 0 saves a checkpoint, rank 1 takes a step" in found
 
 
-def test_a_scaler_of_several_ranks_skips_the_same_steps(ranks: Pool) -> None:
-    for found in ranks(2).run(scaled):
+@pytest.mark.parametrize(("kind", "behind"), [(torch.amp.GradScaler, False), (ShardedGradScaler, True)])
+def test_a_scaler_of_several_ranks_skips_the_same_steps(ranks: Pool, kind: Any, behind: bool) -> None:
+    for found in ranks(2).run(_scaled, kind, behind):
         assert found == [(4096.0, True), (8192.0, True), (4096.0, False), (4096.0, True)]
+
+
+def _scaled(kind: Any, behind: bool) -> list[tuple[float, bool]]:
+    return scaled(kind, behind=behind)

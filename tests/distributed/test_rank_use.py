@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -358,13 +359,14 @@ def recorded_for() -> tuple[list[str], list[float]]:
     """Train at several batch sizes and two temperatures; return this rank's reasons, and how far losses are off."""
     torch.manual_seed(0)
     model, off = Heated().double(), []
+    plain = copy.deepcopy(model)
     pipe = autosplit(model, devices="torchrun", chunks=2, sample=torch.ones(8, 6).double())
     for temperature in (1.0, 2.0):
-        model.temperature = temperature
+        model.temperature = plain.temperature = temperature
         for rows in (8, 6, 5, 8):
             batch, target = torch.randn(rows, 6).double(), torch.zeros(rows, 6).double()
             loss = pipe.train_step(batch, target=target, loss_fn=nn.functional.mse_loss)
-            off.append(float(loss - nn.functional.mse_loss(model(batch), target)))
+            off.append(float(loss - nn.functional.mse_loss(plain(batch), target)))
     return [note.reason for note in pipe.recordings], off
 
 
@@ -372,3 +374,36 @@ def test_every_rank_says_what_it_was_recorded_for(ranks: Pool) -> None:
     for reasons, off in ranks(2).run(recorded_for):
         assert reasons == ["the first call", "attribute `temperature` of the model was 1.0, is 2.0"]
         assert max(map(abs, off)) < 1e-12
+
+
+class Tied(nn.Module):
+    """Layers of which the first runs again at the end, or a gain that the first and the last stage use."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.gain = kind, nn.Parameter(torch.ones(8))
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.kind == "gain":
+            return self.layers(value * self.gain) * self.gain
+        return self.layers[0](self.layers(value))
+
+
+def tied_backwards(kind: str) -> list[tuple[Tensor, Tensor]]:
+    """Differentiate calls whose first and last stage use one parameter; return gradients and the plain model's."""
+    plain, own = Tied(kind), Tied(kind)
+    pipe = autosplit(own, devices="torchrun", chunks=2, sample=flat(8).args, outputs="all")
+    for rows in (8, 8, 5):
+        for model in (plain, pipe):
+            model(*flat(rows).args).square().mean().backward()
+    named = dict(plain.named_parameters())
+    return [(p.grad, named[n].grad) for n, p in pipe.named_parameters() if named[n].grad is not None]
+
+
+@pytest.mark.parametrize("kind", ["gain", "layer"])
+def test_a_backward_of_the_users_own_through_a_tied_parameter(ranks: Pool, kind: str) -> None:
+    for found in ranks(2).run(tied_backwards, kind):
+        for own, plain in found:
+            torch.testing.assert_close(own, plain)

@@ -32,6 +32,7 @@ from autosplit.trace.rows.kinds import (
     takes_shape_only,
 )
 from autosplit.trace.rows.operator_probe import without_values
+from autosplit.trace.rows.tallies import tallies
 
 Dependencies = Mapping[fx.Node, Collection[fx.Node]]
 
@@ -110,9 +111,10 @@ def classify(
     seeds |= {n for n in batched if INFO in n.meta and n.meta[INFO].whole and not n.meta[INFO].tensors}
     seeds |= {n for n in batched if permutes_at_random(n, root)}  # whole, also where no output depends on it
     writers = {n for n in batched if INFO in n.meta and n.meta[INFO].writes}
-    counting = {n for n in writers if keeps_statistics(n, root)}
+    adding = tallies(graph, root)
+    counting = {n for n in writers if keeps_statistics(n, root)} | adding
     seeds |= writers - counting
-    seeds |= {n for n in counting if whole_norms and not normalises_rows_apart(n, root)}
+    seeds |= {n for n in counting - adding if whole_norms and not normalises_rows_apart(n, root)}
     seeds |= {n for writer, n in effects.flow if writer in counting and n in batched and n not in counting}
     full = _chain(seeds, depends, suspect)
     size = -1

@@ -180,11 +180,10 @@ def normalises_rows_apart(node: fx.Node, root: nn.Module) -> bool:
     return isinstance(function, _InstanceNorm) or function is F.instance_norm
 
 
-def counts_by_microbatch(node: fx.Node, root: nn.Module) -> bool:
-    """Tell whether a node is a norm that takes its statistics from one microbatch after the other."""
+def counts_by_microbatch(node: fx.Node) -> bool:
+    """Tell whether a node leaves something of each microbatch for an update of buffers: a norm, or a counter."""
     info = node.meta.get(INFO)
-    micro = info is not None and bool(info.writes) and info.node_class is NodeClass.MICRO
-    return micro and keeps_statistics(node, root)
+    return info is not None and bool(info.writes) and info.node_class is NodeClass.MICRO
 
 
 def note_rewritten(graph: fx.Graph, root: nn.Module) -> None:
@@ -195,7 +194,7 @@ def note_rewritten(graph: fx.Graph, root: nn.Module) -> None:
     written = {name for node in graph.nodes if INFO in node.meta for name in node.meta[INFO].writes}
     buffers = {name for name, _ in root.named_buffers()} & written
     for node in graph.nodes if buffers else ():
-        if INFO in node.meta and not counts_by_microbatch(node, root):
+        if INFO in node.meta and not counts_by_microbatch(node):
             taken = tuple(name for name in sorted(buffers) if any(map(name.startswith, _paths(node))))
             node.meta[INFO] = replace(node.meta[INFO], rewritten=taken)
 

@@ -1,0 +1,86 @@
+"""What a rank's pipe has of its model's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.distributed.world import World
+from autosplit.lower.split import named_state
+from autosplit.ranks.guard import check_average, part_of
+from autosplit.ranks.recordings import RankRecordings
+from autosplit.ranks.shards import like
+from autosplit.tensor.part import PARTS
+from autosplit.tensor.state import as_part, here
+
+
+class RankState(nn.Module):
+    """The part of a rank's pipe that answers for its parameters, buffers and state."""
+
+    _core: Any
+    _world: World
+
+    @property
+    def _recordings(self) -> RankRecordings:
+        recordings = self._core.recordings
+        assert isinstance(recordings, RankRecordings)
+        return recordings
+
+    def _is_own(self, name: str) -> bool:
+        recordings = self._recordings
+        return not recordings.owner or recordings.is_own(name)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the parameters of this rank, in the model's order."""
+        check_average(self._core.model)
+        return super().parameters(recurse)
+
+    def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of this rank, by their names in the model."""
+        named = self._core.model.named_parameters(prefix, *args, **kwargs)
+        yield from ((n, p) for n, p in named if self._is_own(n.removeprefix(prefix and f"{prefix}.")))
+
+    def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers of this rank, by their names in the model."""
+        named = self._core.model.named_buffers(prefix, *args, **kwargs)
+        yield from ((n, b) for n, b in named if self._is_own(n.removeprefix(prefix and f"{prefix}.")))
+
+    def state_dict(  # type: ignore[override]
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Return this rank's part of the model's state, under the model's own names."""
+        check_average(self._core.model)
+        before = set(destination or ())
+        with self._recordings.guard.opened():
+            found = self._core.model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for name in [n for n in found if n not in before and not self._is_own(n.removeprefix(prefix))]:
+            del found[name]
+        parts = {} if keep_vars else {prefix + name: PARTS.get(own) for name, own in named_state(self._core.model)}
+        found.update((name, as_part(value, parts.get(name))) for name, value in found.items() if name not in before)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load this rank's part of a state, which may be the whole model's."""
+        model = self._core.model
+        with self._recordings.guard.opened():
+            state = model.state_dict()
+        parts = {name: PARTS.get(tensor) for name, tensor in named_state(model)}
+        given = {name: here(value, parts.get(name)) for name, value in state_dict.items()}
+        own = {name: like(value, state.get(name)) for name, value in given.items() if self._is_own(name)}
+        missing = [name for name in self.state_dict() if name not in own]
+        unexpected = [name for name in own if name not in state]
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"missing keys of rank {self._world.number}: {missing}; unexpected keys: {unexpected}")
+        self._recordings.refuse_whole()
+        loaded = model.load_state_dict(own, strict=False, assign=assign)
+        PARTS.update((tensor, parts[name]) for name, tensor in named_state(model) if parts[name] is not None)
+        return loaded
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return this rank's part of the model, with values of its own, as a module that cannot be called."""
+        self._core.stream.drain()
+        with self._recordings.guard.opened():
+            return part_of(self._core.model, self._is_own, memo)
