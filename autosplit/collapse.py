@@ -112,7 +112,7 @@ def _outside(graph: TracedGraph, model: nn.Module, rows: int, *, told: bool) -> 
     causes = _causes(graph)
     if full:
         places = listed(
-            f"{info.module or 'the root'} ({', '.join(filter(None, (_name(graph, node), info.source, info.whole)))})"
+            f"{info.module or 'the root'} ({info.whole or ', '.join(filter(None, (_name(graph, node), info.source)))})"
             for node, info in causes.items()
         )
         said.append(f"{full:.0%} of the work runs once per step, on the whole batch, from {places} on")

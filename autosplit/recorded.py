@@ -59,6 +59,8 @@ class Recorded:
     replicas: tuple[Replicas, ...] = ()
     left_out: Mapping[Place, Any] = field(default_factory=dict)
     """The attributes that signatures leave out and that its forward has read or set, as they were."""
+    outside: Mapping[Place, Any] = field(default_factory=dict)
+    """What they leave out outside of the modules, as it was when its Python last did what was recorded."""
     failed_generalizations: int = 0
     """How many attempts to make one recording of several lengths have failed so far."""
     rows_tried: bool = False
@@ -88,6 +90,10 @@ class Recorded:
             return False
         guard = self.trace.guard
         return guard is None or guard.holds(tensors_in((sample.args, sample.kwargs)), self.kind.rows_in(key))
+
+    def is_stale(self, key: Key) -> bool:
+        """Tell whether what signatures leave out outside of the modules is another: its Python may do other things."""
+        return any(self.outside.get(place, self) != content for place, content in key.outside)
 
     def is_same_but_for_rows(self, key: Key) -> bool:
         """Tell whether a call's inputs have the shapes for which it was made, but for the batch."""
@@ -361,10 +367,12 @@ class PythonRuns:
         None where there is no such recording.
         """
         for recorded in variants:
-            if not recorded.changes_python or recorded.settled.get(key):
+            is_settled = not recorded.changes_python or recorded.settled.get(key)
+            if is_settled and not recorded.is_stale(key):
                 return recorded, None
             if (run := self.run(recorded, key, sample)) is not None:
-                return recorded, run
+                recorded.outside = dict(key.outside)
+                return recorded, run if run.changes else None
         return None
 
     def leave(

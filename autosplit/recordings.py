@@ -219,7 +219,7 @@ class Recordings:
         the recording is found or made; where no graph can follow this kind of call, the module tree's run is returned.
         """
         found = self._find(key, sample)
-        if isinstance(found, TreeRun) or not found.changes_python:
+        if isinstance(found, TreeRun) or not (found.changes_python or found.is_stale(key)):
             return found, None
         alike = [one for one in self.kept.alike(key) if one.is_same_but_for_rows(key)]
         others = {id(one): one for one in (found, *self.kept.get(key, ()), *alike)}
@@ -374,7 +374,8 @@ class Recordings:
         dims = found.inputs.batch_dims
         found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
         kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
-        return Recorded(found.graph, lowered, found, kind, self.lanes, replicas, self.python.left_out(key))
+        known = self.python.left_out(key), dict(key.outside)
+        return Recorded(found.graph, lowered, found, kind, self.lanes, replicas, *known)
 
     def _replicas(self, lowered: Lowered, stage_of: Mapping[str, int]) -> tuple[Replicas, ...]:
         """Return what runs further replicas of stages."""

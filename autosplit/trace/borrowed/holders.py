@@ -106,8 +106,8 @@ class Holder:
 class Holders:
     """All holders of some modules and of what their code names, and the tensors that are in them.
 
-    ``functions``, and classes of objects that there are, are walked too. Other modules that these name are followed
-    where they have no parameters and nothing of the ``skipped`` modules, told by their ids: a loss, an activation.
+    ``functions``, classes of objects that there are, and ``hooks`` are walked too. Other modules that these name are
+    followed where they have no parameters and nothing of the ``skipped`` modules, told by their ids: a loss, say.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class Holders:
         models: Iterable[nn.Module],
         functions: Iterable[Callable[..., Any]] = (),
         skipped: Collection[int] | None = None,
+        hooks: Iterable[Callable[..., Any]] = (),
     ) -> None:
         self.found: list[Holder] = []
         self.tensors: dict[int, tuple[Place, torch.Tensor]] = {}
@@ -148,8 +149,8 @@ class Holders:
         for table in _GLOBAL_TABLES if self._skipped is None else ():
             self.hook_tables.append(getattr(nn.modules.module, table))
             self._value(self.hook_tables[-1], ("", table), 0)
-        for hook in [hook for table in self.hook_tables for hook in table.values()]:
-            self._value(hook, ("", "a hook"), _DEPTH, "a hook")
+        for hook in [*hooks, *(hook for table in self.hook_tables for hook in table.values())]:
+            self._value(hook, ("", "a hook"), _DEPTH, getattr(hook, "__qualname__", "a hook"))
 
     def read(self) -> list[Any]:
         """Return the contents of all holders."""

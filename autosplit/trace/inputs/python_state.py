@@ -6,9 +6,9 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -124,6 +124,18 @@ def _known(value: Any, walk: Walk) -> Any:
     return (float, repr(value)) if isinstance(value, float) else (type(value), value)  # a NaN is equal to itself here
 
 
+class _Entry(NamedTuple):
+    """An entry of a holder outside of the modules: the place of the holder, and its own."""
+
+    whole: Place
+    place: Place
+    content: Any
+    of_hook: bool
+
+    def is_at(self, places: Collection[Place]) -> bool:
+        return self.place in places or self.whole in places
+
+
 class OutsideValues:
     """Reads the values that functions, also those of classes, name; walks them anew only where one is another.
 
@@ -135,21 +147,31 @@ class OutsideValues:
         self._roots: tuple[Any, ...] = ()
         self._map = Holders(())
         self._contents: list[tuple[Holder, Any]] = []
-        self._entries: list[tuple[Place, Place, Any]] = []
+        self._entries: list[_Entry] = []
 
     def signature(
-        self, roots: tuple[Any, ...], without: Collection[Place] = (), *, skipped: Collection[int] = ()
+        self,
+        roots: tuple[Any, ...],
+        hooks: tuple[Any, ...] = (),
+        *,
+        without: Collection[Place] = (),
+        skipped: Collection[int] = (),
     ) -> tuple[Any, ...]:
         """Return what tells the values from others, but for those at the places ``without``.
 
         Modules ``skipped`` are told by their ids: what is in them is looked at elsewhere.
         """
-        same = len(roots) == len(self._roots) and all(map(operator.is_, roots, self._roots))
+        every = (*roots, *hooks)
+        same = len(every) == len(self._roots) and all(map(operator.is_, every, self._roots))
         if not same or any(self._changed(holder, content) for holder, content in self._contents):
-            self._walk(roots, skipped)
-        return tuple(
-            (place, value) for whole, place, value in self._entries if place not in without and whole not in without
-        )
+            self._roots, self._map = every, Holders((), roots, skipped, hooks)
+            self._read()
+        return tuple((entry.place, entry.content) for entry in self._entries if not entry.is_at(without))
+
+    def left_out(self, without: Collection[Place]) -> tuple[Any, ...]:
+        """Return what a signature leaves out of the values that the forward itself may read: hooks run in each call."""
+        left = (entry for entry in self._entries if not entry.of_hook and entry.is_at(without)) if without else ()
+        return tuple((entry.place, entry.content) for entry in left)
 
     def attributes(self, path: str, name: str, parameter: nn.Parameter, walk: Walk) -> tuple[Any, ...]:
         """Return what tells the attributes of a parameter that walked code mentions from others."""
@@ -164,19 +186,18 @@ class OutsideValues:
     def _changed(self, holder: Holder, before: Any) -> bool:
         return any(self._map.may_read(holder, key) for key in difference(before, holder.read()))
 
-    def _walk(self, roots: Sequence[Any], skipped: Collection[int]) -> None:
-        self._roots, self._map = tuple(roots), Holders((), roots, skipped)
+    def _read(self) -> None:
         self._contents = [(holder, holder.read()) for holder in self._map.found]
         self._contents = [(h, now) for h, now in self._contents if len(now) <= _LARGEST[type(now)] and not h.draws]
         walk = Walk({}, {}, loose=self._loose, integers=self._integers)
-        self._entries = [(("", ""), ("", ""), self._entry(root, walk)) for root in roots]
+        self._entries = [_Entry(("", ""), ("", ""), self._entry(root, walk), True) for root in self._roots]
         for holder, now in self._contents:
             pairs = now.items() if isinstance(now, dict) else enumerate(now) if isinstance(now, list) else [(None, now)]
             known = [(key, value) for key, value in pairs if self._map.may_read(holder, key)]
             entries = [(holder.place_of(k), self._entry(v, walk)) for k, v in known if not str(k).startswith("__")]
             if self._loose and isinstance(now, list):  # a log that grows is the same one
                 entries = [(holder.place_of(0), frozenset(value for _, value in entries))]
-            self._entries += [(("", holder.name), *entry) for entry in entries]
+            self._entries += [_Entry(("", holder.name), *entry, holder.of_hook) for entry in entries]
 
     def _entry(self, value: Any, walk: Walk) -> Any:
         """Return what tells an entry from another; what is in a list, dict or object is in entries of its own."""

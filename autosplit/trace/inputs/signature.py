@@ -58,11 +58,12 @@ class Rest(NamedTuple):
 
 @dataclass(frozen=True)
 class Key:
-    """A call's signature: all but the shapes, and the shapes; beside it, the attributes that signatures leave out."""
+    """A call's signature: all but the shapes, and the shapes; beside it, what signatures leave out."""
 
     rest: Rest
     shapes: Shapes
     left_out: tuple[tuple[Place, Any], ...] = field(default=(), compare=False)
+    outside: tuple[tuple[Place, Any], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -174,13 +175,18 @@ def key_of(
                 attributes.append((key, content(own[key], walk)))
         tables = map(tuple, (hooks, children, parameters, buffers, attributes))
         entries.append(ModuleEntry(path, module.training, type(module), *tables))
-    values = outside.signature((*walk.named(), *changing), without, skipped=walk.modules)
+    values = outside.signature(walk.named(), tuple(changing), without=without, skipped=walk.modules)
     for path, name, parameter in marked:
         values += outside.attributes(path, name, parameter, walk)
     shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
     kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
     modes = GradAutocastState.current()
-    return Key(Rest(modes, tuple(entries), values, spec, kinds, one_tensor(leaves)), shapes, tuple(left_out))
+    return Key(
+        Rest(modes, tuple(entries), values, spec, kinds, one_tensor(leaves)),
+        shapes,
+        tuple(left_out),
+        outside.left_out(without),
+    )
 
 
 @functools.lru_cache(maxsize=16)
