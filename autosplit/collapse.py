@@ -25,8 +25,8 @@ _WAY_OUT = "compute row by row, or in the loss_fn of train_step, what need not s
 _WAYS_OUT = {
     r"\(\w*dynamic": "a dynamically quantised layer scales its input by the range of all rows: quantise weights alone, "
     "or each row by itself, as torchao's Int8WeightOnlyConfig and Int8DynamicActivationInt8WeightConfig do",
-    r"\(\w*(batch_norm|BatchNorm)": "batch norm takes statistics over all rows: batch_norm='micro' takes them over each "
-    "microbatch, of norms whose running statistics are buffers (track_running_stats=True)",
+    r"\(\w*(batch_norm|BatchNorm)": "batch norm takes statistics over all rows: batch_norm='micro' takes them over "
+    "each microbatch, of norms whose running statistics are buffers (track_running_stats=True)",
 }
 """What helps, by a pattern in what is said of the first operations that see the whole batch."""
 _CONTRACTED = frozenset(
