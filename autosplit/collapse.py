@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -22,12 +23,12 @@ OWN_PYTHON = "its own Python runs, module by module, since {}"
 _NAMED = 3
 _WAY_OUT = "compute row by row, or in the loss_fn of train_step, what need not see all rows"
 _WAYS_OUT = {
-    "dynamic": "a dynamically quantised layer scales its input by the range of all rows: quantise weights alone, or "
-    "each row by itself, as torchao's Int8WeightOnlyConfig and Int8DynamicActivationInt8WeightConfig do",
-    "batchnorm": "batch norm takes statistics over all rows: batch_norm='micro' takes them over each microbatch, of "
-    "norms whose running statistics are buffers (track_running_stats=True)",
+    r"\(\w*dynamic": "a dynamically quantised layer scales its input by the range of all rows: quantise weights alone, "
+    "or each row by itself, as torchao's Int8WeightOnlyConfig and Int8DynamicActivationInt8WeightConfig do",
+    r"\(\w*(batch_norm|BatchNorm)": "batch norm takes statistics over all rows: batch_norm='micro' takes them over "
+    "each microbatch, of norms whose running statistics are buffers (track_running_stats=True)",
 }
-"""What helps, by a part of the name of what sees the whole batch, in small letters."""
+"""What helps, by a pattern in what is said of the first operations that see the whole batch."""
 _CONTRACTED = frozenset(
     "linear matmul mm bmm baddbmm einsum scaled_dot_product_attention invoke grouped_mm _grouped_mm".split()
 )
@@ -66,12 +67,14 @@ class Collapses:
         layers = list(dict.fromkeys(node.meta[INFO].module for node in norms))
         behind = set(norms)
         behind.update(n for n in graph.graph.nodes if not behind.isdisjoint(n.all_input_nodes))
+        work = dict(_rough_work(graph, self.model, rows=sum(sizes)))
+        share = sum(work.get(node, 0.0) for node in behind) / sum(work.values())
         warnings.warn(
             f"{len(layers)} batch norm layer{'s' * (len(layers) > 1)} of {type(self.model).__name__} "
             f"({listed(layers, most=_NAMED)}) normalise each microbatch ({max(sizes)} of {sum(sizes)} rows) by itself: "
             "outputs, loss and gradients are not the plain model's. batch_norm='full' gives the plain model's, and "
-            f"runs {_share(graph, self.model, sum(sizes), behind):.0%} of the work on the whole batch, where nothing "
-            "overlaps; batch_norm='micro' is what runs now, without this warning",
+            f"runs {share:.0%} of the work on the whole batch, where nothing overlaps; batch_norm='micro' is what runs "
+            "now, without this warning",
             UserWarning,
             stacklevel=2,
         )
@@ -111,16 +114,11 @@ def _outside(graph: TracedGraph, model: nn.Module, rows: int, *, told: bool) -> 
     said = []
     causes = _causes(graph)
     if full:
-        places = listed(
-            f"{info.module or 'the root'} ({info.whole or ', '.join(filter(None, (_name(graph, node), info.source)))})"
-            for node, info in causes.items()
-        )
-        said.append(f"{full:.0%} of the work runs once per step, on the whole batch, from {places} on")
+        said.append(f"{full:.0%} of the work runs once per step, on the whole batch, from {causes} on")
     if shared:
         said.append(f"{shared:.0%} of the work runs once per step: it depends on no row")
     if full:
-        names = " ".join(_name(graph, node) for node in causes).lower().replace("_", "")
-        way_out = next((text for part, text in _WAYS_OUT.items() if part in names), _WAY_OUT)
+        way_out = next((text for pattern, text in _WAYS_OUT.items() if re.search(pattern, causes)), _WAY_OUT)
         if not told and way_out is _WAY_OUT:
             way_out += f"; where the first dimension, of size {rows}, is not the batch, say by batch_dims= which is"
     else:
@@ -128,21 +126,16 @@ def _outside(graph: TracedGraph, model: nn.Module, rows: int, *, told: bool) -> 
     return f"{'; '.join(said)}. By module: {named}. What helps: {way_out}"
 
 
-def _causes(graph: TracedGraph) -> dict[fx.Node, TracedNode]:
-    """Return the first operations that see the whole batch."""
+def _causes(graph: TracedGraph) -> str:
+    """Name the first operations that see the whole batch."""
     full = {node: info for node, info in graph.compute_nodes() if info.node_class is NodeClass.FULL}
-    return {node: info for node, info in full.items() if full.keys().isdisjoint(node.all_input_nodes)}
+    first = {node: info for node, info in full.items() if full.keys().isdisjoint(node.all_input_nodes)}
+    return listed(_place(node, info, graph.root) for node, info in first.items())
 
 
-def _name(graph: TracedGraph, node: fx.Node) -> str:
-    """Return the name of the function, or of the module's class, that an operation calls."""
-    return called(node, graph.root)[0] or type(function_of(node, graph.root)).__name__
-
-
-def _share(graph: TracedGraph, model: nn.Module, rows: int, nodes: Collection[fx.Node]) -> float:
-    """Return the part of the work that some of the operations do."""
-    work = dict(_rough_work(graph, model, rows=rows))
-    return sum(amount for node, amount in work.items() if node in nodes) / (sum(work.values()) or 1.0)
+def _place(node: fx.Node, info: TracedNode, root: nn.Module) -> str:
+    target = called(node, root)[0] or type(function_of(node, root)).__name__
+    return f"{info.module or 'the root'} ({', '.join(filter(None, (target, info.source, info.whole)))})"
 
 
 def _rough_work(graph: TracedGraph, model: nn.Module, *, rows: int) -> Iterator[tuple[fx.Node, float]]:

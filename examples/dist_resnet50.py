@@ -53,7 +53,7 @@ def one_hot_batches(*, image_size: int, rows: int, count: int, dtype: torch.dtyp
 
 def dist_resnet50(model: nn.Module, batches: Sequence[Batch], *, splits: int) -> tuple[tuple[float, ...], float]:
     """Train over all processes, each batch cut into ``splits``; return the losses and the seconds after the first."""
-    pipe = autosplit(model, devices="torchrun", chunks=splits, sample=batches[0].inputs)
+    pipe = autosplit(model, devices="torchrun", chunks=splits, batch_norm="micro", sample=batches[0].inputs)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=LR)
     losses, first_ended_s = [], 0.0
     for batch in batches:

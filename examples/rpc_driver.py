@@ -43,7 +43,7 @@ class Worker:
 
     def __init__(self, rank: int, store: str, workers: int, model: nn.Module, sample: Tensor, splits: int) -> None:
         dist.init_process_group(init_method=f"file://{store}", rank=rank, world_size=workers)
-        self.pipe = autosplit(model, devices="torchrun", chunks=splits, sample=sample)
+        self.pipe = autosplit(model, devices="torchrun", chunks=splits, batch_norm="micro", sample=sample)
         self.optimizer = torch.optim.SGD(self.pipe.parameters(), lr=LR)
 
     def train_step(self, inputs: Tensor, targets: Tensor) -> float:

@@ -374,3 +374,36 @@ def test_a_hook_that_a_forward_registers_on_its_parameter_is_there_once() -> Non
     for _ in range(3):
         check(plain, pipe, nn.MSELoss(), *batch())
     assert len(model.a.weight._backward_hooks) == 1
+
+
+COUNTED = [0]
+
+
+class CountsInTraining(Net):
+    """Counts its calls in a global, which evaluation reads or not."""
+
+    reads = True
+
+    def factor(self) -> float:
+        if self.training:
+            COUNTED[0] += 1
+            return 1.0
+        return float(COUNTED[0]) if self.reads else 1.0
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_global_that_training_calls_count_and_evaluation_reads(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CountsInTraining, "reads", reads)
+    plain, model = both(CountsInTraining)
+    pipe = autosplit(model, ["cpu"] * 2, 4, lanes="inline")
+    for number in range(1, 4):
+        COUNTED[0] = 2 * number - 2
+        for mode in (True, True, False):
+            plain.train(mode), pipe.train(mode)
+            x, _ = batch()
+            actual = pipe(x)
+            now = COUNTED[0]
+            torch.testing.assert_close(actual, plain(x), rtol=1e-12, atol=1e-12)
+            COUNTED[0] = now
+        assert COUNTED[0] == 2 * number
+    assert pipe._core.recordings.made == (4 if reads else 2), "evaluation is recorded where it is another"

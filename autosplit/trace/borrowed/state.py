@@ -246,10 +246,8 @@ def _stand_in(tensor: torch.Tensor, storages: dict[int, Any], *, copied: bool) -
         data = data.clone()
     elif not (isinstance(tensor, nn.Parameter) or tensor.requires_grad):
         data = _copy(data, storages)
-    if isinstance(tensor, nn.Parameter):
-        made: torch.Tensor = nn.Parameter(data, tensor.requires_grad)
-    else:
-        made = data.requires_grad_(tensor.requires_grad)
+    made = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+    made.requires_grad_(tensor.requires_grad)
     made.__dict__.update(tensor.__dict__)
     return made
 
