@@ -179,8 +179,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         Returns the step, and what each rank says of it.
         """
         self._check_alone()
-        recordings, alone = self._recordings, self._feed != "all"
-        first = recordings.ranks[0][0]
+        recordings, alone, first = self._recordings, self._feed != "all", self._recordings.ranks[0][0]
         if alone:
             args, kwargs = like_first(self._world, doing, first, args, kwargs)
         unseen = alone and not recordings.reads_no_values(args, kwargs)
