@@ -9,7 +9,8 @@
 
 The kernel computes both statistics anyway; with momentum 1 it writes them where it would write the running ones. Parts
 are joined in float64, and the variance is the unbiased one, so that the first norm of a model gets the plain model's
-numbers. A part that comes again, when a region runs again for its backward, is not counted again.
+numbers. A part that comes again, when a region runs again for its backward, is not counted again. Counters,
+to which sums over rows are added, go the same way.
 """
 
 from __future__ import annotations
