@@ -125,9 +125,9 @@ class InjectGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        """Return a root for the tensors."""
+        """Return a root for the tensors: a real number, which may stand alone in a backward."""
         ctx.gradients = gradients
-        return tensors[0].new_zeros(())
+        return tensors[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
