@@ -205,7 +205,7 @@ class RankPipe(RankStreaming, PipelinedModule):
         doing: str,
         args: Any,
         kwargs: Any,
-        target: Any = None,
+        loss: RankLoss | None = None,
         say: Callable[[PreparedRankStep], Any] = lambda step: None,
     ) -> tuple[PreparedRankStep, list[Any]]:
         """Prepare what all ranks do; raise on every rank where one cannot, or where they differ.
@@ -228,7 +228,7 @@ class RankPipe(RankStreaming, PipelinedModule):
         facts, own = dict[str, Any](), dict[str, Any]()
         word = None
         if step is not None:
-            facts, own = self._facts(step, args, kwargs, target)
+            facts, own = self._facts(step, args, kwargs, loss)
             word, error = attempt(lambda: say(step))
         share = step and Share(step.rows, len(step.sizes) if step.rows else 0, word)
         shares = self._world.agree(doing, facts, error, share, own=own)
@@ -243,7 +243,7 @@ class RankPipe(RankStreaming, PipelinedModule):
         return step, [share.word for share in shares]
 
     def _facts(
-        self, step: PreparedRankStep, args: Any, kwargs: Any, target: Any
+        self, step: PreparedRankStep, args: Any, kwargs: Any, loss: RankLoss | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return in what calls of all ranks have to agree, and in what those of a replica."""
         call, kind = self._texts_of(step.key, args, kwargs)
@@ -254,7 +254,11 @@ class RankPipe(RankStreaming, PipelinedModule):
         own: dict[str, Any] = {"the call": call}
         if self._feed == "all":
             own[BATCH] = checksum(step.tensors)
-            own["the target"] = checksum(tensors_in(target))
+            own["the target"] = checksum(tensors_in(loss and loss.target))
+            if loss is not None:
+                everywhere, of_rows = loss.facts(step)
+                facts |= everywhere
+                own |= of_rows
         if step.lowered.random:
             facts["torch's random state"] = zlib.crc32(torch.get_rng_state().numpy().data)
         if step.state.tape is not None and self._world.replicas > 1:
@@ -343,7 +347,7 @@ class RankPipe(RankStreaming, PipelinedModule):
                 engine.check_loss(target, loss_fn, reduction)
             return loss.find(step) if self._feed == "all" else None
 
-        step, words = self._agreed("takes a step", args, kwargs, target, checked)
+        step, words = self._agreed("takes a step", args, kwargs, loss, checked)
         step.log = log
         with step.running():
             word = loss.agree(step, words if self._feed == "all" else None)

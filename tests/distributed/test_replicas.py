@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -307,6 +308,9 @@ def silent() -> list[str]:
     def masked(output: Tensor, mask: Tensor) -> Tensor:
         return (output.square().mean(1) * mask).sum() / mask.sum()
 
+    ends, _ = _split(mlp(), values, feed="first_last")
+    fed = partial(ends.train_step, *([] if dist.get_rank() % 2 else [values]), target=target)
+
     def step(loss: Any, pipe: Any = pipe, target: Any = target, values: Any = values) -> Any:
         return pipe.train_step(values, target=target, loss_fn=loss)
 
@@ -315,6 +319,7 @@ def silent() -> list[str]:
         lambda: step(F.mse_loss, column, torch.zeros(4)),
         lambda: step(F.l1_loss if replica else F.mse_loss),
         lambda: step(nn.MSELoss(reduction="sum" if replica else "mean")),
+        lambda: fed(loss_fn=partial(F.huber_loss, delta=1.0 + 2 * replica)),
         lambda: step(F.mse_loss, counting, torch.zeros(4 * (1 - replica), WIDTH), _values(4 * (1 - replica))),
         lambda: averaged.train_step(lengths[replica]),
         lambda: step(F.mse_loss),
@@ -323,11 +328,12 @@ def silent() -> list[str]:
 
 
 def test_what_each_replica_by_itself_takes_to_be_right_is_refused(ranks: Pool) -> None:
-    for masked, column, other, reduction, counting, averaged, right in ranks(4).run(silent):
+    for masked, column, other, reduction, fed, counting, averaged, right in ranks(4).run(silent):
         assert "say loss_reduction='mean' or 'sum'" in masked
         assert "needs the whole batch" in column
-        assert "different losses" in other
-        assert "different losses" in reduction
+        assert "the ranks differ in the loss" in other
+        assert "loss_fn.reduction = 'mean', rank 2 has loss_fn.reduction = 'sum'" in reduction
+        assert "loss_fn.keywords['delta'] = 1.0, rank 3 has loss_fn.keywords['delta'] = 3.0" in fed
         assert "replica 1 has no rows, and every call changes count" in counting
         assert "different losses: the model's own, a mean over elements" in averaged
         assert right == "nothing was raised"

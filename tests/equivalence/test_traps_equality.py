@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -268,7 +267,9 @@ class ComplexLayer(nn.Module):
 def test_train_step_with_complex_parameters(first: str) -> None:
     def build() -> nn.Module:
         layers = [ComplexLayer(), ComplexLayer()]
-        return nn.Sequential(*layers) if first == "complex" else nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), *layers)
+        return (
+            nn.Sequential(*layers) if first == "complex" else nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), *layers)
+        )
 
     torch.manual_seed(0)
     model = build()
