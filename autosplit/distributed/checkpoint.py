@@ -38,8 +38,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -120,7 +120,7 @@ def save(
         # Without copies ahead, for which a thread would use the CUDA streams of device 0.
         planner, writer = DefaultSavePlanner(), FileSystemWriter(path.with_name(temporary), per_thread_copy_ahead=0)
         plans = ranks.run(lambda: _plan(planner, writer, _state(part, optimizer, others, copied=not wait)))
-        _check_owners(ranks, plans, planner.state_dict | {f"others.{key}": value for key, value in others.items()})
+        _check_owners(ranks, plans, planner, {f"others.{key}": value for key, value in others.items()})
         plans, metadata = planner.create_global_plan(plans)
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank])
 
@@ -249,17 +249,25 @@ def _plan(planner: DefaultSavePlanner, writer: FileSystemWriter, state: dict[str
     return writer.prepare_local_plan(planner.create_local_plan())
 
 
-def _check_owners(ranks: Ranks, plans: Sequence[SavePlan], values: Mapping[str, Any]) -> None:
-    """Raise where two ranks have different values under one key; DCP would keep one of them."""
-    items = (item for plan in plans for item in plan.items)
-    counts = Counter(item.index.fqn for item in items if item.type != WriteItemType.SHARD)
-    repeated = sorted(key for key in counts if counts[key] > 1)
-    digests = ranks.run(lambda: {key: _digest(values[key]) for key in repeated if key in values})
+def _check_owners(
+    ranks: Ranks, plans: Sequence[SavePlan], planner: DefaultSavePlanner, others: Mapping[str, Any]
+) -> None:
+    """Raise where two ranks have different values under one key, or of one chunk; DCP would keep one of them."""
+    counts = Counter(item.index for plan in plans for item in plan.items)
+    own = [item.index for item in plans[ranks.rank].items if counts[item.index] > 1]
+
+    def digest(index: MetadataIndex) -> bytes:
+        return _digest(others[index.fqn] if index.fqn in others else planner.lookup_object(index))
+
+    digests = ranks.run(lambda: {index: digest(index) for index in own})
+    repeated = dict.fromkeys(index for row in digests for index in row)
     different = [key for key in repeated if len({row[key] for row in digests if key in row}) > 1]
+    different.sort(key=lambda index: index.fqn)
     if different:
         owners = [rank for rank, row in enumerate(digests) if different[0] in row]
+        names = dict.fromkeys(index.fqn for index in different)
         raise InputError(
-            f"ranks {owners} save different values under one key: {listed(different)}; a parameter or buffer has one "
+            f"ranks {owners} save different values under one key: {listed(names)}; a parameter or buffer has one "
             "owner, and what differs from rank to rank needs a key per rank, such as 'random of rank 2'"
         )
 
@@ -267,7 +275,7 @@ def _check_owners(ranks: Ranks, plans: Sequence[SavePlan], values: Mapping[str, 
 def _digest(value: Any) -> bytes:
     """Return a digest of a value: equal for equal values, however they came to be."""
     if isinstance(value, torch.Tensor):
-        data = f"{value.dtype}{list(value.shape)}{checksum([value.cpu()])}".encode()
+        data = f"{value.dtype}{list(value.shape)}{checksum([value], devices=True)}".encode()
     elif isinstance(value, Mapping):
         data = b"".join(sorted(_digest(key) + _digest(entry) for key, entry in value.items()))
     elif isinstance(value, list | tuple):

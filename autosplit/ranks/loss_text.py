@@ -177,7 +177,7 @@ def _text_of(tensor: torch.Tensor) -> str:
     version = None if tensor.is_inference() else tensor._version
     before, number = _CHECKSUMS.get(tensor, (None, 0))
     if version is None or before != version:
-        number = checksum([tensor.detach().cpu()])
+        number = checksum([tensor], devices=True)
         _CHECKSUMS[tensor] = version, number
     return f"{tensor.dtype}{list(tensor.shape)} with checksum {number}"
 

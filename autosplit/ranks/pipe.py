@@ -8,7 +8,6 @@ What one rank refuses, all refuse, with the same error, before the first message
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar, cast
@@ -18,7 +17,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autosplit.backward import leaves_under
-from autosplit.distributed.facts import BATCH, call_text, checksum, pipe_facts, program_text
+from autosplit.distributed.facts import pipe_facts
 from autosplit.distributed.feed import bring, like_first, takers_of
 from autosplit.distributed.replicas import Share
 from autosplit.distributed.world import World, attempt, known_to_all
@@ -27,6 +26,7 @@ from autosplit.lower.split import named_state
 from autosplit.options import Options, Sample
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.plan import Plan
+from autosplit.ranks.agreement import Agreement
 from autosplit.ranks.call import WholeCall
 from autosplit.ranks.loss import Elsewhere, LossNumbers, RankLoss, Word
 from autosplit.ranks.parallelize import Parallelize, check_plain
@@ -35,7 +35,7 @@ from autosplit.ranks.recordings import RankRecordings
 from autosplit.ranks.shards import like, total_norm
 from autosplit.ranks.stream import RankStreaming
 from autosplit.ranks.tensors import check_columns
-from autosplit.recorded import PreparedStep, PreparedTree, Recent
+from autosplit.recorded import PreparedStep, PreparedTree
 from autosplit.runtime.loss.outputs import Outputs
 from autosplit.runtime.step import engine, train_cells
 from autosplit.runtime.tape import Tape
@@ -44,7 +44,6 @@ from autosplit.tensor.state import as_part, here
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.objects import mapped, tensors_in
-from autosplit.trace.inputs.signature import Key, without_rows
 
 
 class RankPipe(RankStreaming, PipelinedModule):
@@ -75,7 +74,8 @@ class RankPipe(RankStreaming, PipelinedModule):
         super().__init__(model, options, plan, own_plan)
         self._core.recordings = RankRecordings(model, options, plan, world, own=own_plan, weights=weights)
         self._core.recordings.parallelize = parallelize
-        self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _texts=Recent(), _losses=LossNumbers())
+        self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _losses=LossNumbers())
+        self.__dict__["_agreement"] = Agreement(world, model, feed)
 
     refused: ClassVar[Mapping[str, str]] = {
         **PipelinedModule.refused,
@@ -102,6 +102,9 @@ class RankPipe(RankStreaming, PipelinedModule):
     def _is_own(self, name: str) -> bool:
         recordings = self._recordings
         return not recordings.owner or recordings.is_own(name)
+
+    def _own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor in named_state(self._core.model) if self._is_own(name))
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this rank, by their names in the model."""
@@ -165,6 +168,7 @@ class RankPipe(RankStreaming, PipelinedModule):
                 "autosplit.distributed.checkpoint, and restore into a model that has values"
             )
         self._world.agree("takes the model back", {}, error)
+        self._agreement.check_copies(self._own_state())
         self._recordings.unwrap()
         self._recordings.share_values()
         return super().unsplit()
@@ -228,7 +232,7 @@ class RankPipe(RankStreaming, PipelinedModule):
         facts, own = dict[str, Any](), dict[str, Any]()
         word = None
         if step is not None:
-            facts, own = self._facts(step, args, kwargs, loss)
+            facts, own = self._agreement.facts(step, args, kwargs, loss)
             word, error = attempt(lambda: say(step))
         share = step and Share(step.rows, len(step.sizes) if step.rows else 0, word)
         shares = self._world.agree(doing, facts, error, share, own=own)
@@ -241,38 +245,6 @@ class RankPipe(RankStreaming, PipelinedModule):
         if alone and not unseen:
             bring(self._world, first, step.tensors, takers_of(step, step.ranks))
         return step, [share.word for share in shares]
-
-    def _facts(
-        self, step: PreparedRankStep, args: Any, kwargs: Any, loss: RankLoss | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return in what calls of all ranks have to agree, and in what those of a replica."""
-        call, kind = self._texts_of(step.key, args, kwargs)
-        facts: dict[str, Any] = {
-            "the kind of call": kind,
-            "what each stage runs": step.once("program", lambda: program_text(step.lowered)),
-        }
-        own: dict[str, Any] = {"the call": call}
-        if self._feed == "all":
-            own[BATCH] = checksum(step.tensors)
-            own["the target"] = checksum(tensors_in(loss and loss.target))
-            if loss is not None:
-                everywhere, of_rows = loss.facts(step)
-                facts |= everywhere
-                own |= of_rows
-        if step.lowered.random:
-            facts["torch's random state"] = zlib.crc32(torch.get_rng_state().numpy().data)
-        if step.state.tape is not None and self._world.replicas > 1:
-            lengths = "the lengths of their batches, for which random numbers are drawn (pad alike, or rng='counter')"
-            facts[lengths] = str(without_rows(step.key.shapes, step.recorded.kind.batch_dims))
-        return facts, own
-
-    def _texts_of(self, key: Key, args: Any, kwargs: Any) -> tuple[str, str]:
-        """Return what a call is as text, on these rows and on any, made once for calls of one signature."""
-        if key not in self._texts:
-            model, several = self._core.model, self._world.replicas > 1
-            text = call_text(model, args, kwargs)
-            self._texts[key] = text, call_text(model, args, kwargs, values=False) if several else ""
-        return self._texts[key]
 
     def _on_rank(self, step: PreparedStep | PreparedTree) -> PreparedRankStep:
         if self.graph in self._core.edited:
@@ -348,6 +320,7 @@ class RankPipe(RankStreaming, PipelinedModule):
             return loss.find(step) if self._feed == "all" else None
 
         step, words = self._agreed("takes a step", args, kwargs, loss, checked)
+        self._agreement.steps(self._own_state())
         step.log = log
         with step.running():
             word = loss.agree(step, words if self._feed == "all" else None)
