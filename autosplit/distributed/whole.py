@@ -73,7 +73,7 @@ def save_weights(path: str | PathLike[str], part: nn.Module, *, max_shard_size: 
         tensors.update(_tensors_to_save(part))
         return {name: tensor.size().numel() * tensor.itemsize for name, tensor in tensors.items()}
 
-    with Ranks("saves the whole model") as ranks:
+    with Ranks("saves the whole model", path) as ranks:
         ranks.check_same("path", str(path))
         ranks.check_same("max_shard_size", max_shard_size)
         name, *_ = ranks.run(lambda: new_folder(path) if ranks.rank == 0 else "")
