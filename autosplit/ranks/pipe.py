@@ -192,6 +192,10 @@ class RankPipe(RankStreaming, PipelinedModule):
                 self._recordings.sample = sample
                 given = mapped(_on_cpu, given)
             step = self._on_rank(self._prepare(*given))
+            if (
+                self._world.tensor_ranks > 1
+            ):  # of parts, which are another kind of call: a replica without rows finds it
+                step = self._on_rank(self._prepare(*given))
             self._recordings.wrap()
             return step
 
