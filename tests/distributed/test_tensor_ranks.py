@@ -19,7 +19,7 @@ from autosplit import autosplit, initialise
 from autosplit.distributed import checkpoint
 from tests.distributed.models import TRAININGS, WIDTH, GroupedGPT, mlp, tokens
 from tests.distributed.processes import Pool
-from tests.distributed.replicas import compare, whole
+from tests.distributed.replicas import compare, mesh_of, whole
 
 ONE = [[8], [5], [8]]
 
