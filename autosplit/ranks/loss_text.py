@@ -50,16 +50,16 @@ def _names_of(code: types.CodeType) -> _Names:
     inner = [_names_of(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     plain = [const for const in code.co_consts if isinstance(const, (*_PLAIN, tuple))]
 
-    def named(place: int, *operations: str) -> frozenset[str]:
+    def named(field: str, *operations: str) -> frozenset[str]:
         own = frozenset(str(step.argval) for step in steps if step.opname in operations)
-        return own.union(*(each[place] for each in inner))
+        return own.union(*(getattr(each, field) for each in inner))
 
-    attributes = named(1, "LOAD_ATTR", "LOAD_METHOD")
+    attributes = named("attributes", "LOAD_ATTR", "LOAD_METHOD")
     changes = not _CHANGES.isdisjoint(attributes) or any(step.opname == "STORE_SUBSCR" for step in steps)
     return _Names(
-        named(0, "LOAD_GLOBAL", "LOAD_NAME"),
+        named("globals", "LOAD_GLOBAL", "LOAD_NAME"),
         attributes,
-        named(2, "STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR"),
+        named("stored", "STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR"),
         changes or any(each.changes for each in inner),
         zlib.crc32(repr((code.co_code, code.co_names, plain, [each.digest for each in inner])).encode()),
     )
@@ -98,7 +98,7 @@ class LossText:
             if isinstance(value, partial):
                 held = {"func": value.func, "args": value.args, "keywords": value.keywords}
                 self._add_all(name + ".{}", held, names, depth)
-            elif isinstance(value, types.MethodType):
+            elif isinstance(value, types.MethodType) and isinstance(value.__func__, types.FunctionType):
                 self._add_function(name, value.__func__, depth, value.__self__)
             elif isinstance(value, types.FunctionType):
                 self._add_function(name, value, depth)
