@@ -71,6 +71,20 @@ def donate_gradients(tensors: Sequence[torch.Tensor], gradients: list[torch.Tens
         return InjectGradients.apply(gradients, *tensors)
 
 
+def apart(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return gradients none of which lies in another's memory, as one row's of a class token lies in its positions'.
+
+    The engine would leave them in ``.grad`` like that, where each is changed in place.
+    """
+    found, end = list(gradients), 0
+    begins = {place: own.data_ptr() for place, own in enumerate(found) if own.layout is torch.strided}
+    for place in sorted(begins, key=lambda place: begins[place]):
+        if begins[place] < end:
+            found[place] = found[place].clone()
+        end = max(end, begins[place] + found[place].nbytes)
+    return found
+
+
 def begin_at_sums(
     leaves: Sequence[torch.Tensor],
     totals: dict[int, torch.Tensor],
@@ -125,9 +139,9 @@ class InjectGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        """Return a root for the tensors."""
+        """Return a root for the tensors: a real number, which may stand alone in a backward."""
         ctx.gradients = gradients
-        return tensors[0].new_zeros(())
+        return tensors[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:

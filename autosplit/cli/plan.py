@@ -116,6 +116,12 @@ def plan_command(
     if script is not None and (mesh is not None or replicas is not None):
         raise InputError("--script writes a program for a pipeline alone; leave --mesh and --replicas, or --script out")
     if script is not None:
+        pinned = None if options.pinned is None else options.pinned.precision
+        if (precision or pinned) == "fp8":
+            raise InputError(
+                "--script writes no training in fp8, for which torch has no modules; write one with --precision bf16, "
+                "convert its model by torchao.float8.convert_to_float8_training, or leave --script out"
+            )
         outputs = _with_plan(outputs, script=script, spec=spec, schedule=options.schedule, find=find)
     machine = resolve_machine(_devices(devices, options.pinned))
     degrees = check_mesh(mesh, devices=len(machine))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from autosplit.checks import MASTERS
 from autosplit.cli.inputs import CONFIG_PREFIX, InputSpec, ModelSpec, TensorForm, nested
 from autosplit.planning.plan.plan import Plan
 from autosplit.units import plural
@@ -15,7 +16,8 @@ from cost_models.machines import MachineSpec
 
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "momentum": "SGD"}
 _AUTOCASTS = {"amp_bf16": "bfloat16", "amp_fp16": "float16"}
-_CASTS = ("bf16", "bf16_fp32_master")
+_DTYPES = {"bf16": "bfloat16", "bf16_fp32_master": "bfloat16", "fp32": "float32", "amp_bf16": "float32"}
+_DTYPES |= {"amp_fp16": "float32"}
 
 _SCRIPT = '''\
 """Train {model} over {devices} by a saved plan."""
@@ -46,12 +48,13 @@ def main():
     model = load_model({target}, kwargs={kwargs}){mode}
     batch = make_batch()
     pipe = autosplit(model, devices={where!r}, plan=HERE / {plan!r}, sample=batch{batch_dims})
-    optimizer = torch.optim.{optimizer}(pipe.parameters(), lr=1e-4{momentum})
+    parameters = [parameter for parameter in pipe.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.{optimizer}({updated}, lr=1e-4{momentum})
     for step in range(STEPS):
         optimizer.zero_grad()
         with {autocast}:
             loss = pipe.train_step(*batch.args, **batch.kwargs, loss_fn=loss_fn)
-        optimizer.step()
+        {update}
         if os.environ.get("RANK", "0") == "0":
             print(f"step {{step}}: loss {{loss.item():.6f}}")
 
@@ -62,6 +65,18 @@ if __name__ == "__main__":
 # Run it with
 {commands}
 '''
+_MASTERS = (
+    "masters := [parameter.detach().float() for parameter in parameters]",
+    """\
+for parameter, master in zip(parameters, masters, strict=True):
+            if parameter.grad is not None:
+                master.grad, parameter.grad = parameter.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.copy_(master)""",
+)
+"""What an optimizer updates in the place of bf16 parameters, and how."""
 _OWN_LOSS = "loss_fn = None  # the model's own loss"
 _NAMED_LOSS = "loss_fn = load_loss({name})"
 _WITH_TARGET = '''\
@@ -93,7 +108,8 @@ def script_text(
 
     ``loss`` is the name on the command line and what it names; ``machine`` says which devices share a host.
     """
-    low = plan.precision in _CASTS
+    dtype = _DTYPES.get(plan.precision or "")
+    updated, update = _MASTERS if plan.precision in MASTERS else ("parameters", "optimizer.step()")
     autocast = _AUTOCASTS.get(plan.precision or "")
     kind = '"cuda" if torch.cuda.is_available() else "cpu"'
     return _SCRIPT.format(
@@ -102,15 +118,17 @@ def script_text(
         devices=plural(len(plan.devices), "device") + ", a process for each," * plan.processes,
         loaders="load_model" if loss is None else "load_loss, load_model",
         where="torchrun" if plan.processes else len(plan.devices),
-        inputs=_call([(each.place, each.value) for each in inputs], dtype="bfloat16" if low else None),
+        inputs=_call([(each.place, each.value) for each in inputs], dtype=dtype),
         loss=_loss(plan, loss, folder=path.parent),
         seed=spec.seed,
         target=_beside(spec.target, folder=path.parent),
         kwargs=dict(spec.kwargs),
-        mode=("" if spec.train is None else f".train({spec.train})") + (".to(torch.bfloat16)" if low else ""),
+        mode=("" if spec.train is None else f".train({spec.train})") + (f".to(torch.{dtype})" if dtype else ""),
         batch_dims="" if spec.batch_dims is None else f", batch_dims={spec.batch_dims!r}",
         optimizer=_OPTIMIZERS.get(plan.optimizer, "SGD"),
         momentum=", momentum=0.9" if plan.optimizer == "momentum" else "",
+        updated=updated,
+        update=update,
         autocast=f"torch.autocast({kind}, torch.{autocast})" if autocast else "contextlib.nullcontext()",
         commands="\n".join(f"#     {command}" for command in commands(plan, path.name, machine)),
     )

@@ -3,12 +3,14 @@
     folder/
         step-100/                complete: renamed when the files of every rank were on the disk
             .metadata            DCP's table of what is in which file
+            checksums.json       of the table, and of each value's bytes: what was damaged is not restored
             __0_0.distcp         the values of rank 0; __1_0.distcp those of rank 1, ...
-        step-200.5f0c91a2.tmp/   being written, or left by a save that was interrupted; never read
+        step-200.*.tmp/          being written, or left by a save that was interrupted; never read
 
     {"model": {"fc.weight": ...},                        part.state_dict(): names of the plain model
      "optimizer": {"state.fc.weight.exp_avg": ...},      by parameter, see optimizer_state.py
-     "others": {"scheduler": ...}}                       the bytes that torch.save writes
+     "others": {"scheduler": ...},                       the bytes that torch.save writes
+     "groups": {"empty": ...}}                           options of groups that are empty on all ranks
 
 Every value has one name and one owner, so that a checkpoint depends neither on the number of ranks nor on the cut, and
 ``torch.distributed.checkpoint.load`` reads it too. Where several ranks have a key, as replicas have, their values have
@@ -21,15 +23,13 @@ under one key, raises a BaseException, and hangs where an error cannot be pickle
 
 from __future__ import annotations
 
-import hashlib
 import io
-import pickle
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,34 +37,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autosplit.distributed.facts import checksum
+from autosplit.distributed.checksums import CheckedReader, Checksums, checksums_of, digest_of, write_checksums
 from autosplit.distributed.optimizer_state import (
     Groups,
     OptimizedParameter,
     Optimizers,
+    Place,
     check_part,
+    empty_everywhere,
     fill_empty_groups,
     flattened,
+    groups_of,
     optimized_parameters,
     options_of_groups,
     parameter_of,
     state_dicts,
 )
 from autosplit.distributed.together import Ranks, Shape, check_fits, check_shared, complete, new_folder
-from autosplit.distributed.weights import read_checkpoint
+from autosplit.distributed.weights import TrustedCheckpoint, read_checkpoint
 from autosplit.distributed.whole import load_weights, save_weights
 from autosplit.errors import CheckpointError, InputError, listed
 from autosplit.tensor.part import PARTS
 from autosplit.tensor.state import TensorPart, as_part
 
-__all__ = ["Saving", "latest", "load_weights", "restore", "save", "save_weights"]
+__all__ = ["Saving", "TrustedCheckpoint", "latest", "load_weights", "restore", "save", "save_weights"]
 
 
 @dataclass(frozen=True)
@@ -114,23 +117,23 @@ def save(
     """
     others, path = others or {}, Path(folder) / f"step-{step}"
     with ExitStack() as closing:
-        ranks = closing.enter_context(Ranks("saves a checkpoint"))
+        ranks = closing.enter_context(Ranks("saves a checkpoint", path))
         ranks.check_same("step", step)
         temporary, *_ = ranks.run(lambda: _new_folder(path, step) if ranks.rank == 0 else "")
+        closing.enter_context(_removed_on_error(path.with_name(temporary)))
         # Without copies ahead, for which a thread would use the CUDA streams of device 0.
         planner, writer = DefaultSavePlanner(), FileSystemWriter(path.with_name(temporary), per_thread_copy_ahead=0)
-        plans = ranks.run(lambda: _plan(planner, writer, _state(part, optimizer, others, copied=not wait)))
-        _check_owners(ranks, plans, planner.state_dict | {f"others.{key}": value for key, value in others.items()})
+        empty = empty_everywhere(ranks.run(lambda: groups_of(part, optimizer)))
+        groups = {} if ranks.rank else {"empty": _pickled({tuple(place): empty[place] for place in empty})}
+        plans = ranks.run(lambda: _plan(planner, writer, _state(part, optimizer, others, groups, copied=not wait)))
+        _check_owners(ranks, plans, planner, {f"others.{key}": value for key, value in others.items()})
         plans, metadata = planner.create_global_plan(plans)
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank])
 
         def write() -> None:
-            try:
-                results = ranks.run(lambda: writer.write_data(plan, planner).value())
-                ranks.run(lambda: _complete(writer, metadata, results, path) if ranks.rank == 0 else None)
-            except CheckpointError:
-                shutil.rmtree(writer.path, ignore_errors=True)
-                raise
+            results = ranks.run(lambda: writer.write_data(plan, planner).value())
+            checksums = ranks.run(lambda: checksums_of(Path(writer.path), results[ranks.rank]))
+            ranks.run(lambda: _complete(writer, metadata, results, checksums, path) if ranks.rank == 0 else None)
 
         if wait:
             write()
@@ -168,7 +171,7 @@ def restore(
     the model that was saved (the first name that differs, and its shapes), and where the optimizers are not those that
     were saved; CheckpointError where files cannot be read. What one rank raises is raised on every rank.
     """
-    with Ranks("restores a checkpoint") as ranks:
+    with Ranks("restores a checkpoint", folder) as ranks:
         ranks.check_same("step", step)
         found, *_ = ranks.run(lambda: _existing(Path(folder), step))
         restoring = _Restoring(Path(folder) / f"step-{found}", part, optimizer)
@@ -193,27 +196,45 @@ def _existing(folder: Path, step: int | None) -> int:
 
 
 def _new_folder(path: Path, step: Any) -> str:
-    if not isinstance(step, int) or step < 0:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise InputError(f"step is {step!r}; it has to be an integer of at least 0")
     return new_folder(path)
 
 
-def _complete(writer: FileSystemWriter, metadata: Any, results: list[Any], path: Path) -> None:
+@contextmanager
+def _removed_on_error(folder: Path) -> Iterator[None]:
+    """Remove a folder after an error that all ranks have; after the end of one, another may yet complete it."""
+    try:
+        yield
+    except (CheckpointError, InputError):
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _complete(
+    writer: FileSystemWriter, metadata: Any, results: list[Any], checksums: Sequence[Checksums], path: Path
+) -> None:
+    folder = Path(writer.path)
     writer.finish(metadata, results)
-    complete(Path(writer.path), path)
+    write_checksums(folder, checksums)
+    complete(folder, path)
 
 
 # -- saving ----------------------------------------------------------------------------------------------------------
-def _state(part: nn.Module, optimizer: Optimizers, others: Mapping[str, Any], *, copied: bool) -> Any:
+def _pickled(value: Any) -> bytes:
+    torch.save(value, buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+def _state(
+    part: nn.Module, optimizer: Optimizers, others: Mapping[str, Any], groups: Mapping[str, bytes], *, copied: bool
+) -> Any:
     """Return all that this rank saves, where asked for copied to host memory, a tied tensor once."""
-    pickled: dict[str, bytes] = {}
-    for key, value in others.items():
-        torch.save(value, buffer := io.BytesIO())
-        pickled[key] = buffer.getvalue()
     state: Any = {
         "model": part.state_dict(),
         "optimizer": flattened(optimized_parameters(part, optimizer)),
-        "others": pickled,
+        "others": {key: _pickled(value) for key, value in others.items()},
+        "groups": groups,
     }
     return _copied(state) if copied else state
 
@@ -249,32 +270,27 @@ def _plan(planner: DefaultSavePlanner, writer: FileSystemWriter, state: dict[str
     return writer.prepare_local_plan(planner.create_local_plan())
 
 
-def _check_owners(ranks: Ranks, plans: Sequence[SavePlan], values: Mapping[str, Any]) -> None:
-    """Raise where two ranks have different values under one key; DCP would keep one of them."""
-    items = (item for plan in plans for item in plan.items)
-    counts = Counter(item.index.fqn for item in items if item.type != WriteItemType.SHARD)
-    repeated = sorted(key for key in counts if counts[key] > 1)
-    digests = ranks.run(lambda: {key: _digest(values[key]) for key in repeated if key in values})
+def _check_owners(
+    ranks: Ranks, plans: Sequence[SavePlan], planner: DefaultSavePlanner, others: Mapping[str, Any]
+) -> None:
+    """Raise where two ranks have different values under one key, or of one chunk; DCP would keep one of them."""
+    counts = Counter(item.index for plan in plans for item in plan.items)
+    own = [item.index for item in plans[ranks.rank].items if counts[item.index] > 1]
+
+    def digest(index: MetadataIndex) -> bytes:
+        return digest_of(others[index.fqn] if index.fqn in others else planner.lookup_object(index))
+
+    digests = ranks.run(lambda: {index: digest(index) for index in own})
+    repeated = dict.fromkeys(index for row in digests for index in row)
     different = [key for key in repeated if len({row[key] for row in digests if key in row}) > 1]
+    different.sort(key=lambda index: index.fqn)
     if different:
         owners = [rank for rank, row in enumerate(digests) if different[0] in row]
+        names = dict.fromkeys(index.fqn for index in different)
         raise InputError(
-            f"ranks {owners} save different values under one key: {listed(different)}; a parameter or buffer has one "
+            f"ranks {owners} save different values under one key: {listed(names)}; a parameter or buffer has one "
             "owner, and what differs from rank to rank needs a key per rank, such as 'random of rank 2'"
         )
-
-
-def _digest(value: Any) -> bytes:
-    """Return a digest of a value: equal for equal values, however they came to be."""
-    if isinstance(value, torch.Tensor):
-        data = f"{value.dtype}{list(value.shape)}{checksum([value.cpu()])}".encode()
-    elif isinstance(value, Mapping):
-        data = b"".join(sorted(_digest(key) + _digest(entry) for key, entry in value.items()))
-    elif isinstance(value, list | tuple):
-        data = b"".join(map(_digest, value))
-    else:
-        data = pickle.dumps(value)
-    return hashlib.sha256(type(value).__name__.encode() + data).digest()
 
 
 # -- restoring -------------------------------------------------------------------------------------------------------
@@ -294,6 +310,7 @@ class _Restoring:
         self._model: dict[str, Any] = {}
         self._rows: list[OptimizedParameter] = []
         self._loads: dict[Optimizer, dict[str, Any]] = {}
+        self._empty: Groups = {}
         self.others: dict[str, Any] = {}
 
     def own(self) -> _Own:
@@ -313,7 +330,7 @@ class _Restoring:
 
         Raises InputError where what all ranks have together is not what was saved.
         """
-        saved = FileSystemReader(self._path).read_metadata().state_dict_metadata
+        saved = CheckedReader(self._path).read_metadata().state_dict_metadata
         kinds = {key.removeprefix("model."): kind for key, kind in saved.items() if key.startswith("model.")}
         shapes = {k: tuple(kind.size) if isinstance(kind, TensorStorageMetadata) else None for k, kind in kinds.items()}
         check_fits(str(self._path), [own.shapes for own in every], shapes)
@@ -321,8 +338,8 @@ class _Restoring:
         rest = _placeholders(saved, {row.name: row.parameter for row in self._rows})
         read_checkpoint(self._path, rest)
         self._loads = state_dicts(self._rows, {key: _as_tensor(value) for key, value in rest["optimizer"].items()})
-        for key, value in rest["others"].items():
-            self.others[key] = torch.load(io.BytesIO(value), map_location="cpu", weights_only=False)
+        self.others = {key: _unpickled(value) for key, value in rest["others"].items()}
+        self._empty = {Place(*place): own for row in rest["groups"].values() for place, own in _unpickled(row).items()}
         return options_of_groups(self._loads)
 
     def _check_optimized(self, every: Sequence[_Own], saved: Sequence[str]) -> None:
@@ -346,7 +363,7 @@ class _Restoring:
 
     def load(self, groups: Sequence[Groups]) -> None:
         """Load what was prepared, and the model's values; a group without parameters here is as on another rank."""
-        fill_empty_groups(self._loads, groups)
+        fill_empty_groups(self._loads, [self._empty, *groups])
         read_checkpoint(self._path, {"model": self._model})
         self._part.load_state_dict(self._model)
         for optimizer, state in self._loads.items():
@@ -355,11 +372,11 @@ class _Restoring:
 
 def _placeholders(saved: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
     """Return what the others and the state of some parameters are read into."""
-    rest: dict[str, dict[str, Any]] = {"optimizer": {}, "others": {}}
+    rest: dict[str, dict[str, Any]] = {"optimizer": {}, "others": {}, "groups": {}}
     for key, kind in saved.items():
         top, _, name = key.partition(".")
         parameter = parameters.get(parameter_of(name)[1])
-        if top == "others" or (top == "optimizer" and parameter is not None):
+        if top in ("others", "groups") or (top == "optimizer" and parameter is not None):
             if not isinstance(kind, TensorStorageMetadata):
                 rest[top][name] = None
             elif parameter is not None and parameter in PARTS and kind.size.numel() > 1:
@@ -371,6 +388,10 @@ def _placeholders(saved: Mapping[str, Any], parameters: Mapping[str, torch.Tenso
             else:
                 rest[top][name] = torch.empty(kind.size, dtype=kind.properties.dtype)
     return rest
+
+
+def _unpickled(value: bytes) -> Any:
+    return torch.load(io.BytesIO(value), map_location="cpu", weights_only=False)
 
 
 def _as_tensor(value: Any) -> Any:

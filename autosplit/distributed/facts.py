@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autosplit import __version__
+from autosplit.errors import InputError
 from autosplit.lower.split import Lowered
 from autosplit.options import Options
 from autosplit.planning.plan.plan import Plan
+from autosplit.tensor.part import PARTS
 from autosplit.trace.borrowed.blank import has_meta
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.objects import take_apart
@@ -110,19 +113,42 @@ def call_text(model: nn.Module, args: Any, kwargs: Any, *, values: bool = True) 
     return "\n".join((*lines, f"{GradAutocastState.current()}", f"modes {modes}", f"gradients {wanting}"))
 
 
-def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Return a number for the values of tensors on the CPU; those of accelerators are not read."""
+def checksum(tensors: Iterable[torch.Tensor], *, devices: bool = False) -> int:
+    """Return a number for the values of tensors; those of accelerators are read where ``devices`` asks for it."""
     found = 0
     for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel():
+        here = tensor.device.type == "cpu" or (devices and not tensor.is_meta)
+        if here and tensor.layout is torch.strided and tensor.numel():
             flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
             for part in _condensed(flat):
-                found = zlib.crc32(part.numpy().data, found)
+                found = zlib.crc32(part.cpu().numpy().data, found)
     return found
 
 
+def copies_of(state: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Return checksums of a state's tensors, or of the parts that this rank has of them; those of DTensors are not."""
+    texts = ((name, tensor, PARTS.get(tensor)) for name, tensor in state if not isinstance(tensor, DTensor))
+    return {
+        repr(name) if part is None else f"{name!r}, part {part.sharing.rank}": checksum([tensor], devices=True)
+        for name, tensor, part in texts
+    }
+
+
+def check_copies(copies: Sequence[Mapping[str, int]]) -> None:
+    """Raise InputError where ranks have other values of one tensor; ``copies`` are their checksums by its name."""
+    first: dict[str, tuple[int, int]] = {}
+    for rank, own in enumerate(copies):
+        for name, number in own.items():
+            holder, expected = first.setdefault(name, (rank, number))
+            if number != expected:
+                raise InputError(
+                    f"ranks {holder} and {rank} hold copies of {name}, and their values differ: one rank alone has "
+                    "changed it; change it alike on both, or load the same state on all ranks"
+                )
+
+
 def _condensed(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield what stands for many bytes: the sums of their words by row and by column of a table, read 4 times faster.
+    """Yield what stands for many bytes: the sums of their words by row and by column of tables, read 4 times faster.
 
     A value that differs changes both, and so do values that change places.
     """
@@ -130,5 +156,6 @@ def _condensed(flat: torch.Tensor) -> Iterator[torch.Tensor]:
     if many:
         flat = flat.clone() if flat.storage_offset() % 8 else flat  # words are read where they are aligned
         table = flat[:many].view(torch.int64).view(-1, _ROW_BYTES // 8)
-        yield from (table.sum(0), table.sum(1))
+        yield table.sum(0)
+        yield from _condensed(table.sum(1).view(torch.uint8))
     yield flat[many:]

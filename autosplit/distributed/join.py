@@ -20,12 +20,13 @@ _JOINED: dict[tuple[Any, str, tuple[Layout, ...]], World] = {}
 """The worlds of the default process group, each made once, by the kind of device and the columns."""
 
 
-def meet(doing: str) -> None:
-    """Raise on every rank where ranks that have joined are about to do different things."""
+def meet(doing: str) -> World | None:
+    """Return the world of ranks that have joined; raise on every rank where they are about to do different things."""
     for key, world in _JOINED.items():
         if key[0] is dist.group.WORLD:
             world.gather(doing, None)
-            return
+            return world
+    return None
 
 
 def join(mesh: Any = None) -> World:

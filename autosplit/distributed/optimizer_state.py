@@ -157,13 +157,25 @@ def _set(group: dict[str, Any], options: Mapping[str, Any]) -> None:
         group[key] = value if device is None else value.to(device)
 
 
-def options_of_groups(loads: Mapping[Optimizer, dict[str, Any]]) -> Groups:
-    """Return the options of the groups that have parameters."""
+def options_of_groups(loads: Mapping[Optimizer, dict[str, Any]], *, empty: bool = False) -> Groups:
+    """Return the options of the groups that have parameters, or of those that are ``empty``."""
     return {
         place: {key: value for key, value in group.items() if key not in _NO_OPTIONS}
         for place, group in _places(loads)
-        if group["params"]
+        if bool(group["params"]) != empty
     }
+
+
+def groups_of(part: nn.Module, optimizer: Optimizers) -> tuple[Groups, Groups]:
+    """Return the options of groups with parameters here, and of those without."""
+    states = {row.optimizer: row.optimizer.state_dict() for row in optimized_parameters(part, optimizer)}
+    return options_of_groups(states), options_of_groups(states, empty=True)
+
+
+def empty_everywhere(rows: Sequence[tuple[Groups, Groups]]) -> Groups:
+    """Return the options of the groups that are empty on all ranks, by those of full and of empty ones."""
+    full = {place for own, _ in rows for place in own}
+    return {place: options for _, own in rows for place, options in own.items() if place not in full}
 
 
 def fill_empty_groups(loads: Mapping[Optimizer, dict[str, Any]], every: Sequence[Groups]) -> None:

@@ -89,7 +89,7 @@ def _added(world: World, leaves: Sequence[Tensor], gradients: Sequence[Tensor | 
     """Return the sums over the replicas; None where no replica has a gradient."""
     flat = _in_a_row(leaves, gradients)
     world.add_up("gradients of other replicas", flat)
-    counts = flat[-len(leaves) :].tolist()
+    counts = flat[-len(leaves) :].real.tolist()
     sums = flat[: -len(leaves)].split([leaf.numel() for leaf in leaves])
     found = zip(leaves, gradients, sums, counts, strict=True)
     return [
@@ -153,7 +153,7 @@ def added_in_order(group: Any, leaves: Sequence[Tensor], gradients: Sequence[Ten
         every = [torch.empty_like(flat) for _ in range(group.size())]
         dist.all_gather([one.view(torch.uint8) for one in every], flat.view(torch.uint8), group=group)
         rows = [one.split([*(leaf.numel() for leaf in bucket), len(bucket)]) for one in every]
-        there = [row[-1].tolist() for row in rows]
+        there = [row[-1].real.tolist() for row in rows]
         for place, leaf in enumerate(bucket):
             if any(has[place] < 0 for has in there):
                 sums[id(leaf)] = _sparse_sum(group, leaf, given[id(leaf)])

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from autosplit.distributed.ends import is_lost_connection, machine
 from autosplit.distributed.join import meet
-from autosplit.errors import AutosplitError, CheckpointError, InputError, listed
+from autosplit.errors import AutosplitError, CheckpointError, DeviceError, InputError, listed
 
 T = TypeVar("T")
 Shape = tuple[int, ...] | None
@@ -22,16 +24,21 @@ Shape = tuple[int, ...] | None
 class Ranks:
     """The processes that save or load together, in a group of their own; a process alone is rank 0 of 1."""
 
-    def __init__(self, doing: str) -> None:
-        meet(doing)
+    def __init__(self, doing: str, what: object = "") -> None:
+        """``what`` they save or load is said where one of them ends."""
+        self._world, self._doing = meet(doing), f"{doing} {what}".strip()
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo") if several else None
         self.rank, self._size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
 
     def __enter__(self) -> Ranks:
+        if self._world is not None:
+            self._world.watch.doing(f"a call that {self._doing}")
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._world is not None:
+            self._world.watch.doing(None)
         if self._group is not None:
             dist.destroy_process_group(self._group)
 
@@ -48,7 +55,14 @@ class Ranks:
             error.__cause__ = raised
         rows: list[Any] = [(value, error)] * self._size
         if self._group is not None:
-            dist.all_gather_object(rows, (value, error), group=self._group)
+            try:
+                dist.all_gather_object(rows, (value, error), group=self._group)
+            except RuntimeError as raised:
+                if not is_lost_connection(raised):
+                    raise
+                cause = raised if self._world is None else self._world.watch.explain(raised)
+                text = f"rank {self.rank} {self._doing}, and another rank has ended meanwhile: {cause}"
+                raise DeviceError(text) from raised
         rows[self.rank] = value, error  # with its traceback
         for rank, (_, other) in enumerate(rows):
             if other is not None:
@@ -87,14 +101,30 @@ def _text(shape: Shape) -> str:
 
 
 def new_folder(path: Path) -> str:
-    """Make the folder to write in before it is renamed to ``path``; return its name: no other process writes there."""
+    """Make the folder to write in before it is renamed to ``path``; return its name: no other process writes there.
+
+    What a process of this machine has left there that runs no more is removed; another job may write the others.
+    """
     if path.exists():
         raise InputError(f"{path} exists and is not overwritten; save under another name, or delete it first")
-    for left in path.parent.glob(f"{path.name}.*.tmp"):
-        shutil.rmtree(left, ignore_errors=True)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    own = f"{path.name}.{zlib.crc32(machine().encode()):08x}"
+    for left in path.parent.glob(f"{own}-*-*.tmp"):
+        if not _runs(left.name.removeprefix(f"{own}-").partition("-")[0]):
+            shutil.rmtree(left, ignore_errors=True)
+    temporary = path.with_name(f"{own}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
     temporary.mkdir(parents=True)
     return temporary.name
+
+
+def _runs(number: str) -> bool:
+    """Tell whether a process of this machine may run: what it has left is not removed."""
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError):
+        pass
+    return True
 
 
 def check_shared(folder: Path) -> None:

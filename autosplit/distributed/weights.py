@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autosplit.distributed.checksums import CheckedReader
 from autosplit.errors import InputError
 from autosplit.tensor.state import TensorPart
 
@@ -34,27 +34,40 @@ class Weights:
     read: Callable[[Mapping[str, Tensor]], None]
 
 
-def open_weights(weights: Mapping[str, Any] | str | PathLike[str]) -> Weights:
+@dataclass(frozen=True)
+class TrustedCheckpoint:
+    """A folder that ``torch.distributed.checkpoint`` wrote, as ``weights=``: it holds pickles, which may run any code.
+
+    A folder of safetensors files, which cannot, is named by its path alone.
+    """
+
+    path: str | PathLike[str]
+
+
+def open_weights(weights: Mapping[str, Any] | str | PathLike[str] | TrustedCheckpoint) -> Weights:
     """Open a mapping of tensors or a path, and read the names and shapes of what is there.
 
     A mapping may be nested, as a training script's checkpoint is: its keys are joined by dots. A path is that of a
     ``.safetensors`` file, of a folder of such files (with ``model.safetensors.index.json``, else ``model.safetensors``,
-    else all), of a folder that ``torch.distributed.checkpoint`` wrote, or of a file of ``torch.save``, which is mapped
-    into memory and may hold tensors and plain values only. Raises InputError for what cannot be read.
+    else all), or of a file of ``torch.save``, which is mapped into memory and may hold tensors and plain values only.
+    None of these runs code; a folder of ``torch.distributed.checkpoint`` can, and is a :class:`TrustedCheckpoint`.
+    Raises InputError for what cannot be read.
     """
     if isinstance(weights, Mapping):
         return _mapping(weights)
-    path = Path(weights)
+    path = Path(weights.path if isinstance(weights, TrustedCheckpoint) else weights)
     try:
+        if isinstance(weights, TrustedCheckpoint):
+            return _checkpoint(path)
         if path.is_dir():
-            return _checkpoint(path) if (path / ".metadata").exists() else _safetensors(_files(path))
+            return _safetensors(_files(path))
         if path.suffix == ".safetensors":
             return _safetensors([path])
         return _mapping(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
         raise InputError(
             f"weights={str(path)!r} cannot be read: {error}; give a mapping of tensors, a .safetensors file or a "
-            "folder of them, a folder of torch.distributed.checkpoint, or a file of torch.save"
+            "folder of them, a file of torch.save, or TrustedCheckpoint(folder) of torch.distributed.checkpoint"
         ) from error
 
 
@@ -83,7 +96,7 @@ def read_checkpoint(folder: Path, state: dict[str, Any]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads by itself
-            state_dict_loader.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+            state_dict_loader.load(state, storage_reader=CheckedReader(folder), no_dist=True)
     except CheckpointException as error:  # which is no Exception
         raise error.failures[0][0] from None
 
@@ -121,8 +134,13 @@ def _files(folder: Path) -> list[Path]:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         return [folder / name for name in dict.fromkeys(names)]
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if not files and (folder / ".metadata").exists():
+        raise InputError(
+            "it is of torch.distributed.checkpoint, whose files are pickles and may run any code; give "
+            "autosplit.distributed.checkpoint.TrustedCheckpoint(folder) where you trust who wrote it"
+        )
     if not files:
-        raise InputError("the folder has neither .safetensors files nor the .metadata of torch.distributed.checkpoint")
+        raise InputError("the folder has no .safetensors files")
     return files
 
 
@@ -147,6 +165,6 @@ def _safetensors(files: Sequence[Path]) -> Weights:
 
 
 def _checkpoint(folder: Path) -> Weights:
-    items = FileSystemReader(folder).read_metadata().state_dict_metadata
+    items = CheckedReader(folder).read_metadata().state_dict_metadata
     shapes = {key: item.size for key, item in items.items() if isinstance(item, TensorStorageMetadata)}
     return Weights(shapes, lambda targets: read_checkpoint(folder, dict(targets)))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autosplit.distributed.facts import check_copies, copies_of
 from autosplit.distributed.together import Ranks, check_fits, check_shared, complete, new_folder, sync
 from autosplit.distributed.weights import Weights, common_prefix, open_weights
 from autosplit.errors import InputError, listed
@@ -60,8 +61,9 @@ def save_weights(path: str | PathLike[str], part: nn.Module, *, max_shard_size: 
         part: this rank's part, or the plain model: its ``state_dict()`` has names of the plain model.
         max_shard_size: how large a file of a folder may be, such as ``"5GB"`` or a number of bytes.
 
-    Raises InputError where the path exists, and where the state has entries that are no tensors; CheckpointError where
-    files cannot be written. What one rank raises is raised on every rank.
+    Raises InputError where the path exists, where the state has entries that are no tensors, and where ranks have
+    different values of one tensor; CheckpointError where files cannot be written. What one rank raises is raised on
+    every rank.
     """
     path = Path(path)
     tensors: dict[str, Tensor] = {}
@@ -71,13 +73,14 @@ def save_weights(path: str | PathLike[str], part: nn.Module, *, max_shard_size: 
         tensors.update(_tensors_to_save(part))
         return {name: tensor.size().numel() * tensor.itemsize for name, tensor in tensors.items()}
 
-    with Ranks("saves the whole model") as ranks:
+    with Ranks("saves the whole model", path) as ranks:
         ranks.check_same("path", str(path))
         ranks.check_same("max_shard_size", max_shard_size)
         name, *_ = ranks.run(lambda: new_folder(path) if ranks.rank == 0 else "")
         folder = path.with_name(name)
         try:
             sizes = ranks.run(own)
+            check_copies(ranks.run(lambda: copies_of((names[0], tensor) for tensor, names in _by_tensor(part))))
             files = ranks.run(lambda: _files(sizes, max_shard_size))[0]
             ranks.run(lambda: _write(folder, files, tensors, ranks.rank))
             ranks.run(lambda: _complete(folder, path, files, sizes) if ranks.rank == 0 else None)

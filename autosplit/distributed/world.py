@@ -313,7 +313,7 @@ class World:
         return None
 
     def _differing(self, said: list[_Said], facts: Mapping[str, Any]) -> BaseException | None:
-        """Return in what a rank differs from the first one of all, or of its replica, by the facts that all have."""
+        """Return in what a rank differs from the first one of all, or of its replica, by the facts that both have."""
         found = _first_difference([(number, row.facts) for number, row in enumerate(said)])
         for replica in range(self.replicas):
             found = found or _first_difference([(number, said[number].own) for number in self.of_replica(replica)])
@@ -325,10 +325,10 @@ class World:
 
 
 def _first_difference(rows: list[tuple[int, dict[str, int]]]) -> tuple[str, int, int] | None:
-    """Return a fact in which a rank differs from the first one, and these two."""
-    first, own = rows[0]
-    for name in (name for name in own if all(name in facts for _, facts in rows)):
-        other = next((number for number, facts in rows if facts[name] != own[name]), None)
+    """Return a fact in which a rank differs from the first one that has it, and these two."""
+    for name in dict.fromkeys(name for _, facts in rows for name in facts):
+        (first, own), *others = [(number, facts[name]) for number, facts in rows if name in facts]
+        other = next((number for number, fact in others if fact != own), None)
         if other is not None:
             return name, first, other
     return None

@@ -19,9 +19,12 @@ from autosplit.distributed.world import as_known, attempt
 from autosplit.errors import InputError
 from autosplit.kept import Recent
 from autosplit.ranks.call import WholeCall
+from autosplit.ranks.loss_text import LossText
 from autosplit.runtime.loss.proof import Proofs
 from autosplit.runtime.step import engine
 from autosplit.trace.borrowed.state import borrowed, contents
+
+_LOSS = "the loss (give every rank the same loss_fn, which holds the same numbers; what has rows belongs into target=)"
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,19 @@ class RankLoss:
     proofs: Proofs
     numbers: LossNumbers
     found: engine.Found | None = None
+    _facts: tuple[dict[str, str], dict[str, str]] | None = None
+
+    def facts(self, step: RankStep) -> tuple[dict[str, str], dict[str, str]]:
+        """Return in what all ranks have to agree of the loss, and in what those of a replica."""
+        if self._facts is None:
+            root = step.lowered.traced.root
+            pipes = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+            text = LossText(step.rows if len(step.sizes) == 1 or step.world.replicas == 1 else -1, pipes)
+            text.add("loss_fn", self.loss_fn)
+            tensors = {f"a tensor that the loss holds, {name}": line for name, line in text.tensors.items()}
+            of_rows = {"the tensors with rows of the batch that the loss holds": "\n".join(text.of_rows)}
+            self._facts = {_LOSS: "\n".join(text.lines)} | tensors, of_rows
+        return self._facts
 
     def find(self, step: RankStep, whole: Callable[[], Any] = _ask_others) -> Word | None:
         """Return how the loss adds up; None where that takes the whole batch's outputs, and where nothing is known."""
@@ -103,7 +119,7 @@ class RankLoss:
         kind, named = getattr(loss, "kind", None), ""
         divisors: Sequence[float] = ()
         if step.world.replicas > 1:
-            divisors, named = loss.divisors, name_of(self.loss_fn) or "the model's own"
+            divisors, named = loss.divisors, "the model's own" if self.loss_fn is None else "loss_fn"
             if getattr(loss, "averages", False):
                 named += f", a mean over elements of inputs {_sizes_of_rows(step)}"
             if self.reduction == "auto" and kind in ("mean", "sum"):
@@ -138,7 +154,9 @@ class RankLoss:
     def _said(self, step: RankStep, find: Callable[[], Word | None]) -> list[Word | None]:
         """Return what the ranks find; an error of one is raised on every rank."""
         word, error = attempt(find)
-        return step.world.agree("asks how the loss adds up", {}, error, word)
+        makes = step.world.rank in step.ranks[-1] and step.rows
+        facts = self.facts(step)[0] if makes else {}
+        return step.world.agree("asks how the loss adds up", facts, error, word)
 
     def _found_together(self, step: RankStep, words: list[Word | None]) -> list[Word | None]:
         """Return how a loss adds up where another replica knows that, or it is asked on the outputs of all rows."""
@@ -191,20 +209,6 @@ def _added_divisors(words: Sequence[Word]) -> list[float]:
 def _sizes_of_rows(step: RankStep) -> list[list[int]]:
     pairs = zip(step.tensors, step.lowered.traced.inputs, strict=True)
     return [[size for dim, size in enumerate(tensor.shape) if dim != info.batch_dim] for tensor, info in pairs]
-
-
-def name_of(loss: Any) -> str:
-    """Return what tells a loss from others in every process; "" for none."""
-    if isinstance(loss, partial):
-        return f"{name_of(loss.func)} {_plain(loss.keywords)}"
-    if isinstance(loss, torch.nn.Module):
-        return f"{type(loss).__qualname__} {_plain(vars(loss))}"
-    line = getattr(getattr(loss, "__code__", None), "co_firstlineno", "")
-    return "" if loss is None else f"{getattr(loss, '__qualname__', type(loss).__qualname__)} {line}"
-
-
-def _plain(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{k}={v!r}" for k, v in sorted(values.items()) if isinstance(v, (bool, int, float, str)))
 
 
 def _callers() -> Iterator[Any]:

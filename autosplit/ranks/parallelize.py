@@ -27,7 +27,6 @@ from autosplit.distributed.mesh import replicas_of
 from autosplit.distributed.world import World
 from autosplit.errors import InputError, TraceError, listed
 from autosplit.profile.stage_trace.stage_graph import block_paths
-from autosplit.ranks.loss import name_of
 from autosplit.recorded import SHARED, PreparedStep
 from autosplit.runtime.optimizers import refuse
 from autosplit.trace.borrowed.holders import HOOK_TABLES, Holders
@@ -242,12 +241,20 @@ def parallelizing(asked: Any, mesh: Any) -> Parallelize | None:
     if mesh is None:
         raise InputError(f"parallelize={asked!r} is for a mesh of ranks; give mesh= too")
     if callable(asked):
-        return Parallelize(name_of(asked), lambda part: asked(part, mesh), whole=True)
+        return Parallelize(_name_of(asked), lambda part: asked(part, mesh), whole=True)
     if asked != FSDP:
         raise InputError(f"parallelize is {asked!r}; give {FSDP!r}, a function (part, mesh) -> part, or None")
     if not (names := replicas_of(mesh)):
         raise InputError(f"parallelize={FSDP!r} shards over replicas, and the mesh has no dimension dp")
     return Parallelize(asked, partial(sharded, mesh=mesh[names]), whole=False)
+
+
+def _name_of(asked: Any) -> str:
+    """Return what tells a function from others in every process."""
+    if isinstance(asked, partial):
+        return f"{_name_of(asked.func)} {sorted(asked.keywords.items())}"
+    line = getattr(getattr(asked, "__code__", None), "co_firstlineno", "")
+    return f"{getattr(asked, '__qualname__', type(asked).__qualname__)} {line}"
 
 
 def check_plain(model: nn.Module) -> None:

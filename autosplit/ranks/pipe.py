@@ -8,7 +8,6 @@ What one rank refuses, all refuse, with the same error, before the first message
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar, cast
@@ -19,17 +18,17 @@ from torch.distributed.tensor import DTensor
 
 from autosplit.backward import leaves_under
 from autosplit.delegation import one_at_a_time
-from autosplit.distributed.facts import BATCH, call_text, checksum, pipe_facts, program_text
+from autosplit.distributed.facts import pipe_facts
 from autosplit.distributed.feed import bring, like_first, takers_of
 from autosplit.distributed.replicas import Share
 from autosplit.distributed.step import seconds_of
 from autosplit.distributed.world import World, attempt, known_to_all
 from autosplit.errors import InputError, TraceError
-from autosplit.kept import Recent
 from autosplit.lower.split import named_state
 from autosplit.options import Options, Sample
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.plan import Plan
+from autosplit.ranks.agreement import Agreement
 from autosplit.ranks.call import WholeCall
 from autosplit.ranks.loss import Elsewhere, LossNumbers, RankLoss, Word
 from autosplit.ranks.parallelize import Parallelize, check_plain
@@ -46,9 +45,7 @@ from autosplit.runtime.tape import Tape
 from autosplit.tensor.part import PARTS, refuse_parts
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO
-from autosplit.trace.inputs.lengths import without_rows
 from autosplit.trace.inputs.objects import mapped, tensors_in
-from autosplit.trace.inputs.signature import Key
 
 
 class RankPipe(RankState, RankStreaming, PipelinedModule):
@@ -82,7 +79,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         self._core.recordings = RankRecordings(model, options, plan, world, own=own_plan, weights=weights)
         self._core.recordings.parallelize = parallelize
         self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _timeout_s=timeout_s)
-        self.__dict__.update(_texts=Recent(), _losses=LossNumbers())
+        self.__dict__.update(_losses=LossNumbers(), _agreement=Agreement(world, model, feed))
 
     refused: ClassVar[Mapping[str, str]] = {
         **PipelinedModule.refused,
@@ -125,6 +122,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
                 "autosplit.distributed.checkpoint, and restore into a model that has values"
             )
         self._world.agree("takes the model back", {}, error)
+        self._agreement.check_copies(self._own_state())
         self._recordings.unwrap()
         self._recordings.share_values()
         self._recordings.guard.end()
@@ -154,6 +152,8 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
                 self._recordings.sample = sample
                 given = mapped(_on_cpu, given)
             step = self._on_rank(self._prepare(*given, runs=False))
+            if self._world.tensor_ranks > 1:  # parts are another kind of call, which a replica without rows finds too
+                step = self._on_rank(self._prepare(*given, runs=False))
             self._recordings.wrap()
             return step
 
@@ -171,7 +171,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         doing: str,
         args: Any,
         kwargs: Any,
-        target: Any = None,
+        loss: RankLoss | None = None,
         say: Callable[[PreparedRankStep], Any] = lambda step: None,
     ) -> tuple[PreparedRankStep, list[Any]]:
         """Prepare what all ranks do; raise on every rank where one cannot, or where they differ.
@@ -193,7 +193,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         facts, own = dict[str, Any](), dict[str, Any]()
         word = None
         if step is not None:
-            facts, own = self._facts(step, args, kwargs, target)
+            facts, own = self._agreement.facts(step, args, kwargs, loss)
             word, error = attempt(lambda: say(step))
         share = step and Share(step.rows, len(step.sizes) if step.rows else 0, word)
         shares = self._world.agree(doing, facts, error, share, own=own)
@@ -206,34 +206,6 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         if alone and not unseen:
             bring(self._world, first, step.tensors, takers_of(step, step.ranks))
         return step, [share.word for share in shares]
-
-    def _facts(
-        self, step: PreparedRankStep, args: Any, kwargs: Any, target: Any
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return in what calls of all ranks have to agree, and in what those of a replica."""
-        call, kind = self._texts_of(step.key, args, kwargs)
-        facts: dict[str, Any] = {
-            "the kind of call": kind,
-            "what each stage runs": step.once("program", lambda: program_text(step.lowered)),
-        }
-        own: dict[str, Any] = {"the call": call}
-        if self._feed == "all":
-            own[BATCH] = checksum(step.tensors)
-            own["the target"] = checksum(tensors_in(target))
-        if step.lowered.random:
-            facts["torch's random state"] = zlib.crc32(torch.get_rng_state().numpy().data)
-        if step.state.tape is not None and self._world.replicas > 1:
-            lengths = "the lengths of their batches, for which random numbers are drawn (pad alike, or rng='counter')"
-            facts[lengths] = str(without_rows(step.key.shapes, step.recorded.kind.batch_dims))
-        return facts, own
-
-    def _texts_of(self, key: Key, args: Any, kwargs: Any) -> tuple[str, str]:
-        """Return what a call is as text, on these rows and on any, made once for calls of one signature."""
-        if key not in self._texts:
-            model, several = self._core.model, self._world.replicas > 1
-            text = call_text(model, args, kwargs)
-            self._texts[key] = text, call_text(model, args, kwargs, values=False) if several else ""
-        return self._texts[key]
 
     def _on_rank(self, step: PreparedStep | PreparedTree) -> PreparedRankStep:
         if self.graph in self._core.edited:
@@ -309,7 +281,8 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
                 engine.check_loss(target, loss_fn, reduction)
             return loss.find(step) if self._feed == "all" else None
 
-        step, words = self._agreed("takes a step", args, kwargs, target, checked)
+        step, words = self._agreed("takes a step", args, kwargs, loss, checked)
+        self._agreement.steps(self._own_state())
         step.log = log
         with step.running():
             word = loss.agree(step, words if self._feed == "all" else None)

@@ -372,7 +372,10 @@ class RankRecordings(Recordings):
         for name, tensor in {id(tensor): (name, tensor) for name, tensor in named_state(self.model)}.values():
             if (part := PARTS.pop(tensor, None)) is not None:
                 tensor.data, gradient = part.whole(tensor), tensor.grad
-                tensor.grad = None if gradient is None else part.whole(gradient)
+                if gradient is not None and gradient.is_sparse:
+                    tensor.grad = part.whole(gradient.to_dense()).to_sparse(gradient.sparse_dim())
+                else:
+                    tensor.grad = None if gradient is None else part.whole(gradient)
             self._share(name, tensor)
             _TRAINED.pop(tensor, None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import autosplit
@@ -67,6 +69,31 @@ def test_the_program_trains_by_the_plan(run: Run, tmp_path: Path) -> None:
     found = losses(script)
     assert len(found) == 10
     assert found[0] > found[-1] > 0
+
+
+def test_fp32_masters_of_bf16_parameters_are_what_the_program_updates(run: Run, tmp_path: Path) -> None:
+    """Steps too small for bf16 add up in the masters, as in a plain loop; pure bf16 would stay where it is."""
+    script = inner(tmp_path) / "train.py"
+    asked = ("--loss", f"{NETS}:squared", "--optimizer", "sgd", "--precision", "bf16_fp32_master", "--chunks", "1")
+    result = run(f"{NETS}:make_mlp", *TWO, *X, *asked, "--eval", "--script", str(script))
+    assert result.exit_code == 0, result.output
+    script.write_text(script.read_text().replace("lr=1e-4", "lr=2e-3"))
+    found = losses(script)
+    program = runpy.run_path(str(script))
+    torch.manual_seed(0)
+    model = program["load_model"](f"{NETS}:make_mlp").eval().to(torch.bfloat16)
+    batch, loss_fn = program["make_batch"](), program["loss_fn"]
+    masters = [parameter.detach().float() for parameter in model.parameters()]
+    for loss in found:
+        model.zero_grad()
+        expected = loss_fn(model(**batch.kwargs))
+        expected.backward()
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            master -= 2e-3 * parameter.grad.float()
+            parameter.data.copy_(master)
+    assert len(found) == 10
+    assert found[-1] < found[0]
 
 
 def test_all_kinds_of_inputs_are_written(run: Run, tmp_path: Path) -> None:
@@ -136,6 +163,7 @@ def test_each_host_starts_its_own_processes() -> None:
     [
         ("WithExample", (), "--script writes the inputs that --input gives, and none is given"),
         ("make_mlp", (*X, "--schedule", "forward"), "--script writes a training, and schedule forward has none"),
+        ("make_mlp", (*X, "--precision", "fp8"), "--script writes no training in fp8, for which torch has no modules"),
         ("make_mlp", (*X, "--largest-batch"), "--script trains on the inputs that are given"),
         ("make_mlp", (*X, "--script", "absent/train.py"), "--script 'absent/train.py': there is no folder 'absent'"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -135,6 +136,45 @@ def loss_that_raises() -> str:
     return _refused(lambda rank: pipe.train_step(batch(), target=batch(), loss_fn=loss))
 
 
+class Scaled(nn.Module):
+    """A loss with a number of its own."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.scale * F.mse_loss(output, target)
+
+
+def losses() -> list[str]:
+    """Give rank 1 losses that hold other numbers, then the same losses to both."""
+    pipe = _pipe()
+    found = []
+    for here in (lambda rank: 1.0 + 2 * rank, lambda rank: 2.0):
+        for name in LOSSES:
+            loss = _losses(here(dist.get_rank()))[name]
+            step = partial(pipe.train_step, batch(), target=batch(seed=2), loss_fn=loss, loss_reduction="mean")
+            found.append(_refused(lambda rank, step=step: step()))
+    return found
+
+
+def _losses(scale: float) -> dict[str, Any]:
+    held, weights = Scaled(scale), torch.full((8,), scale)
+    return {
+        "closure": lambda output, target: scale * F.mse_loss(output, target),
+        "default": lambda output, target, scale=scale: scale * F.mse_loss(output, target),
+        "module": held,
+        "module in a closure": lambda output, target: held(output, target),
+        "bound method": held.forward,
+        "attribute": lambda output, target: held.scale * F.mse_loss(output, target),
+        "partial": partial(F.huber_loss, delta=scale),
+        "tensor": lambda output, target: (weights * (output - target) ** 2).mean(),
+        "entry": lambda output, target, held={"scale": scale}: held["scale"] * F.mse_loss(output, target),
+    }
+
+
+LOSSES = tuple(_losses(0.0))
 PIPES = {
     other_seed: ("the values of their models", "0.weight"),
     other_width: ("their models", "0.weight: torch.float32[8, 8]", "0.weight: torch.float32[8, 9]"),
@@ -154,6 +194,14 @@ STEPS = {
     "random": "torch's random state",
     "target": "the target",
 }
+
+
+def test_losses_that_hold_other_numbers_are_refused(ranks: Pool) -> None:
+    for found in ranks(2).run(losses):
+        for name, text in zip(LOSSES, found, strict=False):
+            assert "the ranks differ in " in text, (name, text)
+            assert ("that the loss holds" if name == "tensor" else "= 1.0, rank 1 has") in text, (name, text)
+        assert found[len(LOSSES) :] == ["nothing was raised"] * len(LOSSES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int64])

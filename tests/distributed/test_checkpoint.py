@@ -161,7 +161,12 @@ def test_the_folder_holds_complete_steps_and_nothing_else(ranks, tmp_path):
     for steps in (9, 10):
         ranks(2).run(trained_and_saved, folder, "SGD", steps)
     assert sorted(path.name for path in folder.iterdir()) == ["step-10", "step-9"]
-    assert sorted(path.name for path in (folder / "step-9").iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert sorted(path.name for path in (folder / "step-9").iterdir()) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "checksums.json",
+    ]
     for name in ("step-11.0123abcd.tmp", "step-12.tmp", "step-x", "step-13", "other-14"):
         (folder / name).mkdir()
         (folder / name / ("nothing" if name == "step-13" else ".metadata")).touch()
@@ -187,7 +192,7 @@ def test_everything_is_on_the_disk_before_the_checkpoint_appears(tmp_path, monke
     save(tmp_path, 1, Plain(1))
     [temporary] = [name for name in order if name.startswith("step-1.") and name.endswith(".tmp")]
     table = [".metadata.tmp", ".metadata.tmp to .metadata"]
-    assert order == ["__0_0.distcp", *table, temporary, f"{temporary} to step-1", tmp_path.name]
+    assert order == ["__0_0.distcp", *table, "checksums.json", temporary, f"{temporary} to step-1", tmp_path.name]
 
 
 def saved_five_times(folder: Path) -> tuple[int, int]:

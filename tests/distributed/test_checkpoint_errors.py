@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from autosplit.distributed.checkpoint import latest, restore, save
+from autosplit.distributed.together import new_folder
 from autosplit.errors import CheckpointError, InputError
 from tests.distributed.parts import Part, Plain, check_same, grouped, my_part, state_of, trained_and_saved
 
@@ -36,15 +41,46 @@ def test_a_step_is_not_overwritten(tmp_path):
     check_same([state_of(restored)], state_of(plain))
 
 
-def test_a_save_clears_what_an_interrupted_one_of_its_step_left(tmp_path):
-    for name in ("step-3.0123abcd.tmp", "step-30.0123abcd.tmp"):
+def test_a_save_clears_what_an_ended_process_of_its_step_left_and_nothing_else(tmp_path):
+    names = [new_folder(tmp_path / step) for step in ("step-3", "step-30")]
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    left = names[0].replace(f"-{os.getpid()}-", f"-{int(ended.stdout)}-")
+    for name in (left, "step-3.0123abcd.tmp"):  # the other one's process is not known, or of another machine
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__0_0.distcp").write_text("old")
     save(tmp_path, 3, Plain(1))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-30.0123abcd.tmp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["step-3", "step-3.0123abcd.tmp", *names])
 
 
-@pytest.mark.parametrize("step", [-1, "last", 1.0])
+@pytest.mark.parametrize("place", ["first value", "last byte", "table"])
+def test_a_flipped_bit_is_not_restored(tmp_path, place):
+    save(tmp_path, 3, Plain(1))
+    path = tmp_path / "step-3" / (".metadata" if place == "table" else "__0_0.distcp")
+    reader = FileSystemReader(tmp_path / "step-3")
+    ends = [entry.offset + entry.length for entry in reader.read_metadata().storage_data.values()]
+    data = bytearray(path.read_bytes())
+    data[{"first value": min(ends) - 1, "last byte": max(ends) - 1, "table": 40}[place]] ^= 4
+    path.write_bytes(data)
+    part = Plain(2)
+    with pytest.raises(CheckpointError, match=r"is damaged: \d+ bytes from byte \d+ on have not the checksum"):
+        restore(tmp_path, part)
+    (tmp_path / "step-3" / "checksums.json").unlink()
+    if place != "table":
+        restore(tmp_path, part)  # as one that was saved without them
+
+
+def test_a_group_that_is_empty_on_all_ranks_keeps_its_options(tmp_path):
+    def optimizer(part: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": part.parameters()}, {"params": [], "lr": 0.5}], lr=0.1)
+
+    saved, restored = Plain(1), Plain(2)
+    before, after = optimizer(saved), optimizer(restored)
+    before.param_groups[0]["lr"], before.param_groups[1]["lr"] = 0.02, 0.03
+    save(tmp_path, 3, saved, before)
+    assert restore(tmp_path, restored, after) == {}
+    assert [group["lr"] for group in after.param_groups] == [0.02, 0.03]
+
+
+@pytest.mark.parametrize("step", [-1, "last", 1.0, True])
 def test_a_step_is_a_number(tmp_path, step):
     with pytest.raises(InputError, match="has to be an integer of at least 0"):
         save(tmp_path, step, Plain(1))
@@ -275,6 +311,12 @@ def test_files_that_cannot_be_read_are_an_error_on_every_rank(ranks, tmp_path):
         ranks(2).run(trained_and_saved, tmp_path, "SGD", step)
     (tmp_path / "step-1" / "__1_0.distcp").write_bytes(b"")
     (tmp_path / "step-2" / ".metadata").write_bytes(b"")
+    first, second = ranks(2).run(errors_of_files, tmp_path)
+    assert first == second
+    assert re.match(r"CheckpointError: .*step-1/__1_0.distcp is damaged: \d+ bytes from byte \d+ on", first[0])
+    assert re.match(r"CheckpointError: .*step-2/.metadata is damaged", first[1])
+    for step in (1, 2):
+        (tmp_path / f"step-{step}" / "checksums.json").unlink()
     first, second = ranks(2).run(errors_of_files, tmp_path)
     assert first == second
     assert first[0].startswith("CheckpointError: rank 1: ")

@@ -142,6 +142,9 @@ def killed_while_saving(folder: Path, moment: Moment, expected: dict[int, Tensor
         assert re.match(f"rank {moment.rank}(, which hosts the store,)? was killed", text)
     step = latest(folder)
     assert step in (2, 3)
+    if wait and step == 2:
+        saving = rf"saves a checkpoint {re.escape(str(folder))}/step-3, and another rank has ended meanwhile: rank "
+        assert re.search(rf"{saving}{moment.rank}(, which hosts the store,)? was killed", run.stderr), run.stderr
     plain = dying.Tied()
     others = restore(folder, plain, torch.optim.AdamW(plain.parameters()))
     assert others["step"] == step

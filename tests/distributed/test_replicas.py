@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +20,7 @@ from autosplit import autosplit
 from autosplit.distributed import checkpoint
 from autosplit.distributed.replicas import adding_gradients
 from autosplit.distributed.world import World
+from autosplit.ranks import agreement
 from tests.distributed.models import TRAININGS, WIDTH, Dropping, MixesRows, Pictures, Relative, mlp, pictures
 from tests.distributed.processes import Pool
 from tests.distributed.replicas import mesh_of
@@ -307,6 +311,9 @@ def silent() -> list[str]:
     def masked(output: Tensor, mask: Tensor) -> Tensor:
         return (output.square().mean(1) * mask).sum() / mask.sum()
 
+    ends, _ = _split(mlp(), values, feed="first_last")
+    fed = partial(ends.train_step, *([] if dist.get_rank() % 2 else [values]), target=target)
+
     def step(loss: Any, pipe: Any = pipe, target: Any = target, values: Any = values) -> Any:
         return pipe.train_step(values, target=target, loss_fn=loss)
 
@@ -315,6 +322,7 @@ def silent() -> list[str]:
         lambda: step(F.mse_loss, column, torch.zeros(4)),
         lambda: step(F.l1_loss if replica else F.mse_loss),
         lambda: step(nn.MSELoss(reduction="sum" if replica else "mean")),
+        lambda: fed(loss_fn=partial(F.huber_loss, delta=1.0 + 2 * replica)),
         lambda: step(F.mse_loss, counting, torch.zeros(4 * (1 - replica), WIDTH), _values(4 * (1 - replica))),
         lambda: averaged.train_step(lengths[replica]),
         lambda: step(F.mse_loss),
@@ -323,14 +331,60 @@ def silent() -> list[str]:
 
 
 def test_what_each_replica_by_itself_takes_to_be_right_is_refused(ranks: Pool) -> None:
-    for masked, column, other, reduction, counting, averaged, right in ranks(4).run(silent):
+    for masked, column, other, reduction, fed, counting, averaged, right in ranks(4).run(silent):
         assert "say loss_reduction='mean' or 'sum'" in masked
         assert "needs the whole batch" in column
-        assert "different losses" in other
-        assert "different losses" in reduction
+        assert "the ranks differ in the loss" in other
+        assert "loss_fn.reduction = 'mean', rank 2 has loss_fn.reduction = 'sum'" in reduction
+        assert "loss_fn.keywords['delta'] = 1.0, rank 3 has loss_fn.keywords['delta'] = 3.0" in fed
         assert "replica 1 has no rows, and every call changes count" in counting
         assert "different losses: the model's own, a mean over elements" in averaged
         assert right == "nothing was raised"
+
+
+def changed_alone(folder: str, shape: tuple[int, ...]) -> list[str]:
+    """Change a parameter on one rank, and take the steps that compare it; then undo that."""
+    agreement._EVERY = 1
+    model, rank = mlp(), dist.get_rank()
+    pipe = autosplit(model, mesh=mesh_of(*shape), chunks=2, sample=_values(4))
+    target = torch.zeros(4, WIDTH)
+
+    def step() -> None:
+        pipe.zero_grad()
+        pipe.train_step(_values(4), target=target, loss_fn=F.mse_loss)
+
+    def change(by: float) -> None:
+        if rank == dist.get_world_size() - 1:
+            with torch.no_grad():
+                list(pipe.parameters())[-1].add_(by)
+
+    asked: list[Callable[[], Any]] = [
+        step,
+        step,
+        lambda: checkpoint.save(folder, 1, pipe),
+        lambda: checkpoint.save_weights(f"{folder}/whole", pipe),
+        pipe.unsplit,
+    ]
+    found = []
+    for number, ask in enumerate(asked):
+        change(2.0**-10)
+        found.append(_error(ask))
+        change(-(2.0**-10))
+        if number < 2:
+            found.append(_error(step))
+    agreement._EVERY = 100
+    return found
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 1, 1, 2), (1, 2, 1, 2)], ids=["dp x pp", "tp", "dp x tp"])
+def test_a_parameter_that_one_rank_has_changed_is_named(ranks: Pool, tmp_path: Path, shape: tuple[int, ...]) -> None:
+    for first, step, later, again, save, whole, unsplit in ranks(math.prod(shape)).run(
+        changed_alone, str(tmp_path), shape
+    ):
+        for text in (first, later, whole, unsplit):
+            assert re.search(r"ranks \d and \d hold copies of '.*(weight|bias)'.*, and their values differ", text), text
+        assert re.search(r"ranks \[.*\] save different values under one key: model.*(weight|bias)", save), save
+        assert step == again == "nothing was raised"
 
 
 def test_meshes_that_cannot_be_used_are_refused(ranks: Pool) -> None:

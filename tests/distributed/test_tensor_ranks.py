@@ -19,7 +19,7 @@ from autosplit import autosplit, initialise
 from autosplit.distributed import checkpoint
 from tests.distributed.models import TRAININGS, WIDTH, GroupedGPT, mlp, tokens
 from tests.distributed.processes import Pool
-from tests.distributed.replicas import compare, whole
+from tests.distributed.replicas import compare, mesh_of, whole
 
 ONE = [[8], [5], [8]]
 
@@ -180,6 +180,40 @@ def trained(name: str, options: dict[str, Any]) -> list[str]:
 )
 def test_ways_to_train(ranks: Pool, name: str, options: dict[str, Any]) -> None:
     assert ranks(2).run(trained, name, options)[0] == []
+
+
+# -- rows and gradients ------------------------------------------------------------------------------------------------
+class Embedded(nn.Module):
+    """An embedding with sparse gradients, and a pair of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(12, WIDTH, sparse=True)
+        self.wide, self.head = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, 12)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.relu(self.wide(self.tokens(ids))))
+
+
+def gathered() -> list[bool]:
+    """Take a first step in which one replica has no rows, then give sparse gradients back whole."""
+    mesh = mesh_of(1, 2, 1, 2)
+    model, ids, expected = Embedded(), torch.arange(8).view(4, 2), Embedded()
+    pipe = autosplit(model, mesh=mesh, chunks=2, sample=ids)
+    own = ids[:1] if mesh.get_local_rank("dp_shard") else ids[:0]
+    loss = pipe.train_step(own, target=torch.zeros(len(own), 2, 12), loss_fn=F.mse_loss)
+    plain = F.mse_loss(expected(ids[:1]), torch.zeros(1, 2, 12))
+    plain.backward()
+    pipe.unsplit()
+    pairs = list(zip(model.parameters(), expected.parameters(), strict=True))
+    same = [torch.allclose(one.grad.to_dense(), other.grad.to_dense()) for one, other in pairs]
+    return [torch.allclose(loss, plain), model.tokens.weight.grad.is_sparse, *same]
+
+
+def test_a_replica_without_rows_and_sparse_gradients(ranks: Pool) -> None:
+    for found in ranks(4).run(gathered):
+        assert all(found), found
 
 
 # -- what they refuse --------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from autosplit.distributed import weights as weights_module
+from autosplit.distributed.checkpoint import TrustedCheckpoint
 from autosplit.distributed.materialise import materialise
 from autosplit.errors import InputError
 from tests.distributed.meta_models import (
@@ -60,10 +61,10 @@ def loose_safetensors_of(values: dict[str, Tensor], folder: Path) -> Path:
     return folder
 
 
-def checkpoint_of(values: dict[str, Any], folder: Path) -> Path:
+def checkpoint_of(values: dict[str, Any], folder: Path) -> TrustedCheckpoint:
     with pytest.warns(UserWarning, match="torch.distributed is"):
         dcp.save(values, checkpoint_id=folder, no_dist=True)
-    return folder
+    return TrustedCheckpoint(folder)
 
 
 def file_of(values: Any, folder: Path) -> Path:
@@ -285,7 +286,7 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = {
         ["'nowhere.pt' cannot be read: [Errno 2]", "torch.save"],
     ),
     "no weights file": (lambda: nn.Linear(2, 2), {"weights": __file__}, ["test_weights.py' cannot be read"]),
-    "empty folder": (lambda: nn.Linear(2, 2), {"weights": ""}, ["neither .safetensors files nor the .metadata"]),
+    "empty folder": (lambda: nn.Linear(2, 2), {"weights": ""}, ["the folder has no .safetensors files"]),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from autosplit.distributed.checkpoint import load_weights, save, save_weights
+from autosplit.distributed.checkpoint import TrustedCheckpoint, load_weights, save, save_weights
 from autosplit.errors import CheckpointError, InputError
 from tests.distributed.parts import Part, check_same, run, state_of
 from tests.distributed.test_checkpoint import resident, sharded
@@ -265,5 +266,24 @@ def test_weights_come_out_of_a_checkpoint_of_a_training(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         save(tmp_path, 1, plain, torch.optim.SGD(plain.parameters(), momentum=0.9))
-        load_weights(tmp_path / "step-1", other := Tied(2))
+        load_weights(TrustedCheckpoint(tmp_path / "step-1"), other := Tied(2))
     check_same([values_of(other)], values_of(plain))
+
+
+def test_a_folder_of_pickles_is_read_where_it_is_trusted_only(tmp_path):
+    """A table beside safetensors files, which would run code, is not opened; alone it is refused."""
+
+    class Code:
+        def __reduce__(self) -> Any:
+            return (tmp_path / "ran").touch, ()
+
+    plain, other = Tied(1), Tied(2)
+    save_weights(tmp_path / "whole", plain)
+    (tmp_path / "whole" / ".metadata").write_bytes(pickle.dumps(Code()))
+    load_weights(tmp_path / "whole", other)
+    check_same([values_of(other)], values_of(plain))
+    for path in (tmp_path / "whole").glob("model*"):
+        path.unlink()
+    with pytest.raises(InputError, match=r"whose files are pickles .* give .*TrustedCheckpoint\(folder\)"):
+        load_weights(tmp_path / "whole", other)
+    assert not (tmp_path / "ran").exists()

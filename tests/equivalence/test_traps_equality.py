@@ -251,6 +251,33 @@ def test_complex_values_bit_for_bit() -> None:
         assert_same_bits(other, first)
 
 
+class ComplexLayer(nn.Module):
+    """Adds what a complex matrix makes of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128) * 0.1)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + torch.view_as_real(torch.complex(value, value) @ self.weight).sum(-1)
+
+
+@pytest.mark.parametrize("first", ["complex", "real"])
+def test_train_step_with_complex_parameters(first: str) -> None:
+    def build() -> nn.Module:
+        layers = [ComplexLayer(), ComplexLayer()]
+        return (
+            nn.Sequential(*layers) if first == "complex" else nn.Sequential(nn.Linear(WIDTH, WIDTH).double(), *layers)
+        )
+
+    torch.manual_seed(0)
+    model = build()
+    other = copy.deepcopy(model)
+    pipe = autosplit(other, devices=["cpu"] * 2, chunks=3)
+    assert_equal_steps(model, pipe, ROWS, nn.MSELoss(), numbers(*ROWS.args[0].shape, seed=1, gradient=False))
+
+
 @pytest.mark.filterwarnings("ignore:.* devices were given")
 @pytest.mark.parametrize("name", ["attention", "one part"])
 def test_train_step_where_a_cut_meets_a_tuple_of_one_tensor(name: str) -> None:

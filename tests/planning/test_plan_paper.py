@@ -198,3 +198,29 @@ def test_a_plan_of_an_evaluation_has_no_backward_and_no_step_of_an_optimizer() -
     assert sum(s.memory.optimizer_bytes for s in evaluated.stages) == sum(
         s.memory.optimizer_bytes for s in trained.stages
     )
+
+
+class Masked(nn.Module):
+    """Asks whether positions of the whole batch are in order, as transformers' decoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(32, 8), nn.Embedding(2048, 8)
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+        self.head = nn.Linear(8, 32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
+        packed = (torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+        value = self.embedding(ids) + self.places(places)
+        if not (packed[:, -1] == 0).all():
+            value = value * packed.unsqueeze(-1)
+        return self.head(self.blocks(value))
+
+
+def test_a_large_batch_on_meta_is_planned_with_what_sizes_decide() -> None:
+    with torch.device("meta"):
+        model, ids = Masked(), torch.zeros(2048, 2048, dtype=torch.long)
+    found = plan(model, devices="2xH100-SXM5-80GB", chunks=8, sample=Sample(ids))
+    assert found.chunks == 8
+    assert found.tokens_per_s == pytest.approx(2048 * found.rows_per_s)

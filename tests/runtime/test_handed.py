@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autosplit import autosplit
-from autosplit.backward import donate_gradients, gradients
+from autosplit.backward import apart, donate_gradients, gradients
 from autosplit.runtime.step import cells
 
 
@@ -78,3 +78,22 @@ def test_what_comes_in_is_added_to_a_sum_in_place():
 
 def step(pipe, batch):
     pipe.train_step(batch, target=batch, loss_fn=nn.functional.mse_loss, loss_reduction="mean")
+
+
+def test_gradients_that_share_memory_are_handed_over_apart() -> None:
+    """A batch of one row: the gradient of a class token lies in that of its positions."""
+    whole = torch.arange(6.0)
+    leaves = [
+        torch.zeros(6, requires_grad=True),
+        torch.zeros(2, requires_grad=True),
+        torch.zeros(3, requires_grad=True),
+    ]
+    gradients = [whole, whole[1:3], torch.ones(3)]
+    alone = gradients[2].data_ptr()
+    del whole
+    gradients = apart(gradients)
+    donate_gradients(leaves, gradients).backward()
+    found = [leaf.grad for leaf in leaves]
+    assert [gradient.tolist() for gradient in found] == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0], [1.0] * 3]
+    assert len({gradient.untyped_storage().data_ptr() for gradient in found}) == 3
+    assert found[2].data_ptr() == alone

@@ -20,6 +20,7 @@ import torch
 from autosplit.backward import (
     DeferredWeightGrads,
     Product,
+    apart,
     begin_at_sums,
     check_parameters,
     defer_weight_gradients,
@@ -331,7 +332,7 @@ class Cells:
 
     def _hand(self, pairs: Pairs) -> None:
         """Give tensors their gradients; the list is empty afterwards."""
-        tensors, gradients = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+        tensors, gradients = [tensor for tensor, _ in pairs], apart([gradient for _, gradient in pairs])
         pairs.clear()
         torch.autograd.backward(self._roots_by_device(tensors, gradients))
 

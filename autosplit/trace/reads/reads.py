@@ -77,6 +77,7 @@ class ValueReader:
     def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], *, on_cpu: bool = False) -> None:
         """``on_cpu``: the model is recorded on the CPU, wherever it and the inputs lie."""
         self.inputs, self.on_cpu = inputs, on_cpu
+        self.input_elements = sum(tensor.numel() for tensor in inputs.values())
         self.parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         self.state: dict[str, torch.Tensor] = {**self.parameters, **dict(model.named_buffers())}
         self.answers: list[Answer] = []
@@ -104,7 +105,6 @@ class ValueReader:
         reads = {name for c in (*calls, call) for name in _attributes((c.args, c.kwargs))}
         written = {name for c in recorder.calls for name in c.writes}
         elements = sum(math.prod(shape) for c in calls for shape in c.shapes if c.kind != "input")
-        given = sum(tensor.numel() for tensor in self.inputs.values())
         large = [n for n in reads if n in self.parameters and self.parameters[n].numel() > _PARAMETER_ELEMENTS]
         problem = next(
             (
@@ -114,7 +114,7 @@ class ValueReader:
                     ("depends on large parameters", bool(large)),
                     ("depends on random numbers", any(c.random for c in calls)),
                     ("depends on values that are changed in place", bool(storages & changed or reads & written)),
-                    ("depends on much computation", elements > _ELEMENTS + 64 * given),
+                    ("depends on much computation", elements > _ELEMENTS + 64 * self.input_elements),
                 )
                 if holds
             ),
@@ -151,7 +151,8 @@ class MetaValueReader(ValueReader):
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], *, on_cpu: bool = False) -> None:
-        super().__init__(model, {name: t for name, t in inputs.items() if not t.is_meta}, on_cpu=on_cpu)
+        super().__init__(model, inputs, on_cpu=on_cpu)
+        self.inputs = {name: tensor for name, tensor in inputs.items() if not tensor.is_meta}
 
     def read(self, call: Call, recorder: Recorder) -> Any:
         """Return the answer; raise Refusal for a number, or what layers computed."""
