@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,6 @@ from autosplit import autosplit
 from autosplit.distributed import checkpoint
 from autosplit.distributed.replicas import adding_gradients
 from autosplit.distributed.world import World
-from autosplit.ranks import agreement
 from tests.distributed.models import TRAININGS, WIDTH, Dropping, MixesRows, Pictures, Relative, mlp, pictures
 from tests.distributed.processes import Pool
 from tests.distributed.replicas import mesh_of
@@ -340,51 +337,6 @@ def test_what_each_replica_by_itself_takes_to_be_right_is_refused(ranks: Pool) -
         assert "replica 1 has no rows, and every call changes count" in counting
         assert "different losses: the model's own, a mean over elements" in averaged
         assert right == "nothing was raised"
-
-
-def changed_alone(folder: str, shape: tuple[int, ...]) -> list[str]:
-    """Change a parameter on one rank, and take the steps that compare it; then undo that."""
-    agreement._EVERY = 1
-    model, rank = mlp(), dist.get_rank()
-    pipe = autosplit(model, mesh=mesh_of(*shape), chunks=2, sample=_values(4))
-    target = torch.zeros(4, WIDTH)
-
-    def step() -> None:
-        pipe.zero_grad()
-        pipe.train_step(_values(4), target=target, loss_fn=F.mse_loss)
-
-    def change(by: float) -> None:
-        if rank == dist.get_world_size() - 1:
-            with torch.no_grad():
-                list(pipe.parameters())[-1].add_(by)
-
-    asked: list[Callable[[], Any]] = [
-        step,
-        step,
-        lambda: checkpoint.save(folder, 1, pipe),
-        lambda: checkpoint.save_weights(f"{folder}/whole", pipe),
-        pipe.unsplit,
-    ]
-    found = []
-    for number, ask in enumerate(asked):
-        change(2.0**-10)
-        found.append(_error(ask))
-        change(-(2.0**-10))
-        if number < 2:
-            found.append(_error(step))
-    agreement._EVERY = 100
-    return found
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (1, 1, 1, 2), (1, 2, 1, 2)], ids=["dp x pp", "tp", "dp x tp"])
-def test_a_parameter_that_one_rank_has_changed_is_named(ranks: Pool, tmp_path: Path, shape: tuple[int, ...]) -> None:
-    for first, step, later, again, save, whole, unsplit in ranks(math.prod(shape)).run(
-        changed_alone, str(tmp_path), shape
-    ):
-        for text in (first, later, whole, unsplit):
-            assert re.search(r"ranks \d and \d hold copies of '.*(weight|bias)'.*, and their values differ", text), text
-        assert re.search(r"ranks \[.*\] save different values under one key: model.*(weight|bias)", save), save
-        assert step == again == "nothing was raised"
 
 
 def test_meshes_that_cannot_be_used_are_refused(ranks: Pool) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import math
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit, initialise
 from autosplit.distributed import checkpoint
+from autosplit.ranks import agreement
 from tests.distributed.models import TRAININGS, WIDTH, GroupedGPT, mlp, tokens
 from tests.distributed.processes import Pool
 from tests.distributed.replicas import compare, mesh_of, whole
@@ -214,6 +218,52 @@ def gathered() -> list[bool]:
 def test_a_replica_without_rows_and_sparse_gradients(ranks: Pool) -> None:
     for found in ranks(4).run(gathered):
         assert all(found), found
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+def changed_alone(folder: str, shape: tuple[int, ...]) -> list[str]:
+    """Change a parameter on one rank, and take the steps that compare it; then undo that."""
+    agreement._EVERY = 1
+    model, rank = mlp(), dist.get_rank()
+    pipe = autosplit(model, mesh=mesh_of(*shape), chunks=2, sample=_values(4))
+    target = torch.zeros(4, WIDTH)
+
+    def step() -> None:
+        pipe.zero_grad()
+        pipe.train_step(_values(4), target=target, loss_fn=F.mse_loss)
+
+    def change(by: float) -> None:
+        if rank == dist.get_world_size() - 1:
+            with torch.no_grad():
+                list(pipe.parameters())[-1].add_(by)
+
+    asked: list[Callable[[], Any]] = [
+        step,
+        step,
+        lambda: checkpoint.save(folder, 1, pipe),
+        lambda: checkpoint.save_weights(f"{folder}/whole", pipe),
+        pipe.unsplit,
+    ]
+    found = []
+    for number, ask in enumerate(asked):
+        change(2.0**-10)
+        found.append(_error(ask))
+        change(-(2.0**-10))
+        if number < 2:
+            found.append(_error(step))
+    agreement._EVERY = 100
+    return found
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 1, 1, 2), (1, 2, 1, 2)], ids=["dp x pp", "tp", "dp x tp"])
+def test_a_parameter_that_one_rank_has_changed_is_named(ranks: Pool, tmp_path: Path, shape: tuple[int, ...]) -> None:
+    for first, step, later, again, save, files, unsplit in ranks(math.prod(shape)).run(
+        changed_alone, str(tmp_path), shape
+    ):
+        for text in (first, later, files, unsplit):
+            assert re.search(r"ranks \d and \d hold copies of '.*(weight|bias)'.*, and their values differ", text), text
+        assert re.search(r"ranks \[.*\] save different values under one key: model.*(weight|bias)", save), save
+        assert step == again == "nothing was raised"
 
 
 # -- what they refuse --------------------------------------------------------------------------------------------------

@@ -342,8 +342,7 @@ class Cells:
         The engine takes all roots to be made on one stream; a node per device puts each device's gradients on the
         caller's stream there.
         """
-        first = self.step.lanes[0]
-        one = len({lane.device for lane in self.step.lanes}) == 1
+        first, one = self.step.lanes[0], len({lane.device for lane in self.step.lanes}) == 1
         places = [first.device if one else first.origin(tensor).device for tensor in tensors]
         given = list(zip(places, tensors, gradients, strict=True))
         gradients.clear()
