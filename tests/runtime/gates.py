@@ -33,10 +33,10 @@ class Boom(Exception):
 class Gates:
     """The gates of one model: what each does when a value passes, and which actions passed.
 
-    With slots: what a plain object's attributes hold would be a part of every call's signature.
+    It passes for an object of the standard library: what a plain one holds would be a part of every call's signature.
     """
 
-    __slots__ = ("function", "handlers", "inside", "passed", "threads")
+    __module__ = "threading"
 
     def __init__(self) -> None:
         self.handlers: dict[Action, Handler] | None = None

@@ -124,7 +124,7 @@ def test_a_stage_that_runs_again(lanes: str, recompute: str) -> None:
 class Watching(Gates):
     """Gates that remember the pieces of the batch that passed, without holding them."""
 
-    __slots__ = ("seen",)
+    __module__ = "threading"
 
     def visit(self, stage: int, kind: Any, mark: Tensor) -> None:
         if self.handlers is not None:
