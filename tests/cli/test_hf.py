@@ -19,7 +19,7 @@ from autosplit.cli import app as cli
 from autosplit.cli import hf
 from autosplit.cli.hf import build, default_inputs
 from autosplit.cli.inputs import InputSpec, ModelSpec
-from autosplit.cli.models import make_model, make_sample
+from autosplit.cli.models import input_specs, make_model, make_sample
 from autosplit.errors import InputError
 from autosplit.planning.plan.plan import Plan
 
@@ -322,7 +322,7 @@ def test_inputs_are_where_the_model_is_and_said(
     sample = make_sample(spec, model=make_model(spec, blank=True), rows=99)
     assert (sample.kwargs["input_ids"].shape, sample.kwargs["input_ids"].is_meta) == ((4, 16), True)
     assert "inputs, from the config: input_ids=int64[4,16]<50 (--batch" in capsys.readouterr().err
-    make_sample(spec, model=make_model(spec, blank=True), rows=99, say=False)
+    input_specs(spec, model=make_model(spec, blank=True), rows=99, say=False)
     assert capsys.readouterr().err == ""
     beside = ModelSpec(spec.target, inputs=(InputSpec.parse("labels=null"), InputSpec.parse("flag=false")))
     monkeypatch.setattr(PreTrainedModel, "forward", lambda self, input_ids, labels=None, flag=True: None)

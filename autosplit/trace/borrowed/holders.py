@@ -74,6 +74,7 @@ class Holder:
     Attributes:
         place: where it is, or what has it.
         of_hook: whether the walk came to it by way of a hook.
+        of_function: whether it came to it by way of an autograd function, whose code runs in every call.
         name: what is outside of modules: the name of a variable, function, class or Python module.
         attributes: whether its entries are attributes of what ``name`` names, rather than items.
         kind: the class of an object whose attributes it holds.
@@ -84,6 +85,7 @@ class Holder:
     read: Callable[[], Any]
     write: Callable[[Any], None]
     of_hook: bool = False
+    of_function: bool = False
     name: str = ""
     attributes: bool = False
     kind: type | None = None
@@ -133,7 +135,9 @@ class Holders:
         self._seen: dict[int, Any] = {}
         self._classes: set[type] = set()
         self._installed: dict[str, bool] = {}
-        self._of_hook = False
+        self._of_hook = self._of_function = False
+        self._functions: list[type] = []
+        """Classes of autograd functions, which are walked behind what else names the same."""
         modules = {id(m): (path, m) for model in models for path, m in model.named_modules()}
         self._modules: Collection[int] = modules.keys()
         self._skipped = skipped
@@ -144,6 +148,9 @@ class Holders:
                 self._class(function)
             else:
                 self._value(function, ("", "a function"), _DEPTH, getattr(function, "__qualname__", "a function"))
+        self._of_function = True
+        for kind in self._functions:
+            self._members(kind)
         self._of_hook = True
         self.hook_tables = [m.__dict__.get(table, {}) for _, m in modules.values() for table in HOOK_TABLES]
         for table in _GLOBAL_TABLES if self._skipped is None else ():
@@ -198,7 +205,7 @@ class Holders:
 
     # -- the walk ----------------------------------------------------------------------------------------------------
     def _add(self, place: Place, read: Callable[[], Any], write: Callable[[Any], None], **known: Any) -> None:
-        self.found.append(Holder(place, read, write, self._of_hook, **known))
+        self.found.append(Holder(place, read, write, self._of_hook, self._of_function, **known))
 
     def _module(self, path: str, module: nn.Module) -> None:
         own = module.__dict__
@@ -271,7 +278,10 @@ class Holders:
         for each in kind.__mro__:
             if each not in self._classes and not self._is_installed(each.__module__):
                 self._classes.add(each)
-                self._members(each)
+                if issubclass(each, torch.autograd.Function) and not self._of_function:
+                    self._functions.append(each)
+                else:
+                    self._members(each)
 
     def _members(self, kind: type) -> None:
         """Walk the members of a class that are called without being named, and others when their names are met."""
@@ -337,7 +347,7 @@ class Holders:
             self._take(space, name)
 
     def _take(self, space: dict[str, Any], name: str) -> None:
-        key, module = (id(space), self._of_hook), str(space.get("__name__", ""))
+        key, module = (id(space), self._of_hook, self._of_function), str(space.get("__name__", ""))
         if key not in self._spaces:
             names = self._spaces[key] = {}
             read, write = functools.partial(named, space, names), functools.partial(refill_named, space, names)

@@ -130,7 +130,7 @@ class _Entry(NamedTuple):
     whole: Place
     place: Place
     content: Any
-    of_hook: bool
+    is_live: bool
 
     def is_at(self, places: Collection[Place]) -> bool:
         return self.place in places or self.whole in places
@@ -169,8 +169,8 @@ class OutsideValues:
         return tuple((entry.place, entry.content) for entry in self._entries if not entry.is_at(without))
 
     def left_out(self, without: Collection[Place]) -> tuple[Any, ...]:
-        """Return what a signature leaves out of the values that the forward itself may read: hooks run in each call."""
-        left = (entry for entry in self._entries if not entry.of_hook and entry.is_at(without)) if without else ()
+        """Return what a signature leaves out of the values that recorded code, which runs no more, may read."""
+        left = (entry for entry in self._entries if not entry.is_live and entry.is_at(without)) if without else ()
         return tuple((entry.place, entry.content) for entry in left)
 
     def attributes(self, path: str, name: str, parameter: nn.Parameter, walk: Walk) -> tuple[Any, ...]:
@@ -197,7 +197,8 @@ class OutsideValues:
             entries = [(holder.place_of(k), self._entry(v, walk)) for k, v in known if not str(k).startswith("__")]
             if self._loose and isinstance(now, list):  # a log that grows is the same one
                 entries = [(holder.place_of(0), frozenset(value for _, value in entries))]
-            self._entries += [_Entry(("", holder.name), *entry, holder.of_hook) for entry in entries]
+            is_live = holder.of_hook or holder.of_function
+            self._entries += [_Entry(("", holder.name), *entry, is_live) for entry in entries]
 
     def _entry(self, value: Any, walk: Walk) -> Any:
         """Return what tells an entry from another; what is in a list, dict or object is in entries of its own."""
