@@ -39,7 +39,7 @@ from autosplit.trace.rows.kinds import NormsInEval, is_opaque, keeps_statistics,
 from autosplit.trace.rows.made_up import WAYS, MadeUp
 from autosplit.trace.rows.opaque_probe import OpaqueProbe, run_observing
 from autosplit.trace.rows.operator_probe import OperatorProbe
-from autosplit.trace.rows.row_values import tensors_of
+from autosplit.trace.rows.row_values import range_of, tensors_of
 
 
 def probe_rows(leaf: torch.Tensor, dim: int, rows: Sequence[int], *, vary: bool = False) -> torch.Tensor:
@@ -80,8 +80,7 @@ def _row(leaf: torch.Tensor, dim: int, row: int, count: int, vary: bool) -> torc
 
 def _range(leaf: torch.Tensor) -> tuple[float, float]:
     """Return bounds for made-up values: the sample's own, so that probabilities stay probabilities."""
-    finite = leaf.detach()[leaf.detach().isfinite()].double()
-    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
+    low, high = range_of(leaf.detach())
     if low == high:
         spread = 0.05 * min(abs(low), 1e4) + 0.1
         bounds = (0.0, 1.0) if 0.0 <= low <= 1.0 else (-math.inf, math.inf)
