@@ -197,7 +197,7 @@ class _Comparison:
         if any(len(sizes) > 1 for uses in actual.norms.values() for sizes in uses):
             plain = self._run_plain(loss, fixed, actual.norms)
             self._note_norms(run, plain.cut, actual.norms)
-        self._add(run, actual.tensors, plain.tensors)
+        self.items += compare(run, actual.tensors, plain.tensors, self._tolerance)
         if plain.drew and fixed is None:
             apart = actual.drawn != plain.drawn
             detail = "torch's generator is not where the plain model leaves it" if apart else ""
@@ -209,11 +209,7 @@ class _Comparison:
 
     # -- runs ----------------------------------------------------------------------------------------------------
     def _run_plain(
-        self,
-        loss: _Loss | None,
-        fixed: FixedDraws | None = None,
-        pieces: Pieces | None = None,
-        seed: int = 0,
+        self, loss: _Loss | None, fixed: FixedDraws | None = None, pieces: Pieces | None = None, seed: int = 0
     ) -> Left:
         with stand_ins(self.model) as leaves, contextlib.ExitStack() as stack:
             watch = stack.enter_context(NormWatch(self.model, pieces))
@@ -272,10 +268,6 @@ class _Comparison:
         lost = varied[0] and not varied[1]
         detail = "another seed changes nothing: draws are frozen, or missing" if lost else ""
         self.items.append(Item(run, "draws", "another seed", math.inf if lost else 0.0, 0.0, detail))
-
-    # -- differences -------------------------------------------------------------------------------------------------
-    def _add(self, run: str, actual: Parts, plain: Parts) -> None:
-        self.items += compare(run, actual, plain, self._tolerance)
 
     def _tolerance(self, dtype: torch.dtype) -> float:
         """Return what rounding explains: that of the least precise dtype that had a part in it."""
