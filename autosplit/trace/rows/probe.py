@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from autosplit.compare import same_bits, same_reordered, same_rounded
-from autosplit.errors import AutosplitError, is_internal
+from autosplit.errors import AutosplitError, ForeignSuppressed, is_internal
 from autosplit.progress import phase
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.borrowed.surroundings import on_other_rows
@@ -102,11 +102,9 @@ def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int, values: MadeUp | 
     vary = not any(_distinct(leaf, dim, kept + 7) for leaf, dim in batched)
     count = max((leaf.shape[dim] for leaf, dim in batched), default=0)
     with torch.no_grad(), on_other_rows():
-        try:
-            return _Lockstep(raw, _leaves(inputs, runs, vary), runs, count, values).run()
-        except Exception as error:  # the model's, for tokens or flags that are made up
-            if not vary or is_internal(error):
-                raise
+        if vary:
+            with ForeignSuppressed():  # the model's exceptions, for tokens or flags that are made up
+                return _Lockstep(raw, _leaves(inputs, runs, True), runs, count, values).run()
         return _Lockstep(raw, _leaves(inputs, runs, False), runs, count, values).run()
 
 
