@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,10 @@ def is_internal(error: Exception) -> bool:
         return False
     frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].startswith(_OWN)
+
+
+class ForeignSuppressed(AbstractContextManager[None, bool]):
+    """Suppresses exceptions of the model's own code or torch's; a fault of autosplit's own code passes."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        return isinstance(error, Exception) and not is_internal(error)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from textwrap import fill
@@ -29,11 +29,11 @@ from autosplit.compare import ROUNDING, Item, Parts, compare, tolerance
 from autosplit.errors import InputError, listed
 from autosplit.options import Sample
 from autosplit.runtime.loss.parts import call_loss
-from autosplit.runtime.norms import norm_and_collect_stats
+from autosplit.runtime.norms import Use
 from autosplit.runtime.tree import Together
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.state import free_leaves, gradients_aside, stand_ins
-from autosplit.trace.compared_runs import FixedDraws, Left, NormWatch, Pieces, run_once
+from autosplit.trace.compared_runs import CutNorms, FixedDraws, Left, Pieces, run_once, updates_noted
 from autosplit.trace.inputs.objects import leaves_of
 
 if TYPE_CHECKING:
@@ -180,6 +180,8 @@ class _Comparison:
         self.items: list[Item] = []
         self.notes: dict[str, list[str]] = {}
         """Runs by what is to be said about them."""
+        self.pieces: Pieces = {}
+        """What norms normalised at once in the last run of the pipe."""
 
     def result(self) -> Verification:
         """Return all comparisons and notes."""
@@ -194,10 +196,11 @@ class _Comparison:
         if fixed is not None:
             plain = self._run_plain(loss, fixed)
         actual = self._run_pipe(loss, fixed)
-        if any(len(sizes) > 1 for uses in actual.norms.values() for sizes in uses):
-            plain = self._run_plain(loss, fixed, actual.norms)
-            self._note_norms(run, plain.cut, actual.norms)
-        self._add(run, actual.tensors, plain.tensors)
+        if any(len(counts) > 1 for updates in self.pieces.values() for counts in updates):
+            norms = CutNorms(self.model, self.pieces)
+            plain = self._run_plain(loss, fixed, norms)
+            self._note_norms(run, norms.cut)
+        self.items += compare(run, actual.tensors, plain.tensors, self._tolerance)
         if plain.drew and fixed is None:
             apart = actual.drawn != plain.drawn
             detail = "torch's generator is not where the plain model leaves it" if apart else ""
@@ -209,41 +212,38 @@ class _Comparison:
 
     # -- runs ----------------------------------------------------------------------------------------------------
     def _run_plain(
-        self,
-        loss: _Loss | None,
-        fixed: FixedDraws | None = None,
-        pieces: Pieces | None = None,
-        seed: int = 0,
+        self, loss: _Loss | None, fixed: FixedDraws | None = None, norms: CutNorms | None = None, seed: int = 0
     ) -> Left:
-        with stand_ins(self.model) as leaves, contextlib.ExitStack() as stack:
-            watch = stack.enter_context(NormWatch(self.model, pieces))
-            stack.enter_context(fixed or contextlib.nullcontext())
+        none = contextlib.nullcontext()
+        with stand_ins(self.model) as leaves, norms or none, fixed or none:
             call: Callable[..., Any] = self.model if loss is None else loss.plain(self.model)
             places = dict.fromkeys(tensor.device for tensor in (*self.model.parameters(), *self.model.buffers()))
             if len(places) > 1:
                 call = partial(Together(self.model, {torch.device("cpu"): None, **places}).call, call)
-            return run_once(call, self.model, self.sample, leaves, watch, None if loss is None else loss.leaves, seed)
+            return run_once(call, self.model, self.sample, leaves, None if loss is None else loss.leaves, seed)
 
     def _run_pipe(self, loss: _Loss | None, fixed: FixedDraws | None = None, seed: int = 0) -> Left:
         free = free_leaves(self.own)
         call = self.pipe if loss is None else loss.of(self.pipe)
-        with contextlib.ExitStack() as stack:
-            leaves = stack.enter_context(stand_ins(self.own, registered=True)) | free
-            stack.enter_context(gradients_aside(free.values()))
-            watch = stack.enter_context(NormWatch(self.own, apart=norm_and_collect_stats))
-            stack.enter_context(fixed or contextlib.nullcontext())
-            return run_once(call, self.own, self.sample, leaves, watch, None if loss is None else loss.leaves, seed)
+        with (
+            stand_ins(self.own, registered=True) as leaves,
+            gradients_aside(free.values()),
+            updates_noted(self.own, Use) as self.pieces,
+            fixed or contextlib.nullcontext(),
+        ):
+            of_loss = None if loss is None else loss.leaves
+            return run_once(call, self.own, self.sample, leaves | free, of_loss, seed)
 
     # -- what equality cannot hold for -----------------------------------------------------------------------------
     def _note(self, run: str, text: str) -> None:
         self.notes.setdefault(text, []).append(run)
 
-    def _note_norms(self, run: str, cut: Collection[str], pieces: Pieces) -> None:
+    def _note_norms(self, run: str, cut: Mapping[str, Sequence[int]]) -> None:
         """Say which norms normalised each microbatch by itself."""
         if not cut:
             return
-        named = sorted(name.removesuffix(".running_mean").removesuffix(".weight") for name in cut)
-        norms, sizes = listed(named, most=_NAMED), ", ".join(map(str, pieces[min(cut)][0]))
+        named = sorted(name.removesuffix(".running_mean") for name in cut)
+        norms, sizes = listed(named, most=_NAMED), ", ".join(map(str, cut[min(cut)]))
         self._note(
             run,
             f"{norms} take{'s' if len(named) == 1 else ''} statistics over each microbatch by itself ({sizes} "
@@ -272,10 +272,6 @@ class _Comparison:
         lost = varied[0] and not varied[1]
         detail = "another seed changes nothing: draws are frozen, or missing" if lost else ""
         self.items.append(Item(run, "draws", "another seed", math.inf if lost else 0.0, 0.0, detail))
-
-    # -- differences -------------------------------------------------------------------------------------------------
-    def _add(self, run: str, actual: Parts, plain: Parts) -> None:
-        self.items += compare(run, actual, plain, self._tolerance)
 
     def _tolerance(self, dtype: torch.dtype) -> float:
         """Return what rounding explains: that of the least precise dtype that had a part in it."""

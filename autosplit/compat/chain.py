@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
@@ -37,44 +38,51 @@ class PipeSequential(nn.Sequential):
 class Partition(nn.Sequential):
     """Layers of one stage, which hand a tuple on as one argument; skips come in and go out beside it."""
 
-    spreads = False
+    spreads: tuple[type, ...] = ()
+    """What layers, and the next partition, are given as several arguments."""
 
-    def stashes(self) -> tuple[Key, ...]:
+    def stashable(self) -> tuple[Key, ...]:
         """Return the keys of what the layers stash for later partitions."""
         return tuple(key for key, times in self._used().items() if times > 0)
 
-    def pops(self) -> tuple[Key, ...]:
+    def poppable(self) -> tuple[Key, ...]:
         """Return the keys of what the layers pop of earlier partitions."""
         return tuple(key for key, times in self._used().items() if times < 0)
 
-    def _used(self) -> dict[Key, int]:
-        used: dict[Key, int] = {}
-        for layer in self:
-            if isinstance(layer, Skippable):
-                used.update({key: used.get(key, 0) + 1 for key in layer.stashable()})
-                used.update({key: used.get(key, 0) - 1 for key in layer.poppable()})
+    def _used(self) -> Counter[Key]:
+        layers = [layer for layer in self if isinstance(layer, Skippable)]
+        used = Counter(key for layer in layers for key in layer.stashable())
+        used.subtract(key for layer in layers for key in layer.poppable())
         return used
 
     def forward(self, *inputs: Any, skips: tuple[Any, ...] | None = None) -> Any:
-        """Run the layers; with ``skips``, in the order of :meth:`pops`, return also those of :meth:`stashes`."""
+        """Run the layers; with ``skips``, in the order of :meth:`poppable`, return also those of :meth:`stashable`."""
         if skips is None:
             return super().forward(*inputs)
-        held = dict(zip(self.pops(), skips, strict=True))
+        held = dict(zip(self.poppable(), skips, strict=True))
         value: Any = inputs
         for layer in self:
-            given = value if value is inputs or (self.spreads and isinstance(value, tuple)) else (value,)
-            if isinstance(layer, Skippable):
-                value, stashed = layer(*given, skips=tuple(held.pop(key) for key in layer.poppable()))
-                held.update(zip(layer.stashable(), stashed, strict=True))
-            else:
-                value = layer(*given)
-        return value, tuple(held[key] for key in self.stashes())
+            value = _called(layer, value, held, spread=value is inputs or isinstance(value, self.spreads))
+        return value, tuple(held[key] for key in self.stashable())
 
 
 class PipePartition(Partition, PipeSequential):
     """Layers of one stage, which hand a tuple on as several arguments."""
 
-    spreads = True
+    spreads = (tuple,)
+
+
+def _called(part: nn.Module, value: Any, held: dict[Key, Any], *, spread: bool) -> Any:
+    """Run a layer or a partition; what it pops comes from, and what it stashes goes to, the skips that are ``held``."""
+    given = tuple(value) if spread else (value,)
+    if not isinstance(part, (Skippable, Partition)):
+        return part(*given)
+    popped, stashable = tuple(held.pop(key) for key in part.poppable()), tuple(part.stashable())
+    if not (popped or stashable):
+        return part(*given)
+    output, stashed = part(*given, skips=popped)
+    held.update(zip(stashable, stashed, strict=True))
+    return output
 
 
 class Chain(nn.Module):
@@ -93,16 +101,8 @@ class Chain(nn.Module):
         value: Any = inputs
         held: dict[Key, Any] = {}
         for partition in cast(Iterable[Partition], self.partitions):
-            given = (
-                tuple(value)
-                if value is inputs or (partition.spreads and isinstance(value, (tuple, list)))
-                else (value,)
-            )
-            if partition.stashes() or partition.pops():
-                value, stashed = partition(*given, skips=tuple(held.pop(key) for key in partition.pops()))
-                held.update(zip(partition.stashes(), stashed, strict=True))
-            else:
-                value = partition(*given)
+            spread = value is inputs or (bool(partition.spreads) and isinstance(value, (tuple, list)))
+            value = _called(partition, value, held, spread=spread)
             self.check(value)
         return value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -105,41 +105,32 @@ class Region:
         args, kwargs = self._placed(node, args, kwargs)
         info = node.meta.get(INFO)
         if info is not None and info.random:
-            new = self._drawn(node, info.name, args, kwargs)
-        elif info is not None and counts_by_microbatch(node):
-            new = self._counted(node, info.name, args, kwargs)
+            new = self._call(draw, node, args, kwargs)
+        elif info is not None and counts_by_microbatch(node):  # put aside until all microbatches were there
+            new = self._call(normalise if keeps_statistics(node, self.traced.root) else tally, node, args, kwargs)
         elif node.op == "call_module":
             new = self.graph.call_module(f"{ROOT}.{node.target}", args, kwargs)
         else:
             new = self.graph.create_node(node.op, node.target, args, kwargs)
         self.copies[node] = named(self.graph, new, node.name)
 
-    def _drawn(self, node: fx.Node, name: str, args: Any, kwargs: Any) -> fx.Node:
+    def _call(self, word: Callable[..., Any], node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        """Copy a call as one of a word of the runtime, which is given the cell, the call's name, and what is called."""
+        name = node.meta[INFO].name
+        if node.target is under:
+            ambient, function, *args = args
+            given = (ambient, self._held(word.__name__, word), self.key, name, function, *args)
+            return self.graph.call_function(under, given, kwargs)
         if node.op == "call_module":
             function = self.graph.get_attr(f"{ROOT}.{node.target}")
         else:
-            held = f"random_{node.name}"
             target = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
-            self.functions[held] = target
-            function = self.graph.get_attr(held)
-        return self.graph.call_function(draw, (self.key, name, function, *args), kwargs)
+            function = self._held(f"{word.__name__}_{node.name}", target)
+        return self.graph.call_function(word, (self.key, name, function, *args), kwargs)
 
-    def _counted(self, node: fx.Node, name: str, args: Any, kwargs: Any) -> fx.Node:
-        """Copy a norm or a counter: what it saw is put aside until all microbatches were there."""
-        counts = normalise if keeps_statistics(node, self.traced.root) else tally
-        if node.op == "call_module":
-            return self.graph.call_function(
-                counts, (self.key, name, self.graph.get_attr(f"{ROOT}.{node.target}"), *args), kwargs
-            )
-        if node.target is under:
-            ambient, function, *args = args
-            self.functions[counts.__name__] = counts
-            given = (ambient, self.graph.get_attr(counts.__name__), self.key, name, function, *args)
-            return self.graph.call_function(under, given, kwargs)
-        function = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
-        held = str(getattr(function, "__name__", "norm"))
-        self.functions[held] = function
-        return self.graph.call_function(counts, (self.key, name, self.graph.get_attr(held), *args), kwargs)
+    def _held(self, name: str, function: Any) -> fx.Node:
+        self.functions[name] = function
+        return self.graph.get_attr(name)
 
     def _operand(self, operand: fx.Node, consumer: fx.Node) -> fx.Node:
         if operand.op == "get_attr":
@@ -279,22 +270,29 @@ class RegionModule(fx.GraphModule):
                 seen.add(id(tensor))
                 yield name, tensor
 
-    def _state(self, *kinds: str) -> Any:
-        for _, path in self.named():
-            if not path:
+    def used(self) -> dict[str, nn.Module | torch.Tensor]:
+        """Return the modules that the graph calls, with their children, and the tensors that it takes, by path."""
+        found: dict[str, nn.Module | torch.Tensor] = {}
+        for path in dict.fromkeys(path for _, path in self.named() if path):
+            parent, _, name = path.rpartition(".")
+            holder = self.root.get_submodule(parent)
+            if (module := holder._modules.get(name)) is not None:
+                found |= dict(module.named_modules(prefix=path))
+            elif isinstance(value := getattr(holder, name, None), torch.Tensor):
+                found[path] = value
+        return found
+
+    def _state(self, *kinds: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for path, own in self.used().items():
+            if isinstance(own, nn.Module):
+                tables = (getattr(own, "_" + kind) for kind in kinds)
+                yield from ((f"{path}.{n}", t) for table in tables for n, t in table.items() if t is not None)
                 continue
             parent, _, name = path.rpartition(".")
             holder = self.root.get_submodule(parent)
-            for kind in kinds:
-                if (tensor := getattr(holder, "_" + kind).get(name)) is not None:
-                    yield path, tensor
-            free = holder.__dict__.get(name)
-            if "parameters" in kinds and isinstance(free, torch.Tensor) and free.requires_grad:
-                yield path, free  # a leaf that the model holds without registering it
-            if name in holder._modules:
-                for place, module in holder.get_submodule(name).named_modules(prefix=path):
-                    tables = (getattr(module, "_" + kind) for kind in kinds)
-                    yield from ((f"{place}.{n}", t) for own in tables for n, t in own.items() if t is not None)
+            free = name in vars(holder) and own.requires_grad  # a leaf that the model holds without registering it
+            if any(name in getattr(holder, "_" + kind) for kind in kinds) or ("parameters" in kinds and free):
+                yield path, own
 
 
 def recomputed(

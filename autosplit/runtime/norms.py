@@ -20,14 +20,14 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.fx.node import has_side_effect
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode
 
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import CallState, CellContext
@@ -169,12 +169,16 @@ class _Norms(TorchFunctionMode):
         value, mean, var, weight, bias, takes_statistics, momentum, eps = named.values()
         if not takes_statistics or mean is None or var is None:
             return function(*args, **kwargs)
+        own, spread = torch.zeros_like(mean), torch.zeros_like(var)
+        output = function(value, own, spread, weight, bias, True, 1.0, eps)
         averaged = function is F.instance_norm
-        use = Use((mean, var), None if self.cumulative else momentum, self.counter, averaged)
         name = f"{self.name}/{self.calls}" if self.calls else self.name
         self.calls += 1
-        note = Note(self.key.state.statistics, self.key.microbatch, name, use)
-        return norm_and_collect_stats(note, function, value, mean, var, weight, bias, eps)
+        made = Use((mean, var), None if self.cumulative else momentum, self.counter, averaged)
+        count = value.shape[0] if averaged else value.numel() // value.shape[1]
+        use = self.key.state.statistics.setdefault(name, made)
+        use.parts.setdefault(self.key.microbatch, Part(count, own, spread))
+        return output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _DEFAULTS:
@@ -182,38 +186,3 @@ class _Norms(TorchFunctionMode):
         if func in _COUNTING and args[0] is self.counter:
             return 1.0 if func is torch.Tensor.__float__ else self.counter
         return func(*args, **(kwargs or {}))
-
-
-class Note(NamedTuple):
-    """Where a part goes: the call's statistics, the microbatch, the recorded call's name, and what it updates."""
-
-    statistics: dict[str, Use]
-    microbatch: int
-    name: str
-    use: Use
-
-
-def norm_and_collect_stats(
-    note: Note,
-    function: Callable[..., Any],
-    value: torch.Tensor,
-    mean: torch.Tensor,
-    var: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> torch.Tensor:
-    """Normalise by the value's own statistics and keep these as ``note`` says; ``mean`` and ``var`` stay as they are.
-
-    It is one call to function modes, which see what is normalised and whose running statistics are meant.
-    """
-    if has_torch_function((value,)):
-        return handle_torch_function(
-            norm_and_collect_stats, (value,), note, function, value, mean, var, weight, bias, eps
-        )
-    own, spread = torch.zeros_like(mean), torch.zeros_like(var)
-    output = function(value, own, spread, weight, bias, True, 1.0, eps)
-    count = value.shape[0] if function is F.instance_norm else value.numel() // value.shape[1]
-    part = Part(count, own, spread)
-    note.statistics.setdefault(note.name, note.use).parts.setdefault(note.microbatch, part)
-    return output

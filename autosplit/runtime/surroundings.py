@@ -28,16 +28,6 @@ Table = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class _Steady:
-    """A tensor that must not change between the two runs."""
-
-    what: str
-    tensor: torch.Tensor
-    version: int
-    requires_grad: bool
-
-
-@dataclass(frozen=True)
 class Surroundings:
     """What one region found in its first run.
 
@@ -45,13 +35,14 @@ class Surroundings:
         tables: dictionaries of the modules that it calls, and their entries.
         places: other entries that it takes: a dictionary, a name and the value there.
         rewritten: the same of buffers that the forward writes, with copies, and whether the region itself writes them.
-        steady: parameters, buffers and inputs that must not change.
+        steady: parameters, buffers and inputs that must not change: what each is, its version, and whether it requires
+            a gradient.
     """
 
     tables: tuple[tuple[Table, Table], ...]
     places: tuple[tuple[Table, str, Any], ...]
     rewritten: tuple[tuple[Table, str, torch.Tensor, bool], ...]
-    steady: tuple[_Steady, ...]
+    steady: tuple[tuple[str, torch.Tensor, int, bool], ...]
 
     @classmethod
     def of(
@@ -68,7 +59,9 @@ class Surroundings:
         ``inputs`` are the values that it is given. ``rewritten`` are the names of buffers to copy, and whether the
         region itself writes them; ``written`` the names of all that the forward changes: other tensors must not change.
         """
-        modules, places = _used(region, root)
+        used = region.used().items()
+        modules = [(path, own) for path, own in used if isinstance(own, nn.Module)]
+        places = {path: own for path, own in used if isinstance(own, torch.Tensor)}
         named = [
             (f"{path}.{key}", t)
             for path, m in modules
@@ -96,20 +89,20 @@ class Surroundings:
             tuple((table, table.copy()) for table in tables),
             tuple((*_place(root, full), value) for full, value in places.items()),
             tuple(copied),
-            tuple(_Steady(what, t, t._version, t.requires_grad) for what, t in held if not t.is_inference()),
+            tuple((what, t, t._version, t.requires_grad) for what, t in held if not t.is_inference()),
         )
 
     def check(self, place: str) -> None:
         """Raise RuntimeError where a tensor is not what it was in the first run of ``place``."""
-        for own in self.steady:
-            if own.tensor._version != own.version:
+        for what, tensor, version, requires_grad in self.steady:
+            if tensor._version != version:
                 change = "was changed in place"
-            elif own.tensor.requires_grad != own.requires_grad:
-                change = f"got requires_grad={own.tensor.requires_grad}"
+            elif tensor.requires_grad != requires_grad:
+                change = f"got requires_grad={tensor.requires_grad}"
             else:
                 continue
             raise RuntimeError(
-                f"{own.what} of {place} {change} between the forward and the backward, which runs the forward again: "
+                f"{what} of {place} {change} between the forward and the backward, which runs the forward again: "
                 "call backward before the optimizer's step and other changes, or split with recompute='never'"
             )
 
@@ -135,22 +128,6 @@ class Surroundings:
         for table, name, value in self.places:
             if table.get(name) is not value:
                 yield table, name, value
-
-
-def _used(region: Any, root: nn.Module) -> tuple[list[tuple[str, nn.Module]], dict[str, torch.Tensor]]:
-    """Return the modules that a region calls, with their children, and the tensors that it takes, by their paths."""
-    modules: dict[str, nn.Module] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for node, path in region.named():
-        if not path or path in modules:
-            continue
-        parent, _, name = path.rpartition(".")
-        holder = root.get_submodule(parent)
-        if name in holder._modules:
-            modules.update(holder._modules[name].named_modules(prefix=path))  # type: ignore[union-attr]
-        elif node.op == "get_attr" and isinstance(value := getattr(holder, name), torch.Tensor):
-            tensors[path] = value
-    return list(modules.items()), tensors
 
 
 def _place(root: nn.Module, full: str) -> tuple[Table, str]:

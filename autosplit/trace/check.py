@@ -17,6 +17,7 @@ import contextlib
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -76,35 +77,34 @@ def check_recording(
     Returns:
         None where they agree, else what differs, in one clause.
     """
-    checker = _Checker(model, recording, inputs, answers or (lambda leaves: contextlib.nullcontext()), loose)
-    checker.changes_python, checker.logged = changes_python, logged
+    checker = _Checker(
+        model, recording, inputs, answers or (lambda leaves: contextlib.nullcontext()), loose, changes_python, logged
+    )
     with state.random_state(), warnings.catch_warnings(), on_other_rows():
         warnings.simplefilter("ignore")  # the model's own warnings are for its own calls
         return checker.difference()
 
 
+@dataclass
 class _Checker:
-    def __init__(
-        self,
-        model: nn.Module,
-        recording: RawGraph | TracedGraph,
-        inputs: FlatInputs,
-        answers: Answers,
-        loose: bool,
-    ) -> None:
-        self.model = model
-        self.recording = recording
-        self.inputs = inputs
-        self.answers = answers
-        self.rows, self.vary = _BATCHES[0]
-        self.gradients = _ALL
-        infos = [node.meta[INFO] for node in recording.graph.nodes if INFO in node.meta]
-        self.made = {tensor.dtype for info in infos for tensor in info.tensors} if loose else set()
+    model: nn.Module
+    recording: RawGraph | TracedGraph
+    inputs: FlatInputs
+    answers: Answers
+    loose: bool
+    changes_python: bool
+    logged: int
+    rows: int = 0
+    vary: bool = False
+    gradients: int = _ALL
+    drew: bool = False
+
+    def __post_init__(self) -> None:
+        infos = [node.meta[INFO] for node in self.recording.graph.nodes if INFO in node.meta]
+        self.made = {tensor.dtype for info in infos for tensor in info.tensors} if self.loose else set()
         self.written = {name for info in infos for name in info.writes}
-        self.meta = any(p.is_meta for p in model.parameters())
-        self.large = sum(p.numel() for p in model.parameters()) > _LARGE
-        self.drew = self.changes_python = False
-        self.logged = 0
+        parameters = list(self.model.parameters())
+        self.meta, self.large = any(p.is_meta for p in parameters), sum(p.numel() for p in parameters) > _LARGE
 
     def difference(self) -> str | None:
         """Return what differs between model and graph, or None."""

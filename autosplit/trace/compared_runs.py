@@ -13,11 +13,13 @@ Private torch interface: ``TorchDispatchMode``, since below autograd is the only
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -34,15 +36,13 @@ from autosplit.trace.recording.random_watch import named_arguments
 
 @dataclass(frozen=True)
 class Left:
-    """What a run left behind, the calls of its norms, those that were cut up, and torch's generators.
+    """What a run left behind, and torch's generators.
 
     ``drawn`` is their state behind the forward (of a training step: behind all of it), ``drew`` whether that is another
     one than before.
     """
 
     tensors: dict[tuple[str, str], Any]
-    norms: Pieces
-    cut: frozenset[str]
     drew: bool
     drawn: list[bytes]
 
@@ -52,7 +52,6 @@ def run_once(
     model: nn.Module,
     sample: Sample,
     leaves: Mapping[str, torch.Tensor],
-    watch: NormWatch,
     of_loss: Mapping[str, torch.Tensor] | None,
     seed: int,
 ) -> Left:
@@ -82,7 +81,7 @@ def run_once(
         tensors[kind, "type"] = container.__name__
     tensors |= {("input", str(i)): _host(leaf) for i, leaf in enumerate(given) if isinstance(leaf, torch.Tensor)}
     tensors |= {("buffer", name): _host(buffer) for name, buffer in model.named_buffers()}
-    return Left(tensors, watch.calls, frozenset(watch.cut), before != drawn, drawn)
+    return Left(tensors, before != drawn, drawn)
 
 
 def _host(value: Any) -> Any:
@@ -98,72 +97,61 @@ def _drawn() -> list[bytes]:
 
 _SIGNATURE = inspect.signature(F.batch_norm)
 Pieces = Mapping[str, Sequence[Sequence[int]]]
-"""By norm, for each of its calls in a forward, the sizes of the first dimension of what it normalised at once."""
+"""By running mean, for each update of it, how many values per channel were normalised at once, part by part."""
 
 
-class NormWatch(TorchFunctionMode):
-    """Lists the calls of batch norms that take statistics over the batch; with ``pieces`` it cuts them up.
+@contextlib.contextmanager
+def updates_noted(model: nn.Module, uses: type) -> Iterator[Pieces]:
+    """Yield the parts of all updates of running means of a model, which are made by ``uses.update(use, parts)``."""
+    names = {buffer.data_ptr(): name for name, buffer in model.named_buffers()}
+    pieces: dict[str, list[list[int]]] = defaultdict(list)
+    plain = uses.__dict__["update"]
+
+    def update(use: Any, parts: Sequence[Any]) -> None:
+        pieces[names.get(use.running[0].data_ptr(), "")].append([part.count for part in parts])
+        plain(use, parts)
+
+    with patch.object(uses, "update", update):
+        yield pieces
+
+
+class CutNorms(TorchFunctionMode):
+    """Has batch norms in training normalise pieces of the batch by themselves; running means see all of it at once.
 
     Enter it when the model holds the tensors that it will run with: norms are told apart by those.
 
     Attributes:
-        cut: names of the norms whose calls were cut up, by their first tensor.
+        cut: the running means of those that did, and the sizes of the pieces along the first dimension.
     """
 
-    def __init__(
-        self, model: nn.Module, pieces: Pieces | None = None, *, apart: Callable[..., Any] | None = None
-    ) -> None:
-        """Watch a model; ``apart`` is what a pipe calls to normalise one microbatch (``norm_and_collect_stats``)."""
+    def __init__(self, model: nn.Module, pieces: Pieces) -> None:
         super().__init__()
-        self.cut: set[str] = set()
-        self._calls: dict[str, dict[str, dict[int, int]]] = defaultdict(dict)
-        self._pieces = pieces or {}
-        self._apart = apart
-        tensors = (*model.named_buffers(), *model.named_parameters())
-        self._names = {tensor.data_ptr(): name for name, tensor in tensors if tensor.numel()}
+        self.cut: dict[str, list[int]] = {}
+        self._model, self._pieces = model, pieces
+        self._left: dict[int, tuple[str, Iterator[Sequence[int]]]] = {}
 
-    @property
-    def calls(self) -> dict[str, list[tuple[int, ...]]]:
-        """The sizes by norm and call, in the order of the first calls and of the microbatches."""
-        return {
-            name: [tuple(sizes[number] for number in sorted(sizes)) for sizes in uses.values()]
-            for name, uses in self._calls.items()
-        }
+    def __enter__(self) -> Self:
+        named = ((name, buffer) for name, buffer in self._model.named_buffers() if name in self._pieces)
+        self._left = {buffer.data_ptr(): (name, iter(self._pieces[name])) for name, buffer in named}
+        super().__enter__()
+        return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is self._apart:
-            return self._by_microbatch(func, *args)
         if func is not F.batch_norm:
-            return func(*args, **kwargs)
-        bound = _SIGNATURE.bind(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
+        bound = _SIGNATURE.bind(*args, **(kwargs or {}))
         bound.apply_defaults()
         named: dict[str, Any] = dict(bound.arguments)
-        if not named["training"]:
+        value, mean = named["input"], named["running_mean"]
+        name, left = self._left.get(0 if mean is None else mean.data_ptr(), ("", iter(())))
+        counts = next(left, ()) if named["training"] else ()
+        if len(counts) < 2:
             return func(**named)
-        name = self._name(named["running_mean"], named["weight"])
-        number, size = len(self._calls[name]), named["input"].shape[0]
-        self._calls[name][str(number)] = {0: size}
-        pieces = self._pieces.get(name, ())[number : number + 1]
-        if not pieces or len(pieces[0]) < 2 or sum(pieces[0]) != size:
-            return func(**named)
-        self.cut.add(name)
-        if named["running_mean"] is not None:
-            with torch.no_grad():
-                func(**named)  # for what it leaves in the running statistics
+        self.cut[name] = sizes = [value.shape[0] * count // sum(counts) for count in counts]
+        with torch.no_grad():
+            func(**named)  # for what it leaves in the running statistics
         alone = named | {"running_mean": None, "running_var": None}
-        return torch.cat([func(**alone | {"input": part}) for part in named["input"].split(list(pieces[0]))])
-
-    def _name(self, mean: torch.Tensor | None, weight: torch.Tensor | None) -> str:
-        holder = weight if mean is None else mean
-        return "a norm without state" if holder is None else self._names.get(holder.data_ptr(), "an unknown norm")
-
-    def _by_microbatch(self, func: Any, note: Any, function: Any, value: torch.Tensor, *rest: Any) -> Any:
-        """Write down a microbatch of a pipe; one that comes again, for a backward, is the same one."""
-        if function is F.batch_norm:
-            mean, _, weight, *_ = rest
-            self._calls[self._name(mean, weight)].setdefault(note.name, {})[note.microbatch] = value.shape[0]
-        return func(note, function, value, *rest)
+        return torch.cat([func(**alone | {"input": part}) for part in value.split(sizes)])
 
 
 class FixedDraws(TorchDispatchMode):

@@ -201,6 +201,15 @@ class TracedNode:
     """Nodes of one group must share a stage."""
 
 
+def size_at(node: fx.Node, rows: int, known: Callable[[fx.Node], Any]) -> Any:
+    """Evaluate a size at a number of rows; ``known`` returns lengths, and what is no expression of these."""
+    if node.op != "call_function":
+        return rows if node.op == "placeholder" and LENGTH not in node.meta else known(node)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: size_at(n, rows, known))
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class InputInfo:
     """One input tensor of the model."""

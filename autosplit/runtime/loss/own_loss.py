@@ -14,7 +14,7 @@ from autosplit.errors import InputError
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import transfer
 from autosplit.runtime.step.step import Step
-from autosplit.trace.graph import INFO, LENGTH, NodeClass
+from autosplit.trace.graph import INFO, LENGTH, NodeClass, size_at
 from autosplit.trace.reductions.decompose import average, total
 from autosplit.trace.reductions.losses import class_weights
 from autosplit.trace.reductions.own_loss import Form, Half, form_of
@@ -65,7 +65,8 @@ class OwnLoss:
     def among(self, rows: int, divisors: Sequence[float]) -> OwnLoss:
         """Return what the same microbatches add to the loss of a larger batch, by its rows and divisors."""
         larger = copy(self)
-        sizes = {node: _size(node, rows, self.step.lengths) for node in self._scales if INFO not in node.meta}
+        scales = [node for node in self._scales if INFO not in node.meta]
+        sizes = {node: size_at(node, rows, lambda n: self.step.lengths[n.meta[LENGTH]]) for node in scales}
         larger._rows, larger._ahead = rows, {**self._ahead, **sizes}
         for node, divisor in zip(self._ratios, divisors, strict=True):
             larger._ahead[node] = self._ahead[node].new_tensor(divisor)
@@ -124,14 +125,6 @@ def _ahead(form: Form, step: Step) -> dict[fx.Node, Any]:
         for node, value in env.items()
         if node in wanted
     }
-
-
-def _size(node: fx.Node, rows: int, lengths: Mapping[str, int]) -> Any:
-    """Return a size, which is an expression of numbers of rows and lengths."""
-    if node.op == "placeholder":
-        return lengths[node.meta[LENGTH]] if LENGTH in node.meta else rows
-    function: Any = node.target
-    return function(*fx.node.map_arg(node.args, lambda operand: _size(operand, rows, lengths)))
 
 
 def _given(form: Form, step: Step) -> dict[fx.Node, Any]:

@@ -56,13 +56,10 @@ class StandInAttributes:
         """``replicas`` are those of this process, ``everywhere`` those of all processes."""
         self._stage, self._replicas, self._everywhere = stage, replicas, everywhere
         self.called: dict[str, nn.Module] = {}
-        for path in dict.fromkeys(path for _, path in region.named() if path):
-            parent, _, name = path.rpartition(".")
-            called = region.root.get_submodule(parent)._modules.get(name)
-            for place, module in () if called is None else called.named_modules(prefix=path):
-                watched = STANDS_FOR in vars(module) or everywhere > 1
-                if watched and (has_hooks(module) or not is_layer(module)):
-                    self.called[place] = module
+        for place, module in region.used().items():
+            watched = isinstance(module, nn.Module) and (STANDS_FOR in vars(module) or everywhere > 1)
+            if watched and (has_hooks(module) or not is_layer(module)):
+                self.called[place] = module
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from autosplit.backward import (
     gradients,
 )
 from autosplit.runtime.lanes.ambient import any_autocast
-from autosplit.runtime.ops import OUT, Bundle, CellContext, plus, transfer
+from autosplit.runtime.ops import OUT, Bundle, CellContext, transfer
 from autosplit.runtime.step.step import Pairs, Start, Step
 from autosplit.runtime.step.sums import Held, Sums, together
 from autosplit.runtime.transport import Message, Way
@@ -216,7 +216,7 @@ class Cells:
             leaves = [t for own in state.leaves.values() for t in own if t.requires_grad]
             back, made = self._made(state, stage, microbatch, roots, seeds, leaves, whole=whole, in_turn=in_turn)
             if in_turn:
-                self._take_totals(sums, made)
+                sums.take(made, self.apart)
         self._send_back(state, stage, microbatch, back)
         if in_turn:
             sums.added = microbatch + 1
@@ -268,14 +268,6 @@ class Cells:
             for position, gradient in enumerate(own):
                 if gradient is not None:
                     self.input_gradients[stage, microbatch, position] = gradient
-
-    def _take_totals(self, sums: Sums, made: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        """Keep the sums that a backward gives; what was no part of it is added."""
-        totals = sums.totals
-        for leaf, total in made:
-            if total is not None:
-                before = totals.get(id(leaf)) if id(leaf) in self.apart else None
-                totals[id(leaf)] = total if before is None else plus(before, total)
 
     def _deferred(
         self, roots: Sequence[torch.Tensor], stage: int, microbatch: int, leaves: Sequence[torch.Tensor]

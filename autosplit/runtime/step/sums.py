@@ -8,7 +8,7 @@ So numbers do not depend on which lane is faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,6 +65,13 @@ class Sums:
             self.totals[key] += gradient
         else:
             self.totals[key] = plus(self.totals[key], gradient)
+
+    def take(self, made: Iterable[tuple[torch.Tensor, torch.Tensor | None]], apart: Collection[int]) -> None:
+        """Keep the sums that a backward gives; to those of leaves ``apart``, by identity, what there was is added."""
+        for leaf, total in made:
+            if total is not None:
+                before = self.totals.get(id(leaf)) if id(leaf) in apart else None
+                self.totals[id(leaf)] = total if before is None else plus(before, total)
 
 
 def together(

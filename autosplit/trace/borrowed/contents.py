@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autosplit.trace.borrowed.values import GONE, slots_of
+from autosplit.trace.borrowed.values import GONE
 
 CLASS = "__class__"
 """The entry of a module's content that is its class."""
@@ -59,16 +59,11 @@ def refill_module(module: nn.Module, content: dict[str, Any]) -> None:
     change(own, content, own.__setitem__, own.__delitem__)
 
 
-def refill_slots(value: Any, content: dict[str, Any]) -> None:
-    """Give an object those of its attributes that are in slots."""
-    setter, deleter = functools.partial(object.__setattr__, value), functools.partial(object.__delattr__, value)
-    change(slots_of(value), content, setter, deleter)
-
-
-def refill_class(kind: type, content: dict[str, Any]) -> None:
-    """Give a class its attributes."""
-    setter, deleter = functools.partial(type.__setattr__, kind), functools.partial(type.__delattr__, kind)
-    change(dict(vars(kind)), content, setter, deleter)
+def writer(
+    read: Callable[[], Mapping[str, Any]], setter: Callable[[str, Any], None], deleter: Callable[[str], None]
+) -> Callable[[Mapping[str, Any]], None]:
+    """Return what gives entries a content: those of an object's slots, of a class or of a namespace."""
+    return lambda content: change(read(), content, setter, deleter)
 
 
 def change(
@@ -94,11 +89,6 @@ def refill_cell(cell: types.CellType, content: list[Any]) -> None:
 def named(space: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return those of some names that a namespace has, and their values."""
     return {name: space[name] for name in names if name in space}
-
-
-def refill_named(space: dict[str, Any], names: Iterable[str], content: dict[str, Any]) -> None:
-    """Give a namespace the values of some names."""
-    change(named(space, names), content, space.__setitem__, space.__delitem__)
 
 
 @functools.cache

@@ -36,12 +36,10 @@ from autosplit.trace.borrowed.contents import (
     named,
     refill,
     refill_cell,
-    refill_class,
     refill_marks,
     refill_module,
-    refill_named,
-    refill_slots,
     state_of,
+    writer,
 )
 from autosplit.trace.borrowed.names import names_in, names_in_methods
 from autosplit.trace.borrowed.values import (
@@ -261,7 +259,8 @@ class Holders:
             known: dict[str, Any] = {"name": name, "attributes": True, "kind": type(value)}
             self._add(place, attributes.copy, functools.partial(refill, attributes), **known)
             if found := slots():
-                self._add(place, slots, functools.partial(refill_slots, value), **known)
+                assign = functools.partial(object.__setattr__, value), functools.partial(object.__delattr__, value)
+                self._add(place, slots, writer(slots, *assign), **known)
             attributes = {**attributes, **found}
             self._class(type(value))
         is_callable = isinstance(value, (functools.partial, types.MethodType, staticmethod, classmethod, CACHED))
@@ -286,8 +285,9 @@ class Holders:
     def _members(self, kind: type) -> None:
         """Walk the members of a class that are called without being named, and others when their names are met."""
         name, place = kind.__qualname__, ("", f"class {kind.__qualname__}")
-        write = functools.partial(refill_class, kind)
-        self._add(place, lambda: dict(vars(kind)), write, name=name, attributes=True)
+        assign = functools.partial(type.__setattr__, kind), functools.partial(type.__delattr__, kind)
+        read: Callable[[], dict[str, Any]] = functools.partial(dict, vars(kind))
+        self._add(place, read, writer(read, *assign), name=name, attributes=True)
         installed = [base for base in kind.__mro__ if base is not object and self._is_installed(base.__module__)]
         inherited = {key for base in installed for key in vars(base)}  # code that is not followed may call these
         for key, member in list(vars(kind).items()):
@@ -350,8 +350,9 @@ class Holders:
         key, module = (id(space), self._of_hook, self._of_function), str(space.get("__name__", ""))
         if key not in self._spaces:
             names = self._spaces[key] = {}
-            read, write = functools.partial(named, space, names), functools.partial(refill_named, space, names)
-            self._add(("", module), read, write, name=module, attributes=True)
+            read = functools.partial(named, space, names)
+            assign = space.__setitem__, space.__delitem__
+            self._add(("", module), read, writer(read, *assign), name=module, attributes=True)
         if name not in self._spaces[key]:
             self._spaces[key][name] = None
             self._value(space.get(name), ("", module), _DEPTH, f"{module}.{name}")

@@ -26,7 +26,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autosplit.errors import is_internal
+from autosplit.errors import ForeignSuppressed
 from autosplit.trace.graph import Length, lengths_in
 from autosplit.trace.on_cpu import OnCpu, to_cpu
 from autosplit.trace.recording.build import build
@@ -193,16 +193,12 @@ class Guard:
 
     def holds(self, inputs: Sequence[torch.Tensor], rows: int) -> bool:
         """Compute the reads from the input tensors of a whole batch of ``rows`` rows."""
-        try:
-            with torch.no_grad():
-                lengths = lengths_in(self.lengths, [tensor.shape for tensor in inputs]).values()
-                run, given = self._run(inputs)
-                values = run.run(rows, *lengths, *given)
-        except Exception as error:  # reads that fail on this batch do not give what they gave
-            if is_internal(error):
-                raise
-            return False
-        return all(value == answer.value for value, answer in zip(values, self.answers, strict=True))
+        with ForeignSuppressed(), torch.no_grad():
+            lengths = lengths_in(self.lengths, [tensor.shape for tensor in inputs]).values()
+            run, given = self._run(inputs)
+            values = run.run(rows, *lengths, *given)
+            return all(value == answer.value for value, answer in zip(values, self.answers, strict=True))
+        return False  # reads that fail on this batch do not give what they gave
 
     def _run(self, inputs: Sequence[torch.Tensor]) -> tuple[fx.Interpreter, Sequence[torch.Tensor]]:
         """Return what computes the reads, and from what: where all lies where it was recorded, or on the CPU."""

@@ -7,7 +7,7 @@ rows and played back to a recorder, whose fake tensors have no values to compute
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -140,7 +140,8 @@ class Watcher(TorchFunctionMode):
         inputs = tensors_in((args, kwargs))
         seen = self.seen[path, number] = Seen()
         versions = [tensor._version for tensor in inputs]
-        before = _Surroundings.of(self.model, self.holders)
+        before = {name: (tensor, tensor._version, tensor.data) for name, tensor in _registered(self.model)}
+        python, drawn = [] if self.holders is None else self.holders.read(), state.random_states()[1]
         self._watched = taint = Taint(self._steady)
         self.random.begin()
         try:
@@ -150,10 +151,13 @@ class Watcher(TorchFunctionMode):
             self._watched = None
         seen.random, seen.draws = self.random.drew, None if taint.asked or taint.sized else self.random.draws
         seen.changed = [i for i, (t, v) in enumerate(zip(inputs, versions, strict=True)) if t._version != v]
-        seen.whole = before.changed() or taint.read
+        seen.whole = self._changed(python, drawn) or taint.read
         if self.random.own_generator:
             seen.whole = seen.whole or "it draws from a generator of its own"
-        seen.writes = before.written(self.model)
+        for name, tensor in _registered(self.model):
+            held, version, data = before.get(name, (None, 0, tensor))
+            if held is not tensor or tensor._version != version or not state.is_on(tensor, data):
+                seen.writes.append(name)
         if changed := [name for name, _ in self.model.named_parameters() if name in seen.writes]:
             raise Refusal(in_place(changed[0]), "")
         flat, seen.rebuild = take_apart(out)
@@ -163,6 +167,14 @@ class Watcher(TorchFunctionMode):
             )
         seen.leaves = [_like(leaf, inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         return out
+
+    def _changed(self, python: Sequence[Any], drawn: bytes) -> str:
+        """Return what of Python's state, or of its random state, is another one than before, in words; "": nothing."""
+        if self.holders is not None:
+            found = side_effects.changes(self.holders, python)
+            if found := found.without(lambda holder, key, value: holder.place[1] == "_buffers"):
+                return f"it changes the Python attribute {min(found.places)[1]!r}"
+        return "it draws random numbers in Python" if drawn != state.random_states()[1] else ""
 
     def replay(self, call: Call, number: int, args: Any, kwargs: Any) -> Any:
         """Return tensors like those that the opaque module gave, and write into ``call`` what it did besides."""
@@ -231,45 +243,6 @@ class Taint:
             self.sized |= made
         self.kept += found
         return out
-
-
-@dataclass(frozen=True)
-class _Surroundings:
-    """What a forward could change besides what it is given: Python state, random states, parameters, buffers."""
-
-    holders: Holders | None
-    contents: list[Any]
-    tensors: dict[str, tuple[torch.Tensor, int, torch.Tensor]]
-    drawn: bytes
-
-    @classmethod
-    def of(cls, model: nn.Module, holders: Holders | None) -> _Surroundings:
-        """Look at a model, at what holds its Python state, and at the random states."""
-        return cls(
-            holders,
-            [] if holders is None else holders.read(),
-            {name: (tensor, tensor._version, tensor.data) for name, tensor in _registered(model)},
-            state.random_states()[1],
-        )
-
-    def changed(self) -> str:
-        """Return what changed in Python, in words; "" for nothing."""
-        if self.holders is not None:
-            found = side_effects.changes(self.holders, self.contents)
-            if found := found.without(lambda holder, key, value: holder.place[1] == "_buffers"):
-                return f"it changes the Python attribute {min(found.places)[1]!r}"
-        if self.drawn != state.random_states()[1]:
-            return "it draws random numbers in Python"
-        return ""
-
-    def written(self, model: nn.Module) -> list[str]:
-        """Return the names of the parameters and buffers that changed or were replaced."""
-        found = []
-        for name, tensor in _registered(model):
-            before, version, data = self.tensors.get(name, (None, 0, tensor))
-            if before is not tensor or tensor._version != version or not state.is_on(tensor, data):
-                found.append(name)
-        return found
 
 
 def _registered(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

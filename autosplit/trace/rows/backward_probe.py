@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.compare import same_reordered
-from autosplit.errors import is_internal
+from autosplit.errors import ForeignSuppressed
 from autosplit.trace.graph import INFO
 from autosplit.trace.recording.recording import apply_function
 from autosplit.trace.rows.kinds import function_of
@@ -49,13 +49,9 @@ class BackwardProbe:
 
     def mixes(self) -> bool:
         """Tell whether gradients of the whole are others than those of the pieces, or cannot be compared."""
-        try:
-            with torch.enable_grad():
-                return any(not self._adds_up(scale) for scale in _SCALES)
-        except Exception as error:  # a backward that fails on some rows alone is no backward by rows
-            if is_internal(error):
-                raise
-            return True
+        with ForeignSuppressed(), torch.enable_grad():
+            return any(not self._adds_up(scale) for scale in _SCALES)
+        return True  # a backward that fails on some rows alone is no backward by rows
 
     def _adds_up(self, scale: float) -> bool:
         self.weights = []

@@ -16,10 +16,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from autosplit.compare import same_reordered
-from autosplit.errors import is_internal
+from autosplit.errors import ForeignSuppressed
 from autosplit.trace.graph import INFO
 from autosplit.trace.rows.kinds import rearranges
 from autosplit.trace.rows.layout import from_layout
@@ -54,55 +54,45 @@ def counts_of_rows(graph: fx.Graph, rows: int, sample_rows: int) -> list[int]:
     return sorted({few, max(few, sample_rows), 2 * max(constants) + 4 * rows + 1})
 
 
-class _Repeated(Layouts):
-    """How rows lie in values on ``count`` rows: those of a run on fewer, repeated."""
+class MoreRows(Layouts):
+    """The operations of one graph, asked one after the other at ``count`` rows: those of a run on fewer, repeated."""
 
-    def __init__(self, root: nn.Module, few: Layouts, *, count: int) -> None:
-        super().__init__(root, few.run, rows=count, valued=few.valued)
-        self.few = few.rows
-        drawn = torch.randint(self.few, (count - self.few,), generator=torch.Generator().manual_seed(0))
+    def __init__(self, few: Layouts, *, count: int, lengths: Mapping[str, int]) -> None:
+        super().__init__(few.root, few.run, rows=count, valued=few.valued)
+        self.few, self.lengths = few, lengths
+        drawn = torch.randint(few.rows, (count - few.rows,), generator=torch.Generator().manual_seed(0))
         # the first in place: an index of theirs names them here too
-        self.sources = [*range(self.few), *drawn.tolist()]
+        self.sources = [*range(few.rows), *drawn.tolist()]
         self.numbered: dict[fx.Node, Any] = {}
         """Values, at this number of rows, of nodes that depend on the number of rows alone."""
+        self.unknown: set[fx.Node] = set()
+        """Nodes that depend on the number of rows, or whose rows are moved, of which nothing is known at this one."""
 
     def value_of(self, node: fx.Node) -> Any:
         """Return a node's value at this number of rows as if they lay one after the other."""
         if node in self.numbered:
             return copied(self.numbered[node])
-        return rows_of(node, self.run, self.few, self.sources)
-
-
-class MoreRows:
-    """The operations of one graph, asked one after the other at ``count`` rows; a run on ``rows`` has the values."""
-
-    def __init__(self, root: nn.Module, few: Layouts, *, count: int, lengths: Mapping[str, int]) -> None:
-        self.few, self.run, self.valued = few, few.run, few.valued
-        self.rows, self.count, self.lengths = few.rows, count, lengths
-        self.layouts = _Repeated(root, few, count=count)
-        self.sources = self.layouts.sources
-        self.unknown: set[fx.Node] = set()
-        """Nodes that depend on the number of rows, or whose rows are moved, of which nothing is known at this one."""
+        return rows_of(node, self.run, self.few.rows, self.sources)
 
     def follows(self, node: fx.Node, suspects: Collection[str]) -> bool:
         """Note how rows lie in a node; False where they are a stack on few rows, and none here.
 
         What cannot be followed at the smallest number is False as well; at a larger one it is left out.
         """
-        if not (self.few.has_moved(node) or self.layouts.has_moved(node)) or self.few.has_lost(node):
+        if not (self.few.has_moved(node) or self.has_moved(node)) or self.few.has_lost(node):
             return True
         followed = None if self._is_unknown(node) else self._follow(node, suspects)
         if followed is None:
             self.unknown.add(node)
             return self._is_larger
-        return followed and (node in self.few.noted or node not in self.layouts.noted)
+        return followed and (node in self.few.noted or node not in self.noted)
 
     def _follow(self, node: fx.Node, suspects: Collection[str]) -> bool | None:
-        if rearranges(node, self.layouts.root):
-            return self.layouts.moved(node, suspects)
+        if rearranges(node, self.root):
+            return self.moved(node, suspects)
         operands = [n for n in node.all_input_nodes if n in self.valued and INFO in n.meta]
-        shapes = [tensor.shape_at(self.count, self.lengths) for tensor in node.meta[INFO].tensors]
-        return self.layouts.computed(node, operands, shapes)
+        shapes = [tensor.shape_at(self.rows, self.lengths) for tensor in node.meta[INFO].tensors]
+        return self.computed(node, operands, shapes)
 
     def differs(self, node: fx.Node) -> bool | None:
         """Tell whether equal rows have unequal results; None where the operation does not run on so many."""
@@ -113,35 +103,34 @@ class MoreRows:
 
     @property
     def _is_larger(self) -> bool:
-        return self.count > 2 * self.rows + 1
+        return self.rows > 2 * self.few.rows + 1
 
     def _is_unknown(self, node: fx.Node) -> bool:
         near = (node, *node.all_input_nodes)
         tensors = [tensor for n in near if INFO in n.meta for tensor in n.meta[INFO].tensors] if self._is_larger else []
-        large = any(math.prod(tensor.shape_at(self.count, self.lengths)) > _LARGEST for tensor in tensors)
+        large = any(math.prod(tensor.shape_at(self.rows, self.lengths)) > _LARGEST for tensor in tensors)
         return large or not self.unknown.isdisjoint(near)
 
     def _differs(self, node: fx.Node) -> bool | None:
-        try:
+        plain = None
+        with ForeignSuppressed():
             given = {n: self._value(n) for n in node.all_input_nodes}
             made = call_with(node, self.run, given)
             plain = result_of(node, self.run, {})
-        except Exception as error:  # a table may be too short for so many rows
-            if is_internal(error):
-                raise
+        if plain is None:  # a table may be too short for so many rows
             return None
         many, infos = made_or_changed(node, made, given), made_or_changed_infos(node)
-        if any(t.shape != i.shape_at(self.count, self.lengths) for t, i in zip(many, infos, strict=True)):
+        if any(t.shape != i.shape_at(self.rows, self.lengths) for t, i in zip(many, infos, strict=True)):
             return None
         if node not in self.valued:
-            self.layouts.numbered[node] = made
-        layouts = zip(self.few.of_result(node, plain), self.layouts.of_result(node, many), strict=True)
-        expected = (from_layout(t, *pair, self.rows, self.sources) for t, pair in zip(plain, layouts, strict=True))
+            self.numbered[node] = made
+        layouts = zip(self.few.of_result(node, plain), self.of_result(node, many), strict=True)
+        expected = (from_layout(t, *pair, self.few.rows, self.sources) for t, pair in zip(plain, layouts, strict=True))
         return any(not same_reordered(a, b) for a, b in zip(many, expected, strict=True))
 
     def _value(self, node: fx.Node) -> Any:
         """Return a node's value at this number of rows, which lie in it as followed."""
-        if node not in self.few.noted and node not in self.layouts.noted:
-            return self.layouts.value_of(node)
-        layouts = zip(self.few.of(node), self.layouts.of(node), strict=True)
-        return copied(self.run.env[node], lambda t: from_layout(t, *next(layouts), self.rows, self.sources))
+        if node not in self.few.noted and node not in self.noted:
+            return self.value_of(node)
+        layouts = zip(self.few.of(node), self.of(node), strict=True)
+        return copied(self.run.env[node], lambda t: from_layout(t, *next(layouts), self.few.rows, self.sources))

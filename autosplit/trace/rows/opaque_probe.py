@@ -1,8 +1,9 @@
 """Does a module that runs by its own Python treat each row alone, although it reads values of the batch?
 
-    one row at a time      0 │ 1 │ 2 │ 3      what each row must give
+    all                    0123               what each row must give
+    one row at a time      0 │ 1 │ 2 │ 3
     some together          01 │ 23
-    all, backwards, drawn  0123 │ 3210 │ 32 of them, drawn with repetition
+    backwards, drawn       3210 │ 32 of them, drawn with repetition
 
 Equal results are not enough: ``if x.mean() > 0`` may go one way on all of these rows. So every read is listed with what
 it gave. A yes-or-no read has to give both answers in these runs, or the other answer, forced upon it, has to change
@@ -23,12 +24,13 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autosplit.compare import same_rounded
-from autosplit.errors import is_internal
+from autosplit.errors import ForeignSuppressed
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.objects import mapped
 from autosplit.trace.reads.watch import SIZES, Taint
 from autosplit.trace.recording.recording import VALUE_READS
+from autosplit.trace.rows.layout import from_sources
 from autosplit.trace.rows.row_values import rows_of, tensors_of
 
 Site = tuple[str, int, str]
@@ -80,63 +82,57 @@ class OpaqueProbe:
     """One opaque module of a graph, with the values that its operands have in a run on ``rows`` rows."""
 
     def __init__(self, node: fx.Node, root: nn.Module, run: fx.Interpreter, *, rows: int) -> None:
-        self.node, self.root, self.run, self.rows = node, root, run, rows
-        module = root.get_submodule(str(node.target))
-        self.steady = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self.node, self.run, self.rows = node, run, rows
+        self.every, self.module = list(range(rows)), root.get_submodule(str(node.target))
+        self.steady = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
+        self.whole: list[torch.Tensor] = []
         self.outcomes: dict[Site, list[Any]] = defaultdict(list)
 
     def treats_rows_alone(self) -> bool:
         """Tell whether rows are independent in all runs, and whether these show all that reads may bring about."""
         if any(tensor.batch_dim is None for tensor in self.node.meta[INFO].tensors):
             return False
-        try:
-            alone = [self._results([row]) for row in range(self.rows)]
-            return all(self._as_alone(rows, alone) for rows in self._batches()) and all(
-                self._is_shown(site, alone) for site in list(self.outcomes)
-            )
-        except Exception as error:  # what does not run on some rows alone is no module by rows
-            if is_internal(error):
-                raise
-            return False
+        with ForeignSuppressed():
+            self.whole = self._results(self.every)
+            return all(map(self._is_as_whole, self._batches())) and all(map(self._is_shown, list(self.outcomes)))
+        return False  # what does not run on some rows alone is no module by rows
 
     def _batches(self) -> list[list[int]]:
-        every = list(range(self.rows))
         drawn = torch.randint(self.rows, (_DRAWN,), generator=torch.Generator().manual_seed(0)).tolist()
-        return [*(every[i : i + 2] for i in range(0, self.rows - 1, 2)), every, every[::-1], drawn]
+        pairs = [self.every[i : i + 2] for i in range(0, self.rows - 1, 2)]
+        return [*([row] for row in self.every), *pairs, self.every[::-1], drawn]
 
-    def _as_alone(self, rows: Sequence[int], alone: Sequence[list[torch.Tensor]], **forced: Any) -> bool:
-        """Tell whether rows together give what each gives alone."""
-        made = self._results(rows, **forced)
-        dims = [tensor.batch_dim for tensor in self.node.meta[INFO].tensors]
-        for number, (tensor, dim) in enumerate(zip(made, dims, strict=True)):
-            assert dim is not None
-            if not same_rounded(tensor, torch.cat([alone[row][number] for row in rows], dim)):
-                return False
-        return True
+    def _is_as_whole(self, rows: Sequence[int], forced: Forced | None = None) -> bool:
+        """Tell whether rows give what they give among all."""
+        made, infos = self._results(rows, forced), self.node.meta[INFO].tensors
+        return all(
+            same_rounded(tensor, from_sources(whole, info.batch_dim, self.rows, rows))
+            for tensor, whole, info in zip(made, self.whole, infos, strict=True)
+        )
 
     def _results(
         self, rows: Sequence[int], forced: Forced | None = None, *, emptied: bool = False
     ) -> list[torch.Tensor]:
         given = {n: rows_of(n, self.run, self.rows, rows) for n in self.node.all_input_nodes}
         args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), given.__getitem__)
-        log, module = ReadLog(self.steady, forced, emptied=emptied), self.root.get_submodule(str(self.node.target))
+        log, buffers = ReadLog(self.steady, forced, emptied=emptied), list(self.module.buffers())
         with random_state():
-            before = torch.get_rng_state(), [buffer._version for buffer in module.buffers()]
+            before = torch.get_rng_state(), [buffer._version for buffer in buffers]
             with log:
-                made = module(*args, **kwargs)
-            if not torch.equal(before[0], torch.get_rng_state()) or before[1] != [b._version for b in module.buffers()]:
+                made = self.module(*args, **kwargs)
+            if not torch.equal(before[0], torch.get_rng_state()) or before[1] != [b._version for b in buffers]:
                 raise RuntimeError("it draws random numbers, or writes to buffers")
         if forced is None:
             for site, outcomes in log.outcomes.items():
                 self.outcomes[site] += outcomes
         return tensors_of(made)
 
-    def _is_shown(self, site: Site, alone: Sequence[list[torch.Tensor]]) -> bool:
+    def _is_shown(self, site: Site) -> bool:
         """Tell whether the runs show what a read may bring about, or nothing hangs on it."""
         seen = self.outcomes[site]
         first = seen[0]
         if isinstance(first, bool):
-            both = len(set(seen)) == 2 or self._is_idle(site, alone, lambda value: not value, or_raises=True)
+            both = len(set(seen)) == 2 or self._is_idle(site, lambda value: not value, or_raises=True)
             return both or (first and self._skips_nothing(site))
         if site[0].startswith(_TORCH):
             return True
@@ -145,30 +141,21 @@ class OpaqueProbe:
             return len(sizes) >= _KINDS_OF_SIZES or any(_is_zero(value) for value in seen)
         if isinstance(first, str):
             return len(set(seen)) > 1
-        return all(self._is_idle(site, alone, change) for change in _OTHER_NUMBERS)
+        return all(self._is_idle(site, change) for change in _OTHER_NUMBERS)
 
     def _skips_nothing(self, site: Site) -> bool:
         """Tell whether a mask without entries gives the same, be it asked whether it has any or not."""
-        every = list(range(self.rows))
-        try:
-            skipped = self._results(every, (site, lambda _: False), emptied=True)
-            gone_on = self._results(every, (site, lambda _: True), emptied=True)
-        except Exception as error:  # the module's own, for an answer that it does not expect
-            if is_internal(error):
-                raise
-            return False
-        return all(map(same_rounded, skipped, gone_on))
+        with ForeignSuppressed():
+            skipped = self._results(self.every, (site, lambda _: False), emptied=True)
+            gone_on = self._results(self.every, (site, lambda _: True), emptied=True)
+            return all(map(same_rounded, skipped, gone_on))
+        return False  # the module raises for an answer that it does not expect
 
-    def _is_idle(
-        self, site: Site, alone: Sequence[list[torch.Tensor]], change: Callable[[Any], Any], *, or_raises: bool = False
-    ) -> bool:
+    def _is_idle(self, site: Site, change: Callable[[Any], Any], *, or_raises: bool = False) -> bool:
         """Tell whether another answer to a read changes nothing."""
-        try:
-            return self._as_alone(list(range(self.rows)), alone, forced=(site, change))
-        except Exception as error:  # the module's own, for an answer that it does not expect
-            if is_internal(error):
-                raise
-            return or_raises
+        with ForeignSuppressed():
+            return self._is_as_whole(self.every, (site, change))
+        return or_raises  # the module's own exception, for an answer that it does not expect
 
 
 def run_observing(run: fx.Interpreter, node: fx.Node) -> Any:

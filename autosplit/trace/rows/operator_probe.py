@@ -23,8 +23,8 @@ import torch
 from torch import fx, nn
 
 from autosplit.compare import same_bits, same_rounded
-from autosplit.errors import is_internal
-from autosplit.trace.graph import INFO, Size, TracedNode
+from autosplit.errors import ForeignSuppressed, is_internal
+from autosplit.trace.graph import INFO, Size, TracedNode, size_at
 from autosplit.trace.on_cpu import OnCpu
 from autosplit.trace.rows.kinds import (
     function_of,
@@ -35,7 +35,6 @@ from autosplit.trace.rows.kinds import (
     rearranges,
     takes_shape_only,
 )
-from autosplit.trace.rows.layout import Layout
 from autosplit.trace.rows.more_rows import MoreRows, counts_of_rows
 from autosplit.trace.rows.row_values import (
     ARRANGEMENTS,
@@ -49,12 +48,9 @@ from autosplit.trace.rows.row_values import (
     is_discrete,
     is_rearranged,
     result_of,
-    size_at,
     takes_zero_only,
     with_neighbours,
 )
-
-Same = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
 class OperatorProbe:
@@ -82,10 +78,8 @@ class OperatorProbe:
         """Whether the operation that is asked has run on other integers or masks than the recorded ones."""
         self.numbered: set[fx.Node] = set()
         """Nodes that depend on the number of rows alone, and are not equal for all places."""
-        self.places = [
-            MoreRows(root, self.layouts, count=count, lengths=lengths)
-            for count in counts_of_rows(graph, rows, sample_rows)
-        ]
+        counts = counts_of_rows(graph, rows, sample_rows)
+        self.places = [MoreRows(self.layouts, count=count, lengths=lengths) for count in counts]
 
     def is_moved(self, node: fx.Node) -> bool:
         """Tell whether rows do not lie one after the other in a node or in what it changes, or are numbered there."""
@@ -167,11 +161,10 @@ class OperatorProbe:
         return ask() if by_number else self._once("place", node, ask)
 
     def _is_influenced(self, node: fx.Node, operands: Sequence[fx.Node]) -> bool:
-        try:
+        plain = None
+        with ForeignSuppressed():
             plain = result_of(node, self.run, {})
-        except Exception as error:  # runs of the model say all that can be said
-            if is_internal(error):
-                raise
+        if plain is None:  # runs of the model say all that can be said
             return False
         self.rearranged = not any(is_discrete(self.run.env[n]) for n in operands)
         generator = torch.Generator().manual_seed(0)
@@ -209,7 +202,8 @@ class OperatorProbe:
             return False
         self.rearranged |= kind not in ROWS and any(is_rearranged(values[n], self.run.env[n]) for n in operands)
         same = same_rounded if is_opaque(node, self.root) else same_bits
-        return not _is_kept(kept, before, made, self.layouts.of_result(node, plain), same)
+        results = zip(before, made, self.layouts.of_result(node, plain), strict=True)
+        return not all(own is None or same(own.select(new, kept), own.select(old, kept)) for old, new, own in results)
 
     def _with_neighbours(
         self, operands: Sequence[fx.Node], base: Values, kept: int | None, kind: str, generator: torch.Generator
@@ -250,24 +244,10 @@ class OperatorProbe:
             return node.target
         if not isinstance(value, torch.Tensor):
             return value if isinstance(value, (int, float, str, bool)) else id(node)
-        layouts = (self.layouts, *(places.layouts for places in self.places))
+        layouts = (self.layouts, *self.places)
         own = [tuple(known.of(node)) if node in known.noted else () for known in layouts]
         batch = [t.batch_dim for t in node.meta[INFO].tensors] if INFO in node.meta else []
         return tuple(value.shape), value.stride(), value.dtype, node in self.valued, tuple(batch), tuple(own)
-
-
-def _is_kept(
-    row: int,
-    before: Sequence[torch.Tensor],
-    after: Sequence[torch.Tensor],
-    layouts: Sequence[Layout | None],
-    same: Same,
-) -> bool:
-    """Tell whether a row has equal values in two results."""
-    for old, new, layout in zip(before, after, layouts, strict=True):
-        if layout is not None and not same(layout.select(new, row), layout.select(old, row)):
-            return False
-    return True
 
 
 def _valued(graph: fx.Graph, root: nn.Module) -> set[fx.Node]:
@@ -309,7 +289,7 @@ class _MadeUp(dict[fx.Node, Any]):
             return tensors[0] if len(tensors) == 1 else tensors
         if node.op == "get_attr":
             return self.run.fetch_attr(str(node.target))
-        return size_at(node, self.run, _MADE_UP_ROWS)
+        return size_at(node, _MADE_UP_ROWS, self.__getitem__)
 
     def _entries(self, size: Size) -> int:
         return size.at(_MADE_UP_ROWS) if size.per_row else min(size.constant, _MADE_UP_ENTRIES)

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from autosplit.compare import same_bits, same_reordered, same_rounded
-from autosplit.errors import AutosplitError, is_internal
+from autosplit.errors import AutosplitError, ForeignSuppressed, is_internal
 from autosplit.progress import phase
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.borrowed.surroundings import on_other_rows
@@ -39,7 +39,7 @@ from autosplit.trace.rows.kinds import NormsInEval, is_opaque, keeps_statistics,
 from autosplit.trace.rows.made_up import WAYS, MadeUp
 from autosplit.trace.rows.opaque_probe import OpaqueProbe, run_observing
 from autosplit.trace.rows.operator_probe import OperatorProbe
-from autosplit.trace.rows.row_values import tensors_of
+from autosplit.trace.rows.row_values import range_of, tensors_of
 
 
 def probe_rows(leaf: torch.Tensor, dim: int, rows: Sequence[int], *, vary: bool = False) -> torch.Tensor:
@@ -80,8 +80,7 @@ def _row(leaf: torch.Tensor, dim: int, row: int, count: int, vary: bool) -> torc
 
 def _range(leaf: torch.Tensor) -> tuple[float, float]:
     """Return bounds for made-up values: the sample's own, so that probabilities stay probabilities."""
-    finite = leaf.detach()[leaf.detach().isfinite()].double()
-    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
+    low, high = range_of(leaf.detach())
     if low == high:
         spread = 0.05 * min(abs(low), 1e4) + 0.1
         bounds = (0.0, 1.0) if 0.0 <= low <= 1.0 else (-math.inf, math.inf)
@@ -103,11 +102,9 @@ def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int, values: MadeUp | 
     vary = not any(_distinct(leaf, dim, kept + 7) for leaf, dim in batched)
     count = max((leaf.shape[dim] for leaf, dim in batched), default=0)
     with torch.no_grad(), on_other_rows():
-        try:
-            return _Lockstep(raw, _leaves(inputs, runs, vary), runs, count, values).run()
-        except Exception as error:  # the model's, for tokens or flags that are made up
-            if not vary or is_internal(error):
-                raise
+        if vary:
+            with ForeignSuppressed():  # the model's exceptions, for tokens or flags that are made up
+                return _Lockstep(raw, _leaves(inputs, runs, True), runs, count, values).run()
         return _Lockstep(raw, _leaves(inputs, runs, False), runs, count, values).run()
 
 

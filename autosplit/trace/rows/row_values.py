@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autosplit.errors import is_internal
+from autosplit.errors import ForeignSuppressed
 from autosplit.trace.borrowed.state import random_state
-from autosplit.trace.graph import INFO, LENGTH, TensorInfo
+from autosplit.trace.graph import INFO, TensorInfo, size_at
 from autosplit.trace.inputs.objects import leaves_of, take_apart
 from autosplit.trace.rows.kinds import moved_and_index
 from autosplit.trace.rows.layout import Layout, from_sources
@@ -103,20 +103,17 @@ class Layouts:
         if any(None in self.noted.get(n, ()) for n in operands):
             self.noted[node] = [None]
             return True
-        try:
+        with ForeignSuppressed():
             numbers = {n: self._numbers(n) for n in operands}
             found = self._after(node, numbers)
             if stated and not self._stays(node, {**numbers, **{n: torch.zeros_like(self.value_of(n)) for n in stated}}):
                 return False
             if index:
                 return self._picks_own(node, numbers, index, suspects)
-        except Exception as error:  # it takes no row numbers
-            if is_internal(error):
-                raise
-            return None
-        if not all(layout is not None and layout.is_stack for layout in found):
-            self.noted[node] = found
-        return True
+            if not all(layout is not None and layout.is_stack for layout in found):
+                self.noted[node] = found
+            return True
+        return None  # it takes no row numbers
 
     def _picks_own(self, node: fx.Node, numbers: Values, index: Sequence[fx.Node], suspects: Collection[str]) -> bool:
         """Tell whether all rows stay in place, whichever row's index stands in a row: it must be that row's own."""
@@ -209,7 +206,7 @@ def rows_of(node: fx.Node, run: fx.Interpreter, rows: int, sources: Sequence[int
     """Return a copy of a node's value, a stack in a run on ``rows`` rows, for the given rows; sizes for as many."""
     value = run.env[node]
     if INFO not in node.meta:
-        return size_at(node, run, len(sources)) if isinstance(value, (int, float)) else value
+        return size_at(node, len(sources), run.env.__getitem__) if isinstance(value, (int, float)) else value
     infos = iter(node.meta[INFO].tensors)
     return copied(value, lambda tensor: from_sources(tensor, next(infos).batch_dim, rows, sources))
 
@@ -222,17 +219,6 @@ def call_with(node: fx.Node, run: fx.Interpreter, given: Mapping[fx.Node, Any]) 
             stack.enter_context(random_state())
             torch.manual_seed(0)
         return getattr(run, node.op)(node.target, args, kwargs)
-
-
-def size_at(node: fx.Node, run: fx.Interpreter, rows: int) -> Any:
-    """Evaluate a size at a number of rows."""
-    if node.op == "placeholder":
-        return run.env[node] if LENGTH in node.meta else rows
-    if node.op != "call_function":
-        return run.env[node]
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: size_at(n, run, rows))
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
 
 
 def changed_by(node: fx.Node) -> list[fx.Node]:
@@ -319,7 +305,7 @@ def _random(tensor: torch.Tensor, generator: torch.Generator, scale: float = 1.0
         if scale == 1.0 or bool(own.any()):
             return own
         return torch.randint(2, tensor.shape, generator=generator).to(own.dtype)
-    low, high = _range(tensor)
+    low, high = range_of(tensor)
     if scale != 1.0 or low == high:
         reach = scale * max(abs(low), abs(high), 1.0)
         low, high = -reach, reach
@@ -328,7 +314,8 @@ def _random(tensor: torch.Tensor, generator: torch.Generator, scale: float = 1.0
     return repeated[: tensor.numel()].reshape(tensor.shape)
 
 
-def _range(tensor: torch.Tensor) -> tuple[float, float]:
+def range_of(tensor: torch.Tensor) -> tuple[float, float]:
+    """Return the least and the largest finite value; 0 and 1 where there is none."""
     if not tensor.numel():
         return 0.0, 1.0
     low, high = map(float, tensor.aminmax())

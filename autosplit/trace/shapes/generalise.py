@@ -11,6 +11,7 @@ the same, without running it there.
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 from torch.fx.node import map_aggregate
 
-from autosplit.errors import is_internal
+from autosplit.errors import ForeignSuppressed
 from autosplit.trace.graph import (
     LEAST,
     ROWS,
@@ -156,18 +157,13 @@ def _symbolic(
         SymbolicSizes,
     )
 
-    try:
+    with ForeignSuppressed(), contextlib.suppress(NoFormula, Refusal, Unexpected):
         sizes = SymbolicSizes(rows, lengths, now)
         recording = run_python(model, inputs, rows=rows, scope=scope, symbols=sizes).recording
         every = [(c.args, c.kwargs, list(c.shapes), c.draws) for c in recording.calls]
         converted = map_aggregate([*every, recording.output], sizes.number)
         return recording, converted, sizes.conditions()
-    except (NoFormula, Refusal, Unexpected):
-        return None
-    except Exception as error:  # whatever a symbol does to the model, its lengths are then recorded one by one
-        if is_internal(error):
-            raise
-        return None
+    return None  # whatever a symbol does to the model, its lengths are then recorded one by one
 
 
 Points = Sequence[tuple[Mapping[str, int], Mapping[str, int]]]
@@ -214,17 +210,13 @@ class _Compare:
 
     def __init__(self, points: Points) -> None:
         self.points = points
-        self.known: dict[tuple[Any, Any, type, type], Any] = {}
 
     def __call__(self, kept: Any, found: Any) -> Any:
         return mapped_together(self._leaf, kept, found)
 
     def _leaf(self, kept: Any, found: Any) -> Any:
         if _is_number(kept) and _is_number(found):
-            key = kept, found, type(kept), type(found)
-            if key not in self.known:
-                self.known[key] = self._number(kept, found)
-            return self.known[key]
+            return self._number(kept, found)
         if type(kept) is not type(found) or not (kept is found or kept == found):
             raise Differs
         return kept
