@@ -18,6 +18,7 @@ from torch import nn
 
 from autosplit.checks import check_backward
 from autosplit.collapse import OWN_PYTHON, Collapses
+from autosplit.distributed.world import known_to_all
 from autosplit.errors import InputError, TraceError
 from autosplit.history import History
 from autosplit.kept import Kept, Recent
@@ -163,7 +164,7 @@ class Recordings:
             found = self._found(key, sample)
         except TraceError as error:
             self.first_calls += isinstance(error, FirstCall)
-            if isinstance(error, FirstCall) and self.first_calls <= 2:  # one that does so at every call is refused
+            if known_to_all(error) or (isinstance(error, FirstCall) and self.first_calls <= 2):  # others are refused
                 raise
             refused = " ".join((str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))))
             self._refused[key.rest] = refused

@@ -60,7 +60,9 @@ def warn_where_apart(lowered: Lowered, owner: Mapping[str, int]) -> None:
     """Warn where a buffer is changed behind all microbatches, on the last rank, and its module is another rank's."""
     changed = {name for node in lowered.layout.epilogue for name in node.meta[INFO].writes} & owner.keys()
     for name, other in product(sorted(changed), sorted(owner)):
-        if name.rpartition(".")[0] == other.rpartition(".")[0] and owner[name] != owner[other]:
+        module, path = name.rpartition(".")[0], other.rpartition(".")[0]
+        inside = path == module or bool(module and path.startswith(f"{module}."))
+        if inside and owner[name] != owner[other]:
             warnings.warn(
                 f"{name!r} is changed on the whole batch, on the last rank, and {other!r} of its module on another: "
                 "what changes one by the other between steps finds a stale value; add sums over rows in place "

@@ -380,9 +380,12 @@ class RankRecordings(Recordings):
             _TRAINED.pop(tensor, None)
 
     def _share(self, name: str, tensor: torch.Tensor) -> None:
-        value = tensor.detach().to(self.world.device, copy=True, memory_format=torch.contiguous_format)
+        if tensor.is_meta:  # this rank has no values of it, and takes none
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.world.device)
+        else:
+            value = tensor.detach().to(self.world.device, copy=True, memory_format=torch.contiguous_format)
         self.world.broadcast(flattened(value), self.owner_of(name))
-        if self.owner_of(name) != self.world.rank:
+        if self.owner_of(name) != self.world.rank and not tensor.is_meta:
             with torch.no_grad():
                 tensor.copy_(value)
 

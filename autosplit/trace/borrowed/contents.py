@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import pickle
 import random
@@ -20,6 +21,7 @@ from autosplit.trace.borrowed.values import GONE
 CLASS = "__class__"
 """The entry of a module's content that is its class."""
 _ARRAY_BYTES = 1 << 24
+GENERATORS = (random.Random, torch.Generator, np.random.RandomState, np.random.Generator)
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -135,6 +137,8 @@ def state_of(value: Any) -> tuple[Callable[[], bytes], Callable[[bytes], None]] 
         read, write = (lambda: bits.state), functools.partial(setattr, bits, "state")
     elif isinstance(value, np.ndarray) and value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject:
         read, write = (lambda: value), functools.partial(np.copyto, value)
+    elif isinstance(value, (bytearray, array.array)):
+        read, write = (lambda: value[:]), functools.partial(value.__setitem__, slice(None))
     else:
         return None
 

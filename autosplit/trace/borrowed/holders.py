@@ -25,12 +25,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from autosplit.trace.borrowed.contents import (
     CLASS,
+    GENERATORS,
     copied,
     marks,
     named,
@@ -51,6 +51,7 @@ from autosplit.trace.borrowed.values import (
     is_apart,
     is_object,
     parts_of,
+    referent,
     slots_of,
 )
 
@@ -91,7 +92,8 @@ class Holder:
 
     def places(self, before: Any, keys: Collection[Any]) -> set[Place]:
         """Return the places of entries that changed; where entries of a dict come and go, that of the whole."""
-        whole = bool(self.name) and not self.attributes and any(key not in before for key in keys)
+        known = range(len(before)) if isinstance(before, list) else before
+        whole = bool(self.name) and not self.attributes and any(key not in known for key in keys)
         return {("", self.name)} if whole else {self.place_of(key) for key in keys}
 
     def place_of(self, key: Any) -> Place:
@@ -227,6 +229,7 @@ class Holders:
             self._value(value, (path, f"{name}.{key}" if isinstance(key, str) else name), _DEPTH)
 
     def _value(self, value: Any, place: Place, depth: int, name: str = "") -> None:
+        value = referent(value)
         if isinstance(value, ATOMIC) or depth < 0 or id(value) in self._seen or not self._follows(value):
             return
         self._seen[id(value)] = value
@@ -237,8 +240,11 @@ class Holders:
             self._mention(value.__mro__)
         elif isinstance(value, types.FunctionType):
             self._function(value)
+        elif isinstance(value, types.ModuleType):
+            for key in () if self._is_installed(value.__name__) else list(vars(value)):
+                self._when_mentioned(key, functools.partial(self._take, vars(value), key))
         elif (state := state_of(value)) is not None:
-            self._add(place, *state, name=name, draws=not isinstance(value, np.ndarray))
+            self._add(place, *state, name=name, draws=isinstance(value, GENERATORS))
         else:
             self._parts(value, place, depth, name)
 

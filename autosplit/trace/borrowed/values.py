@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import types
 import weakref
@@ -76,7 +77,9 @@ def parts_of(value: Any, modules: Collection[int]) -> list[tuple[Any, Any]] | No
 
 
 def referent(value: Any) -> Any:
-    """Return what a weak reference or proxy stands for, None where it is gone, and anything else as it is."""
+    """Return what a weak reference, a proxy or a view of a dict stands for, None where it is gone; else the value."""
+    if isinstance(value, types.MappingProxyType):
+        return gc.get_referents(value)[0]
     if type(value) in weakref.ProxyTypes:
         try:
             return value.__init__.__self__

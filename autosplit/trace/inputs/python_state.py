@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import operator
+import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -23,6 +25,8 @@ _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch
 _EXACT = frozenset(_VALUES) - {float, complex}
 """Types whose values are equal only where nothing tells them apart."""
 _WRAPPERS = (tuple, functools.partial, types.MethodType, staticmethod, classmethod)
+_STATES = (np.ndarray, bytearray, array.array)
+"""What has a state of its own in the map, and no parts."""
 _LARGEST: dict[type, int] = {bytes: 8 * ENTRIES, frozenset: ENTRIES, list: ENTRIES, dict: ENTRIES}
 """The most bytes or entries of a content that is looked at."""
 
@@ -101,12 +105,13 @@ def content(value: Any, walk: Walk, depth: int = _DEPTH) -> Any:
         return None
     parts = parts_of(value, walk.modules)
     if parts is None:
-        return Identity(value)
+        return _whole(value)
     if not isinstance(value, (tuple, frozenset)):
         walk.seen[id(value)] = value
         walk.ties[id(value)] = len(walk.ties)
-    if isinstance(value, types.FunctionType):
-        return value.__code__  # what it names is outside
+    if isinstance(value, types.FunctionType):  # what it names is outside
+        defaults = value.__defaults__, value.__kwdefaults__
+        return value.__code__, tuple(content(each, walk, depth - 1) for each in defaults)
     if isinstance(value, (set, frozenset)):
         return type(value), frozenset(content(part, walk, depth - 1) for part in value)
     return type(value), tuple((str(key), content(part, walk, depth - 1)) for key, part in parts)
@@ -115,6 +120,15 @@ def content(value: Any, walk: Walk, depth: int = _DEPTH) -> Any:
 def held(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return what a recording sees of a tensor besides its values; a lazy or nested one has no shape to ask for."""
     return tensor.dtype, None if is_lazy(tensor) or tensor.is_nested else tensor.shape, tensor.requires_grad
+
+
+def _whole(value: Any) -> Any:
+    """Return what tells a value without parts from others: a range or a date by equality, an operator by identity."""
+    kind = type(value)
+    if kind is slice:
+        return kind, (value.start, value.stop, value.step)
+    has_value = kind.__hash__ is not None and any("__eq__" in vars(base) for base in kind.__mro__[:-1])
+    return (kind, value) if has_value and kind.__module__ in sys.stdlib_module_names else Identity(value)
 
 
 def _known(value: Any, walk: Walk) -> Any:
@@ -184,7 +198,9 @@ class OutsideValues:
         return frozenset(place for holder, before, keys in found for place in holder.places(before, keys))
 
     def _changed(self, holder: Holder, before: Any) -> bool:
-        return any(self._map.may_read(holder, key) for key in difference(before, holder.read()))
+        now = holder.read()
+        moved = isinstance(now, dict) and not holder.attributes and list(before) != list(now)
+        return moved or any(self._map.may_read(holder, key) for key in difference(before, now))
 
     def _read(self) -> None:
         self._contents = [(holder, holder.read()) for holder in self._map.found]
@@ -204,12 +220,14 @@ class OutsideValues:
         """Return what tells an entry from another; what is in a list, dict or object is in entries of its own."""
         value = referent(value)
         if isinstance(value, types.FunctionType):
-            return value.__code__
+            keywords = tuple((value.__kwdefaults__ or {}).items())
+            return value.__code__, self._entry(value.__defaults__, walk), self._entry(keywords, walk)
         if isinstance(value, _WRAPPERS):
             return type(value), tuple(self._entry(part, walk) for _, part in parts_of(value, ()) or ())
         if isinstance(value, frozenset):
             return frozenset(self._entry(part, walk) for part in value)
-        if not isinstance(value, (type, torch.Tensor)) and self._map.has(value):
+        followed = isinstance(value, _STATES) or parts_of(value, ()) is not None
+        if followed and not isinstance(value, (type, torch.Tensor)) and self._map.has(value):
             return type(value), walk.ties.setdefault(id(value), len(walk.ties))
         known = isinstance(value, (*_VALUES, torch.Tensor, np.generic))
-        return content(value, walk) if known else Identity(value)
+        return content(value, walk) if known else _whole(value)

@@ -155,7 +155,8 @@ def key_of(
         for table in HOOK_TABLES:
             if registered := own.get(table):
                 hooks += [getattr(hook, "__code__", type(hook)) for hook in registered.values()]
-                changing += [h for h in registered.values() if table in _FORWARD and not only_observes(h)]
+                if path and table in _FORWARD:  # the model's own run behind the program, in every call
+                    changing += [hook for hook in registered.values() if not only_observes(hook)]
         children = [(name, None if m is None else ties[id(m)]) for name, m in module._modules.items()]
         parameters: list[Any] = []
         for name, parameter in module._parameters.items():
