@@ -24,6 +24,12 @@ counter = loss = norm = 0
 criterion: nn.Module = nn.MSELoss()
 
 
+ACTIVATION: Any = torch.tanh
+STEPS: dict[str, Any] = {"shift": lambda x: x + 1, "stretch": lambda x: x * 2}
+HELD = {"module": settings}
+bound: Any = lambda x, scale=1.0: x * scale  # noqa: E731
+
+
 class Registry:
     active: ClassVar = ["a"]
 
@@ -76,6 +82,15 @@ def helper(x: Tensor) -> Tensor:
 
 
 helper.scale = 1.0  # type: ignore[attr-defined]
+
+
+class Activated(Net):
+    """Calls an operator, a default, an attribute of a Python module that a dict holds, and steps of a dict in order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in STEPS.values():
+            x = step(x)
+        return ACTIVATION(super().forward(x)) * HELD["module"].scale * bound(1.0)
 
 
 class OfFunction(Net):
@@ -152,6 +167,22 @@ def set_function(model: Any, step: int) -> None:
     helper.scale = 1.0 + (step == 2)  # type: ignore[attr-defined]
 
 
+def set_activation(model: Any, step: int) -> None:
+    global ACTIVATION
+    ACTIVATION = (torch.tanh, torch.relu)[step == 2]
+
+
+def set_default(model: Any, step: int) -> None:
+    global bound
+    bound = lambda x, scale=1.0 + (step == 2): x * scale  # noqa: E731
+
+
+def reorder(model: Any, step: int) -> None:
+    first, last = ("shift", "stretch") if step != 2 else ("stretch", "shift")
+    for name in (first, last):
+        STEPS[name] = STEPS.pop(name)
+
+
 def set_callback(model: Any, step: int) -> None:
     model.callback.step = step
     model.callback.log.append(step)
@@ -166,6 +197,14 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any, int], None], int]] = {
     "an attribute of a Python module": (OfModule, set_module, 2),
     "an attribute of a function": (OfFunction, set_function, 2),
     "an attribute of a parameter": (OfParameter, lambda m, i: setattr(m.a.weight, "is_hot", i in (1, 2)), 2),
+    "an operator": (Activated, set_activation, 2),
+    "a default": (Activated, set_default, 2),
+    "an attribute of a Python module in a dict": (
+        Activated,
+        lambda m, i: setattr(settings, "scale", 1.0 + (i == 2)),
+        2,
+    ),
+    "the order of a dict": (Activated, reorder, 2),
     "hooks of one factory": (Net, lambda m, i: rehooked(m, scaled(1.0 + i % 2)), 2),
     "partial hooks": (Net, lambda m, i: rehooked(m, functools.partial(through, (halved, centred)[i % 2])), 2),
     "a flag beside a counter": (lambda: Hooked("closure"), lambda m, i: m.state.update(double=i in (1, 3)), 2),
@@ -178,6 +217,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any, int], None], int]] = {
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, settings.__name__, settings)
     set_module(None, 0), set_function(None, 0), SKIPPED.clear()
+    set_activation(None, 0), set_default(None, 0), reorder(None, 0)
     Registry.active[:], TABLE[0], REDUCTION[0] = ["a"], 1.0, "mean"
 
 
@@ -327,3 +367,32 @@ def test_a_global_that_training_calls_count_and_evaluation_reads(reads: bool, mo
             COUNTED[0] = now
         assert COUNTED[0] == 2 * number
     assert pipe._core.recordings.made == (4 if reads else 2), "evaluation is recorded where it is another"
+
+
+def test_tensors_that_a_forward_appends_to_a_list_outside() -> None:
+    kept: list[Tensor] = []
+
+    class Appends(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            kept.append(x.detach() * 2)
+            return super().forward(x)
+
+    plain, model = both(Appends)
+    pipe = autosplit(model, ["cpu"] * 2, 4, lanes="inline")
+    for _ in range(3):
+        x, _ = batch()
+        torch.testing.assert_close(pipe(x), plain(x), rtol=1e-12, atol=1e-12)
+    assert len(kept) == 6
+    for first, second in zip(kept[::2], kept[1::2], strict=True):
+        torch.testing.assert_close(first, second)
+
+
+def test_a_hook_of_the_model_itself_that_logs_is_no_other_kind_of_call() -> None:
+    log: dict[str, Tensor] = {}
+    _, model = both(Net)
+    model.register_forward_hook(lambda module, args, out: log.update(out=out))
+    pipe = autosplit(model, ["cpu"] * 2, 4, lanes="inline")
+    for _ in range(4):
+        x, _ = batch()
+        torch.testing.assert_close(pipe(x), log["out"])
+    assert pipe._core.recordings.made == 1

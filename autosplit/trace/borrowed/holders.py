@@ -361,7 +361,8 @@ class Holders:
             self._add(("", module), read, writer(read, *assign), name=module, attributes=True)
         if name not in self._spaces[key]:
             self._spaces[key][name] = None
-            self._value(space.get(name), ("", module), _DEPTH, f"{module}.{name}")
+            if not isinstance(space.get(name), types.ModuleType):  # of one, code names attributes in a row
+                self._value(space.get(name), ("", module), _DEPTH, f"{module}.{name}")
 
     def _is_installed(self, name: Any) -> bool:
         top = str(name).partition(".")[0]
