@@ -107,8 +107,8 @@ def content(value: Any, walk: Walk, depth: int = _DEPTH) -> Any:
         walk.ties[id(value)] = len(walk.ties)
     if isinstance(value, types.FunctionType):
         return value.__code__  # what it names is outside
-    if isinstance(value, (set, frozenset)):
-        return type(value), frozenset(content(part, walk, depth - 1) for part in value)
+    if isinstance(value, (set, frozenset)) or (walk.loose and isinstance(value, list)):  # a log that grows is the same
+        return type(value), frozenset(content(part, walk, depth - 1) for _, part in parts)
     return type(value), tuple((str(key), content(part, walk, depth - 1)) for key, part in parts)
 
 

@@ -6,8 +6,9 @@ rows and played back to a recorder, whose fake tensors have no values to compute
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,12 +19,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.borrowed import side_effects, state
-from autosplit.trace.borrowed.holders import Holders
+from autosplit.trace.borrowed.holders import Holders, Place
 from autosplit.trace.borrowed.state_calls import in_place
 from autosplit.trace.inputs.objects import storage_key, take_apart, tensors_in
 from autosplit.trace.reads.assertions import assertion_here
 from autosplit.trace.recording.random_watch import Draw, RandomWatch
-from autosplit.trace.recording.recording import VALUE_READS, Call, Refusal, run_checkpointed, source_line
+from autosplit.trace.recording.recording import OBSERVES, VALUE_READS, Call, Refusal, run_checkpointed, source_line
 from autosplit.trace.scope import Scope
 
 _INDEX_MAKERS = frozenset("nonzero argwhere where".split())
@@ -58,6 +59,8 @@ class Seen:
     random: bool = False
     draws: tuple[Draw, ...] | None = ()
     whole: str = ""
+    places: frozenset[Place] = frozenset()
+    """Where it changed Python state, or the hooks did in its backward."""
 
 
 class Watcher(TorchFunctionMode):
@@ -144,13 +147,15 @@ class Watcher(TorchFunctionMode):
         self._watched = taint = Taint(self._steady)
         self.random.begin()
         try:
-            with self.random:
+            with self.random, self._with_backward(path, inputs):
                 out = run(*args, **kwargs)
         finally:
             self._watched = None
         seen.random, seen.draws = self.random.drew, None if taint.asked or taint.sized else self.random.draws
         seen.changed = [i for i, (t, v) in enumerate(zip(inputs, versions, strict=True)) if t._version != v]
-        seen.whole = before.changed() or taint.read
+        seen.places = before.places()
+        seen.whole = f"it changes the Python attribute {min(seen.places)[1]!r}" if seen.places else before.drew()
+        seen.whole = seen.whole or taint.read
         if self.random.own_generator:
             seen.whole = seen.whole or "it draws from a generator of its own"
         seen.writes = before.written(self.model)
@@ -163,6 +168,36 @@ class Watcher(TorchFunctionMode):
             )
         seen.leaves = [_like(leaf, inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         return out
+
+    @contextlib.contextmanager
+    def _with_backward(self, path: str, inputs: list[torch.Tensor]) -> Iterator[None]:
+        """Have a module that observes gradients run its backward at the end of its call, for what its hooks change.
+
+        No gradient is kept, and hooks of parameters are not called.
+        """
+
+        def run(module: nn.Module, args: Any, out: Any) -> None:
+            parameters = [parameter for parameter in module.parameters() if not parameter._backward_hooks]
+            ends = [tensor for tensor in (*inputs, *parameters) if tensor.requires_grad]
+            starts = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+            taint, self._watched = self._watched, None
+            with contextlib.suppress(Exception):  # what cannot be seen here is compared from call to call
+                if starts and ends:
+                    ones = [torch.ones_like(tensor) for tensor in starts]
+                    torch.autograd.grad(starts, ends, ones, retain_graph=True, allow_unused=True)
+            self._watched = taint
+
+        observes = self.scope.opaque[path].whole.startswith(OBSERVES)
+        with self.model.get_submodule(path).register_forward_hook(run) if observes else contextlib.nullcontext():
+            yield
+
+    def inside(self) -> Mapping[str, frozenset[Place]]:
+        """Return what opaque modules that see the whole batch in each of their calls changed, by their paths."""
+        split = {path for (path, _), seen in self.seen.items() if not (seen.places or self.scope.opaque[path].whole)}
+        found: defaultdict[str, frozenset[Place]] = defaultdict(frozenset)
+        for (path, _), seen in self.seen.items():
+            found[path] |= seen.places
+        return {path: places for path, places in found.items() if path not in split}
 
     def replay(self, call: Call, number: int, args: Any, kwargs: Any) -> Any:
         """Return tensors like those that the opaque module gave, and write into ``call`` what it did besides."""
@@ -252,15 +287,16 @@ class _Surroundings:
             state.random_states()[1],
         )
 
-    def changed(self) -> str:
-        """Return what changed in Python, in words; "" for nothing."""
-        if self.holders is not None:
-            found = side_effects.changes(self.holders, self.contents)
-            if found := found.without(lambda holder, key, value: holder.place[1] == "_buffers"):
-                return f"it changes the Python attribute {min(found.places)[1]!r}"
-        if self.drawn != state.random_states()[1]:
-            return "it draws random numbers in Python"
-        return ""
+    def places(self) -> frozenset[Place]:
+        """Return where Python state changed, but for buffers."""
+        if self.holders is None:
+            return frozenset()
+        found = side_effects.changes(self.holders, self.contents)
+        return found.without(lambda holder, key, value: holder.place[1] == "_buffers").places
+
+    def drew(self) -> str:
+        """Return that Python's random states changed, in words; "" where they did not."""
+        return "" if self.drawn == state.random_states()[1] else "it draws random numbers in Python"
 
     def written(self, model: nn.Module) -> list[str]:
         """Return the names of the parameters and buffers that changed or were replaced."""
