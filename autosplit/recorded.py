@@ -350,9 +350,8 @@ class PythonRuns:
         known = self._known[-1]
         self._learn(known._replace(inside=known.inside.union(*inside.values())))
         key = self.key_of((), None)
-        found = set[Place]().union(
-            *(own for by, own in self._touches.items() if by != BACKWARD and inside.keys().isdisjoint(by))
-        )
+        live = {*BACKWARD, *inside}
+        found = set[Place]().union(*(places for by, places in self._touches.items() if live.isdisjoint(by)))
         left = {place: content for place, content in key.left_out if place in found or (place[0], "") in found}
         return left, dict(key.outside)
 

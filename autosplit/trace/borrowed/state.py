@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -74,7 +75,8 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
         for name, tensor in holders.named_tensors()
         if id(tensor) not in copyable | kept and not tensor.is_inference()
     ]
-    with contents([tensor for _, tensor in holders.tensors.values() if id(tensor) in copyable]):
+    held = contents([tensor for _, tensor in holders.tensors.values() if id(tensor) in copyable])
+    with held, without_gradients(tensor for tensor in strided if tensor.is_leaf):
         try:
             holders.stand_in()
             silence(holders.hook_tables)
@@ -91,6 +93,22 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
                 f"the forward writes in place to {name}, whose {tensor.numel():,} elements are too many to be copied "
                 "and put back while the model is recorded; make it a buffer (register_buffer) or a module's attribute"
             )
+
+
+@contextlib.contextmanager
+def without_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Put the gradients of tensors aside, and back at the end, so that a backward inside adds nothing to them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        aside = [(tensor, tensor.grad) for tensor in tensors]
+    for tensor, gradient in aside:
+        if gradient is not None:
+            tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in aside:
+            tensor.grad = gradient
 
 
 def _copyable(holders: Holders, models: Iterable[nn.Module]) -> set[int]:

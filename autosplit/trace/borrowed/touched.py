@@ -35,8 +35,8 @@ BACKWARD = ("a backward",)
 def touched(model: nn.Module) -> Iterator[Mapping[tuple[str, ...], set[Place]]]:
     """Yield the places where attributes of the model's modules are read or set inside, by who does so.
 
-    That is the paths of the modules that are being called, the outermost first, or `BACKWARD`. The place (path, "") is all attributes
-    of a module: code that asks for its ``__dict__`` may go through them.
+    That is the paths of the modules that are being called, the outermost first, or `BACKWARD`. The place (path, "") is
+    all attributes of a module: code that asks for its ``__dict__`` may go through them.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     read, write, delete = nn.Module.__getattribute__, nn.Module.__setattr__, nn.Module.__delattr__

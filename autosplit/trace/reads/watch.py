@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.borrowed import side_effects, state
 from autosplit.trace.borrowed.holders import Holders, Place
+from autosplit.trace.borrowed.state import without_gradients
 from autosplit.trace.borrowed.state_calls import in_place
 from autosplit.trace.inputs.objects import storage_key, take_apart, tensors_in
 from autosplit.trace.reads.assertions import assertion_here
@@ -154,7 +155,9 @@ class Watcher(TorchFunctionMode):
         seen.random, seen.draws = self.random.drew, None if taint.asked or taint.sized else self.random.draws
         seen.changed = [i for i, (t, v) in enumerate(zip(inputs, versions, strict=True)) if t._version != v]
         seen.places = before.places()
-        seen.whole = f"it changes the Python attribute {min(seen.places)[1]!r}" if seen.places else before.drew()
+        seen.whole = (
+            f"it changes the Python attribute {min(seen.places)[1]!r}" if seen.places else before.other(self.model)
+        )
         seen.whole = seen.whole or taint.read
         if self.random.own_generator:
             seen.whole = seen.whole or "it draws from a generator of its own"
@@ -173,22 +176,23 @@ class Watcher(TorchFunctionMode):
     def _with_backward(self, path: str, inputs: list[torch.Tensor]) -> Iterator[None]:
         """Have a module that observes gradients run its backward at the end of its call, for what its hooks change.
 
-        No gradient is kept, and hooks of parameters are not called.
+        Parameters that have hooks before are left out, and no gradient is kept.
         """
+        module = self.model.get_submodule(path)
+        parameters = [p for p in module.parameters() if not (p._backward_hooks or p._post_accumulate_grad_hooks)]
 
         def run(module: nn.Module, args: Any, out: Any) -> None:
-            parameters = [parameter for parameter in module.parameters() if not parameter._backward_hooks]
             ends = [tensor for tensor in (*inputs, *parameters) if tensor.requires_grad]
             starts = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
             taint, self._watched = self._watched, None
-            with contextlib.suppress(Exception):  # what cannot be seen here is compared from call to call
+            with contextlib.suppress(Exception), without_gradients(ends):  # what is not seen here is compared later on
                 if starts and ends:
                     ones = [torch.ones_like(tensor) for tensor in starts]
-                    torch.autograd.grad(starts, ends, ones, retain_graph=True, allow_unused=True)
+                    torch.autograd.backward(starts, ones, retain_graph=True, inputs=ends)
             self._watched = taint
 
         observes = self.scope.opaque[path].whole.startswith(OBSERVES)
-        with self.model.get_submodule(path).register_forward_hook(run) if observes else contextlib.nullcontext():
+        with module.register_forward_hook(run) if observes else contextlib.nullcontext():
             yield
 
     def inside(self) -> Mapping[str, frozenset[Place]]:
@@ -276,6 +280,7 @@ class _Surroundings:
     contents: list[Any]
     tensors: dict[str, tuple[torch.Tensor, int, torch.Tensor]]
     drawn: bytes
+    gradients: list[Any]
 
     @classmethod
     def of(cls, model: nn.Module, holders: Holders | None) -> _Surroundings:
@@ -285,6 +290,7 @@ class _Surroundings:
             [] if holders is None else holders.read(),
             {name: (tensor, tensor._version, tensor.data) for name, tensor in _registered(model)},
             state.random_states()[1],
+            _gradients(model),
         )
 
     def places(self) -> frozenset[Place]:
@@ -294,8 +300,10 @@ class _Surroundings:
         found = side_effects.changes(self.holders, self.contents)
         return found.without(lambda holder, key, value: holder.place[1] == "_buffers").places
 
-    def drew(self) -> str:
-        """Return that Python's random states changed, in words; "" where they did not."""
+    def other(self, model: nn.Module) -> str:
+        """Return what else changed, in words; "" for nothing."""
+        if self.gradients != _gradients(model):
+            return "it computes gradients of parameters"
         return "" if self.drawn == state.random_states()[1] else "it draws random numbers in Python"
 
     def written(self, model: nn.Module) -> list[str]:
@@ -306,6 +314,11 @@ class _Surroundings:
             if before is not tensor or tensor._version != version or not state.is_on(tensor, data):
                 found.append(name)
         return found
+
+
+def _gradients(model: nn.Module) -> list[tuple[int, int] | None]:
+    gradients = (parameter.grad for parameter in model.parameters())
+    return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
 
 def _registered(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
