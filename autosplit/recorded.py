@@ -188,22 +188,6 @@ class PreparedStep(Step):
     """What the call changes besides tensors; None: nothing."""
 
 
-def free_names(model: nn.Module, stages: int) -> dict[str, str]:
-    """Choose attribute names for the parts that hide nothing of the model's own."""
-    names = {}
-    for part in (
-        *(f"stage{i}" for i in range(stages)),
-        *(f"shared{i}" for i in range(stages)),
-        "epilogue",
-        "module_tree",
-    ):
-        name = part
-        while hasattr(model, name):
-            name = f"pipe_{name}"
-        names[part] = name
-    return names
-
-
 def lane_of_caller(leaves: Sequence[Any]) -> Lane:
     """Return the lane of the caller: on the device of the batch."""
     return caller_lane(next((t.device for t in leaves if isinstance(t, torch.Tensor)), torch.device("cpu")))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.errors import InputError, TraceError
 from autosplit.trace.borrowed.blank import fake
+from autosplit.trace.borrowed.contents import without_gradients
 from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.hooks import silence
 from autosplit.trace.inputs.objects import storage_key
@@ -93,22 +93,6 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
                 f"the forward writes in place to {name}, whose {tensor.numel():,} elements are too many to be copied "
                 "and put back while the model is recorded; make it a buffer (register_buffer) or a module's attribute"
             )
-
-
-@contextlib.contextmanager
-def without_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Put the gradients of tensors aside, and back at the end, so that a backward inside adds nothing to them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        aside = [(tensor, tensor.grad) for tensor in tensors]
-    for tensor, gradient in aside:
-        if gradient is not None:
-            tensor.grad = None
-    try:
-        yield
-    finally:
-        for tensor, gradient in aside:
-            tensor.grad = gradient
 
 
 def _copyable(holders: Holders, models: Iterable[nn.Module]) -> set[int]:

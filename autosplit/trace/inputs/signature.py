@@ -140,8 +140,8 @@ def key_of(
     buffers' dtypes, shapes and ties; the values ``outside`` of the modules that functions and classes name; the inputs'
     structure, shapes, dtypes, devices, layouts and constants, and which of them are one tensor. Places ``without`` and
     those ``inside`` of opaque modules are left out, and so are attributes that are not among those ``touched``, where
-    (path, "") is all of a module's and None all there are. What is inside is left out as it is and,
-    among what is outside, with numbers and tensors that may be others.
+    (path, "") is all of a module's and None all there are. What is inside is left out as it is and, among
+    what is outside, with numbers and tensors that may be others.
     """
     entries: list[ModuleEntry] = []
     left_out: list[tuple[Place, Any]] = []
@@ -186,13 +186,8 @@ def key_of(
         values += outside.attributes(path, name, parameter, walk)
     shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
     kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
-    modes = GradAutocastState.current()
-    return Key(
-        Rest(modes, tuple(entries), values, spec, kinds, one_tensor(leaves)),
-        shapes,
-        tuple(left_out),
-        (*outside.left_out(without), *loose),
-    )
+    rest = Rest(GradAutocastState.current(), tuple(entries), values, spec, kinds, one_tensor(leaves))
+    return Key(rest, shapes, tuple(left_out), (*outside.left_out(without), *loose))
 
 
 @functools.lru_cache(maxsize=16)

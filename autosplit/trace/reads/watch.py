@@ -19,8 +19,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.borrowed import side_effects, state
+from autosplit.trace.borrowed.contents import without_gradients
 from autosplit.trace.borrowed.holders import Holders, Place
-from autosplit.trace.borrowed.state import without_gradients
 from autosplit.trace.borrowed.state_calls import in_place
 from autosplit.trace.inputs.objects import storage_key, take_apart, tensors_in
 from autosplit.trace.reads.assertions import assertion_here
