@@ -249,3 +249,19 @@ def refuse_tracers(leaves: Sequence[Any]) -> None:
 def refuse_unplanned() -> NoReturn:
     """Stand for the program of a pipe that was not called yet; raise InputError where something runs it."""
     raise InputError("the pipe has no program before its first call: call it once, or pass sample=")
+
+
+def free_names(model: nn.Module, stages: int) -> dict[str, str]:
+    """Choose attribute names for the parts that hide nothing of the model's own."""
+    names = {}
+    for part in (
+        *(f"stage{i}" for i in range(stages)),
+        *(f"shared{i}" for i in range(stages)),
+        "epilogue",
+        "module_tree",
+    ):
+        name = part
+        while hasattr(model, name):
+            name = f"pipe_{name}"
+        names[part] = name
+    return names

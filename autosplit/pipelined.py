@@ -17,6 +17,7 @@ from autosplit.delegation import (
     Placed,
     forward_like,
     forward_overrides,
+    free_names,
     one_at_a_time,
     refuse_tracers,
     refuse_unplanned,
@@ -35,7 +36,6 @@ from autosplit.recorded import (
     PreparedTree,
     Recorded,
     call_state,
-    free_names,
     lane_of_caller,
 )
 from autosplit.recordings import RECORDING, Recordings

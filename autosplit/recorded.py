@@ -26,7 +26,7 @@ from autosplit.runtime.step.step import Step
 from autosplit.runtime.tape import Tape
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.borrowed.holders import Place
-from autosplit.trace.borrowed.touched import touched
+from autosplit.trace.borrowed.touched import BACKWARD, touched
 from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.inputs.inputs import has_uneven_list
 from autosplit.trace.inputs.lengths import without_rows
@@ -60,7 +60,7 @@ class Recorded:
     left_out: Mapping[Place, Any] = field(default_factory=dict)
     """The attributes that signatures leave out and that its forward has read or set, as they were."""
     outside: Mapping[Place, Any] = field(default_factory=dict)
-    """What they leave out outside of the modules, as it was when its Python last did what was recorded."""
+    """What they leave out outside of the modules and inside of opaque ones, as it was when its Python last did this."""
     failed_generalizations: int = 0
     """How many attempts to make one recording of several lengths have failed so far."""
     rows_tried: bool = False
@@ -92,7 +92,7 @@ class Recorded:
         return guard is None or guard.holds(tensors_in((sample.args, sample.kwargs)), self.kind.rows_in(key))
 
     def is_stale(self, key: Key) -> bool:
-        """Tell whether what signatures leave out outside of the modules is another: its Python may do other things."""
+        """Tell whether what signatures leave out there is another: its Python may do other things."""
         return any(self.outside.get(place, self) != content for place, content in key.outside)
 
     def is_same_but_for_rows(self, key: Key) -> bool:
@@ -188,22 +188,6 @@ class PreparedStep(Step):
     """What the call changes besides tensors; None: nothing."""
 
 
-def free_names(model: nn.Module, stages: int) -> dict[str, str]:
-    """Choose attribute names for the parts that hide nothing of the model's own."""
-    names = {}
-    for part in (
-        *(f"stage{i}" for i in range(stages)),
-        *(f"shared{i}" for i in range(stages)),
-        "epilogue",
-        "module_tree",
-    ):
-        name = part
-        while hasattr(model, name):
-            name = f"pipe_{name}"
-        names[part] = name
-    return names
-
-
 def lane_of_caller(leaves: Sequence[Any]) -> Lane:
     """Return the lane of the caller: on the device of the batch."""
     return caller_lane(next((t.device for t in leaves if isinstance(t, torch.Tensor)), torch.device("cpu")))
@@ -293,6 +277,13 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)
 
 
+class _Attributes(NamedTuple):
+    """Those that recordings have read or set, None: not known yet; and those that opaque modules change themselves."""
+
+    touched: frozenset[Place] | None
+    inside: frozenset[Place]
+
+
 class PythonRuns:
     """Runs a model's own Python, and knows which attributes calls change time and again."""
 
@@ -302,42 +293,51 @@ class PythonRuns:
         """Where calls of the model have changed Python state."""
         self._changing: frozenset[Place] = frozenset()
         """Where they do so time and again."""
-        self._touched: list[frozenset[Place] | None] = [None]
-        """Attributes that recordings have read or set, again after each that touched more; None: not known yet."""
-        self._touched_last: frozenset[Place] = frozenset()
-        """Those that the recording made last has read or set."""
+        self._known: list[_Attributes] = [_Attributes(None, frozenset())]
+        """What is known of attributes, again after each recording that told more."""
+        self._touches: Mapping[tuple[str, ...], set[Place]] = {}
+        """Attributes that the recording made last has read or set, by the modules that were being called."""
         self._outside = OutsideValues()
 
     def key_of(self, leaves: Sequence[Any], spec: Any) -> Key:
         """Return a call's signature, without attributes that calls change time and again or never touch."""
-        return self._key_of(leaves, spec, self._touched[-1])
+        return self._key_of(leaves, spec, self._known[-1])
 
     def earlier_keys(self, sample: Sample) -> list[Key]:
         """Return the signatures that a call had before the last recordings touched more attributes."""
-        return [self._key_of(*take_apart((sample.args, sample.kwargs)), known) for known in self._touched[:-1]]
+        return [self._key_of(*take_apart((sample.args, sample.kwargs)), known) for known in self._known[:-1]]
 
-    def _key_of(self, leaves: Sequence[Any], spec: Any, known: frozenset[Place] | None) -> Key:
-        return key_of(self.model, leaves, spec, outside=self._outside, without=self._changing, touched=known)
+    def _key_of(self, leaves: Sequence[Any], spec: Any, known: _Attributes) -> Key:
+        return key_of(self.model, leaves, spec, outside=self._outside, without=self._changing, **known._asdict())
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Run the model's own Python to record it, and note the attributes that it touches."""
-        found: set[Place] = set()
+        self._touches = {}
         try:
-            with torch.inference_mode(False), without_callers_modes(), touched(self.model) as found:
+            with torch.inference_mode(False), without_callers_modes(), touched(self.model) as self._touches:
                 yield
         finally:
-            self._touched_last = frozenset(found)
-            found |= self._touched[-1] or set()
-            if (now := frozenset(found)) != self._touched[-1]:
-                self._touched.append(now)
+            known = self._known[-1]
+            self._learn(known._replace(touched=(known.touched or frozenset()).union(*self._touches.values())))
 
-    def left_out(self, key: Key) -> dict[Place, Any]:
-        """Return what signatures leave out of what the model touched when its Python ran last, by place."""
-        if not key.left_out:
-            return {}
-        known = self._touched_last
-        return {place: content for place, content in key.left_out if place in known or (place[0], "") in known}
+    def _learn(self, known: _Attributes) -> None:
+        if known != self._known[-1]:
+            self._known.append(known)
+
+    def left_out(self, inside: Mapping[str, frozenset[Place]]) -> tuple[dict[Place, Any], dict[Place, Any]]:
+        """Return `Recorded.left_out` and `Recorded.outside` of the recording that was made last.
+
+        What opaque modules change themselves, ``inside`` by their paths, is left out of signatures from now on. What
+        they touch does not count: their Python runs in each call.
+        """
+        known = self._known[-1]
+        self._learn(known._replace(inside=known.inside.union(*inside.values())))
+        key = self.key_of((), None)
+        live = {*BACKWARD, *inside}
+        found = set[Place]().union(*(places for by, places in self._touches.items() if live.isdisjoint(by)))
+        left = {place: content for place, content in key.left_out if place in found or (place[0], "") in found}
+        return left, dict(key.outside)
 
     def without_changes(self, before: Key, sample: Sample) -> Key:
         """Leave what a call of the model's own Python has changed out of signatures; return the call's now."""

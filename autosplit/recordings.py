@@ -375,7 +375,7 @@ class Recordings:
         dims = found.inputs.batch_dims
         found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
         kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
-        known = self.python.left_out(key), dict(key.outside)
+        known = self.python.left_out(found.gathered.recording.recording.inside)
         return Recorded(found.graph, lowered, found, kind, self.lanes, replicas, *known)
 
     def _replicas(self, lowered: Lowered, stage_of: Mapping[str, int]) -> tuple[Replicas, ...]:

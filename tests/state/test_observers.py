@@ -152,7 +152,7 @@ def test_what_a_forward_observes_is_what_it_would_alone(observe: Any) -> None:
     plain, model = observing(observe), observing(observe)
     step = OBSERVED.index(observe) % 2
     pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, lanes="threads" if step else "inline")
-    for _ in range(2):
+    for _ in range(6):
         nn.functional.mse_loss(plain(BATCH), BATCH).backward()
         if step:
             pipe.train_step(BATCH, target=BATCH, loss_fn=nn.functional.mse_loss)
@@ -160,6 +160,7 @@ def test_what_a_forward_observes_is_what_it_would_alone(observe: Any) -> None:
             nn.functional.mse_loss(pipe(BATCH), BATCH).backward()
     torch.testing.assert_close(seen(model), seen(plain), rtol=1e-12, atol=1e-12)
     assert pipe._core.recordings.tree is None, "a graph follows the rest of the model"
+    assert len(pipe.recordings) == 1, "what it keeps is another in each step, but its Python runs in each"
 
 
 class Returning(nn.Module):
@@ -306,3 +307,44 @@ def test_hooks_of_parameters_are_called_once_each_in_an_order_of_their_own(lanes
 
     plain = called(lambda model: lambda x, y: nn.functional.mse_loss(model(x), y).backward())
     assert sorted(called(stepped)) == sorted(plain)
+
+
+def hook_of_a_parameter(own: Observing, x: Tensor) -> Tensor:
+    if not own.log:
+        own.layer.weight.register_post_accumulate_grad_hook(lambda weight: own.note(weight.grad))
+    return own.compute(x)
+
+
+def hook_of_a_parameter_each_time(own: Observing, x: Tensor) -> Tensor:
+    own.layer.weight.register_post_accumulate_grad_hook(lambda weight: own.note(weight.grad))
+    return own.compute(x)
+
+
+def hook_of_all_parameters(own: Observing, x: Tensor) -> Tensor:
+    parameters = tuple(own.layer.parameters())
+    graph.register_multi_grad_hook(parameters, lambda gradients: [own.note(each) for each in gradients])
+    return own.compute(x)
+
+
+def backward_inside(own: Observing, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        own.compute(x.detach()).square().mean().backward()
+    return own.compute(x)
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["calls", "train_step"])
+@pytest.mark.parametrize(
+    "observe",
+    [hook_of_a_parameter, hook_of_a_parameter_each_time, hook_of_all_parameters, backward_inside],
+    ids=lambda observe: observe.__name__,
+)
+def test_planning_leaves_no_hook_of_a_parameter_and_no_gradient(observe: Any, trains: bool) -> None:
+    plain, model = observing(observe), observing(observe)
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, lanes="inline")
+    for rows in (8, 8, 5):  # a second kind of call is recorded when there are gradients
+        nn.functional.mse_loss(plain(BATCH[:rows]), BATCH[:rows]).backward()
+        if trains:
+            pipe.train_step(BATCH[:rows], target=BATCH[:rows], loss_fn=nn.functional.mse_loss)
+        else:
+            nn.functional.mse_loss(pipe(BATCH[:rows]), BATCH[:rows]).backward()
+        torch.testing.assert_close(seen(model), seen(plain), rtol=1e-12, atol=1e-12)

@@ -173,3 +173,105 @@ def test_an_attribute_that_is_only_set_is_set_in_each_call() -> None:
         x = torch.randn(4, 6)
         torch.testing.assert_close(pipe(x), plain(x))
         assert pipe.losses == plain.losses == []
+
+
+class Deciding(nn.Module):
+    """Reads a value, so that it runs by its own Python, and keeps something in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(6, 6), nn.Dropout(0.5)
+        self.log: list[float] = []
+        self.calls, self.mixes, self.limit = 0, False, 4.0
+        self.register_buffer("sums", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        self.log.append(x.sum().item())
+        x = x * 2 if self.log[-1] > self.limit else x
+        return x - x.mean(0) if self.mixes else x
+
+
+class Counts(Deciding):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.calls += 1
+        if self.calls % 3 == 0:
+            self.sums += x.detach().mean(0)  # type: ignore[operator]
+            x = self.dropout(x)
+        return x
+
+
+class Around(nn.Module):
+    def __init__(self, kind: type[Deciding]) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(6, 6), kind(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)) + self.inner.sums)
+
+
+class LooksInside(Around):
+    """Reads what another module keeps, before that is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(2 * x if self.inner.log and self.inner.log[-1] > 0 else x)
+
+
+class SharesInside(Around):
+    """Reads what another module keeps by an attribute of its own."""
+
+    def __init__(self, kind: type[Deciding]) -> None:
+        super().__init__(kind)
+        self.known = self.inner.log
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(2 * x if self.known and self.known[-1] > 0 else x)
+
+
+def keeps(model: Any, step: int) -> None:
+    """Set nothing: the module alone changes its attributes."""
+
+
+def sets_a_flag(model: Any, step: int) -> None:
+    model.inner.mixes = step in (2, 3)
+
+
+def sets_a_number(model: Any, step: int) -> None:
+    model.inner.limit = 4.0 if step < 2 else -100.0
+
+
+@pytest.mark.filterwarnings("ignore:The pipeline of")
+@pytest.mark.parametrize(
+    ("model", "kind", "between", "recordings"),
+    [
+        (Around, Deciding, keeps, 1),
+        (Around, Deciding, sets_a_flag, 2),
+        (Around, Deciding, sets_a_number, 2),
+        (Around, Counts, keeps, 2),
+        (LooksInside, Deciding, keeps, 5),
+        (SharesInside, Deciding, keeps, 5),
+    ],
+    ids=["log", "flag", "number", "counter", "read by another", "shared with another"],
+)
+def test_what_a_module_that_runs_by_its_own_python_keeps(model: Any, kind: Any, between: Any, recordings: int) -> None:
+    """It is not recorded anew for that; what the caller sets, and what recorded Python reads, is followed."""
+    torch.manual_seed(0)
+    split = model(kind).double()
+    plain = copy.deepcopy(split)
+    pipe = autosplit(split, devices=["cpu"] * 2, chunks=4, lanes="inline")
+    for step in range(5):
+        x = torch.linspace(step - 4, 1, 48, dtype=torch.float64).reshape(8, 6)
+        for each in (plain, split):
+            between(each, step)
+        torch.manual_seed(step)
+        expected = nn.functional.mse_loss(plain(x), x)
+        expected.backward()
+        torch.manual_seed(step)
+        torch.testing.assert_close(pipe.train_step(x, target=x, loss_fn=nn.functional.mse_loss), expected.detach())
+        torch.testing.assert_close(split.inner.log, plain.inner.log)
+        torch.testing.assert_close(split.inner.sums, plain.inner.sums)
+        assert split.inner.calls == plain.inner.calls
+    for own, other in zip(split.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+    assert len(pipe.recordings) <= recordings

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.errors import InputError, TraceError
 from autosplit.trace.borrowed.blank import fake
+from autosplit.trace.borrowed.contents import without_gradients
 from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.hooks import silence
 from autosplit.trace.inputs.objects import storage_key
@@ -74,7 +75,8 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
         for name, tensor in holders.named_tensors()
         if id(tensor) not in copyable | kept and not tensor.is_inference()
     ]
-    with contents([tensor for _, tensor in holders.tensors.values() if id(tensor) in copyable]):
+    held = contents([tensor for _, tensor in holders.tensors.values() if id(tensor) in copyable])
+    with held, without_gradients(tensor for tensor in strided if tensor.is_leaf):
         try:
             holders.stand_in()
             silence(holders.hook_tables)

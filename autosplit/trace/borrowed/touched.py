@@ -6,38 +6,58 @@ module holds, which counts its steps, or a list of losses that a training step f
 The watch sees reads and writes by name, those that find nothing too, and ``vars(module)``. What the forward reaches in
 another way, by a closure or a helper, say, is outside of the modules, also where a module has it too. A weight that a
 hook computes anew before the forward reads it does not count.
+
+``torch._C._current_graph_task_id`` is private; nothing public tells whether a backward runs. Tried on torch 2.11, 2.13.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import nn
 
 from autosplit.trace.borrowed.holders import Place
 from autosplit.trace.inputs.objects import is_computed
 from autosplit.trace.recording.recording import is_foreign
 
+BACKWARD = ("a backward",)
+"""Stands for what is called in a backward: hooks, and functions of the model's own, which no recording holds."""
+
 
 @contextlib.contextmanager
-def touched(model: nn.Module) -> Iterator[set[Place]]:
-    """Yield a set of the places where attributes of the model's modules are read or set inside.
+def touched(model: nn.Module) -> Iterator[Mapping[tuple[str, ...], set[Place]]]:
+    """Yield the places where attributes of the model's modules are read or set inside, by who does so.
 
-    The place (path, "") is all attributes of a module: code that asks for its ``__dict__`` may go through them.
+    That is the paths of the modules that are being called, the outermost first, or `BACKWARD`. The place (path, "") is
+    all attributes of a module: code that asks for its ``__dict__`` may go through them.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     read, write, delete = nn.Module.__getattribute__, nn.Module.__setattr__, nn.Module.__delattr__
-    found: set[Place] = set()
+    call, calling, thread = nn.Module.__call__, tuple[str, ...](), threading.get_ident()
+    found: defaultdict[tuple[str, ...], set[Place]] = defaultdict(set)
     made: set[tuple[int, str]] = set()
     """What a hook computed before anybody read it."""
 
     def note(module: nn.Module, name: str) -> None:
         if (path := paths.get(id(module))) is not None and (id(module), name) not in made:
-            found.add((path, name))
+            found[calling if torch._C._current_graph_task_id() < 0 else BACKWARD].add((path, name))
+
+    def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calling
+        if threading.get_ident() != thread:
+            return call(module, *args, **kwargs)
+        before, calling = calling, (*calling, paths.get(id(module), ""))
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            calling = before
 
     def get(module: nn.Module, name: str) -> Any:
         if name == "__getstate__" or (name == "__dict__" and not _looks_up(sys._getframe(1).f_code.co_filename)):
@@ -47,7 +67,8 @@ def touched(model: nn.Module) -> Iterator[set[Place]]:
         return read(module, name)
 
     def set_(module: nn.Module, name: str, value: Any) -> None:
-        if is_computed(module, name, value) and (paths.get(id(module)), name) not in found:
+        place = paths.get(id(module)), name
+        if is_computed(module, name, value) and not any(place in places for places in found.values()):
             made.add((id(module), name))
         note(module, name)
         write(module, name, value)
@@ -57,6 +78,7 @@ def touched(model: nn.Module) -> Iterator[set[Place]]:
         delete(module, name)
 
     with (
+        patch.object(nn.Module, "__call__", call_module),
         patch.object(nn.Module, "__getattribute__", get),
         patch.object(nn.Module, "__setattr__", set_),
         patch.object(nn.Module, "__delattr__", delete_),
@@ -64,7 +86,7 @@ def touched(model: nn.Module) -> Iterator[set[Place]]:
         for path, module in model.named_modules():
             own: Any = type(module).__getattribute__
             if own is not get:  # it may ask ``object`` itself
-                found.add((path, ""))
+                found[()].add((path, ""))
         yield found
 
 

@@ -112,8 +112,8 @@ def content(value: Any, walk: Walk, depth: int = _DEPTH) -> Any:
     if isinstance(value, types.FunctionType):  # what it names is outside
         defaults = value.__defaults__, value.__kwdefaults__
         return value.__code__, tuple(content(each, walk, depth - 1) for each in defaults)
-    if isinstance(value, (set, frozenset)):
-        return type(value), frozenset(content(part, walk, depth - 1) for part in value)
+    if isinstance(value, (set, frozenset)) or (walk.loose and isinstance(value, list)):  # a log that grows is the same
+        return type(value), frozenset(content(part, walk, depth - 1) for _, part in parts)
     return type(value), tuple((str(key), content(part, walk, depth - 1)) for key, part in parts)
 
 

@@ -131,18 +131,21 @@ def key_of(
     *,
     outside: OutsideValues,
     without: Collection[Place] = (),
+    inside: Collection[Place] = (),
     touched: frozenset[Place] | None = None,
 ) -> Key:
     """Return a call's signature from the flattened inputs and their structure.
 
     It covers grad mode and autocast; each module's type, mode, children, hooks and attributes; the parameters' and
     buffers' dtypes, shapes and ties; the values ``outside`` of the modules that functions and classes name; the inputs'
-    structure, shapes, dtypes, devices, layouts and constants, and which of them are one tensor. Places ``without`` are
-    left out, and so are attributes that are not among those ``touched``, where (path, "") is all of a module's and None
-    all there are.
+    structure, shapes, dtypes, devices, layouts and constants, and which of them are one tensor. Places ``without`` and
+    those ``inside`` of opaque modules are left out, and so are attributes that are not among those ``touched``, where
+    (path, "") is all of a module's and None all there are. What is inside is left out as it is and, among
+    what is outside, with numbers and tensors that may be others.
     """
     entries: list[ModuleEntry] = []
     left_out: list[tuple[Place, Any]] = []
+    loose: list[tuple[Place, Any]] = []
     changing: list[Any] = []
     marked: list[tuple[str, str, nn.Parameter]] = []
     paths = list(model.named_modules())
@@ -170,7 +173,10 @@ def key_of(
             known = [key for key in own if key not in _OWN]
         attributes: list[Any] = []
         for key in (key for key in known if key in own):
-            if (path, key) in without:
+            if (path, key) in inside:  # what else holds it counts there
+                left_out.append(((path, key), content(own[key], Walk(walk.modules, {}))))
+                loose.append(((path, key), content(own[key], Walk(walk.modules, {}, loose=True))))
+            elif (path, key) in without:
                 left_out.append(((path, key), content(own[key], replace(walk, ties={}))))  # nor its ties elsewhere
             else:
                 attributes.append((key, content(own[key], walk)))
@@ -181,13 +187,8 @@ def key_of(
         values += outside.attributes(path, name, parameter, walk)
     shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
     kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
-    modes = GradAutocastState.current()
-    return Key(
-        Rest(modes, tuple(entries), values, spec, kinds, one_tensor(leaves)),
-        shapes,
-        tuple(left_out),
-        outside.left_out(without),
-    )
+    rest = Rest(GradAutocastState.current(), tuple(entries), values, spec, kinds, one_tensor(leaves))
+    return Key(rest, shapes, tuple(left_out), (*outside.left_out(without), *loose))
 
 
 @functools.lru_cache(maxsize=16)

@@ -6,8 +6,9 @@ rows and played back to a recorder, whose fake tensors have no values to compute
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,12 +19,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.borrowed import side_effects, state
-from autosplit.trace.borrowed.holders import Holders
+from autosplit.trace.borrowed.contents import without_gradients
+from autosplit.trace.borrowed.holders import Holders, Place
 from autosplit.trace.borrowed.state_calls import in_place
 from autosplit.trace.inputs.objects import storage_key, take_apart, tensors_in
 from autosplit.trace.reads.assertions import assertion_here
 from autosplit.trace.recording.random_watch import Draw, RandomWatch
-from autosplit.trace.recording.recording import VALUE_READS, Call, Refusal, run_checkpointed, source_line
+from autosplit.trace.recording.recording import OBSERVES, VALUE_READS, Call, Refusal, run_checkpointed, source_line
 from autosplit.trace.scope import Scope
 
 _INDEX_MAKERS = frozenset("nonzero argwhere where".split())
@@ -58,6 +60,8 @@ class Seen:
     random: bool = False
     draws: tuple[Draw, ...] | None = ()
     whole: str = ""
+    places: frozenset[Place] = frozenset()
+    """Where it changed Python state, or the hooks did in its backward."""
 
 
 class Watcher(TorchFunctionMode):
@@ -142,16 +146,26 @@ class Watcher(TorchFunctionMode):
         versions = [tensor._version for tensor in inputs]
         before = {name: (tensor, tensor._version, tensor.data) for name, tensor in _registered(self.model)}
         python, drawn = [] if self.holders is None else self.holders.read(), state.random_states()[1]
+        gradients = _gradients(self.model)
         self._watched = taint = Taint(self._steady)
         self.random.begin()
         try:
-            with self.random:
+            with self.random, self._with_backward(path, inputs):
                 out = run(*args, **kwargs)
         finally:
             self._watched = None
         seen.random, seen.draws = self.random.drew, None if taint.asked or taint.sized else self.random.draws
         seen.changed = [i for i, (t, v) in enumerate(zip(inputs, versions, strict=True)) if t._version != v]
-        seen.whole = self._changed(python, drawn) or taint.read
+        if self.holders is not None:
+            found = side_effects.changes(self.holders, python)
+            seen.places = found.without(lambda holder, key, value: holder.place[1] == "_buffers").places
+        if seen.places:
+            seen.whole = f"it changes the Python attribute {min(seen.places)[1]!r}"
+        elif gradients != _gradients(self.model):
+            seen.whole = "it computes gradients of parameters"
+        elif drawn != state.random_states()[1]:
+            seen.whole = "it draws random numbers in Python"
+        seen.whole = seen.whole or taint.read
         if self.random.own_generator:
             seen.whole = seen.whole or "it draws from a generator of its own"
         for name, tensor in _registered(self.model):
@@ -168,13 +182,36 @@ class Watcher(TorchFunctionMode):
         seen.leaves = [_like(leaf, inputs) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         return out
 
-    def _changed(self, python: Sequence[Any], drawn: bytes) -> str:
-        """Return what of Python's state, or of its random state, is another one than before, in words; "": nothing."""
-        if self.holders is not None:
-            found = side_effects.changes(self.holders, python)
-            if found := found.without(lambda holder, key, value: holder.place[1] == "_buffers"):
-                return f"it changes the Python attribute {min(found.places)[1]!r}"
-        return "it draws random numbers in Python" if drawn != state.random_states()[1] else ""
+    @contextlib.contextmanager
+    def _with_backward(self, path: str, inputs: list[torch.Tensor]) -> Iterator[None]:
+        """Have a module that observes gradients run its backward at the end of its call, for what its hooks change.
+
+        Parameters that have hooks before are left out, and no gradient is kept.
+        """
+        module = self.model.get_submodule(path)
+        parameters = [p for p in module.parameters() if not (p._backward_hooks or p._post_accumulate_grad_hooks)]
+
+        def run(module: nn.Module, args: Any, out: Any) -> None:
+            ends = [tensor for tensor in (*inputs, *parameters) if tensor.requires_grad]
+            starts = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+            taint, self._watched = self._watched, None
+            with contextlib.suppress(Exception), without_gradients(ends):  # what is not seen here is compared later on
+                if starts and ends:
+                    ones = [torch.ones_like(tensor) for tensor in starts]
+                    torch.autograd.backward(starts, ones, retain_graph=True, inputs=ends)
+            self._watched = taint
+
+        observes = self.scope.opaque[path].whole.startswith(OBSERVES)
+        with module.register_forward_hook(run) if observes else contextlib.nullcontext():
+            yield
+
+    def inside(self) -> Mapping[str, frozenset[Place]]:
+        """Return what opaque modules that see the whole batch in each of their calls changed, by their paths."""
+        split = {path for (path, _), seen in self.seen.items() if not (seen.places or self.scope.opaque[path].whole)}
+        found: defaultdict[str, frozenset[Place]] = defaultdict(frozenset)
+        for (path, _), seen in self.seen.items():
+            found[path] |= seen.places
+        return {path: places for path, places in found.items() if path not in split}
 
     def replay(self, call: Call, number: int, args: Any, kwargs: Any) -> Any:
         """Return tensors like those that the opaque module gave, and write into ``call`` what it did besides."""
@@ -243,6 +280,11 @@ class Taint:
             self.sized |= made
         self.kept += found
         return out
+
+
+def _gradients(model: nn.Module) -> list[tuple[int, int] | None]:
+    gradients = (parameter.grad for parameter in model.parameters())
+    return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
 
 def _registered(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

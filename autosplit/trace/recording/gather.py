@@ -113,6 +113,7 @@ def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
     recordings = [own if size == rows else record_at(model, flat, size, scope) for size in sizes]
     gathered = Gathered(merge(recordings, third=third), 2, scope)
     recordings[0].changed = frozenset().union(*(recording.changed for recording in recordings))
+    recordings[0].inside = own.inside
     if rows == 1:
         gathered.check(own, flat, rows)
     misleads = any(_one_row_misleads(model, call) for call in own.calls)

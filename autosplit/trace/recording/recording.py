@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,8 @@ class Recording:
     unflatten: Structure
     changed: frozenset[tuple[str, str]] = frozenset()
     """Where the run changed Python state; see :mod:`autosplit.trace.borrowed.side_effects`."""
+    inside: Mapping[str, frozenset[tuple[str, str]]] = dataclasses.field(default_factory=dict)
+    """Where opaque modules that see the whole batch changed Python state themselves, by their paths."""
     kept: int = 0
     """How many of the last outputs are tensors that the run left there."""
     logged: int = 0

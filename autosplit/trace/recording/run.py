@@ -193,6 +193,7 @@ def _run(
     left += numbers
     recording = recorder.finish(output, dict(model.named_buffers()), left)
     recording.logged = len(numbers)
+    recording.inside = {} if recorder.observed is None else recorder.observed.inside()
     recording.asks_grad_mode, recording.changed = asked.line or recorder.asks_grad_mode, found.places
     return PythonRun(recording, found, real, left)
 
