@@ -33,6 +33,9 @@ class RankState(nn.Module):
         recordings = self._recordings
         return not recordings.owner or recordings.is_own(name)
 
+    def _own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor in named_state(self._core.model) if self._is_own(name))
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return the parameters of this rank, in the model's order."""
         check_average(self._core.model)
