@@ -192,9 +192,7 @@ class OutsideValues:
         walk = Walk({}, {}, loose=self._loose, integers=self._integers)
         self._entries = [_Entry(("", ""), ("", ""), self._entry(root, walk), True) for root in self._roots]
         for holder, now in self._contents:
-            pairs = now.items() if isinstance(now, dict) else enumerate(now) if isinstance(now, list) else [(None, now)]
-            known = [(key, value) for key, value in pairs if self._map.may_read(holder, key)]
-            entries = [(holder.place_of(k), self._entry(v, walk)) for k, v in known if not str(k).startswith("__")]
+            entries = [(holder.place_of(k), self._entry(v, walk)) for k, v in self._map.entries(holder, now)]
             if self._loose and isinstance(now, list):  # a log that grows is the same one
                 entries = [(holder.place_of(0), frozenset(value for _, value in entries))]
             self._entries += [_Entry(("", holder.name), *entry, holder.of_hook) for entry in entries]
