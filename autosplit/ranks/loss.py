@@ -108,10 +108,8 @@ class RankLoss:
             self.found = self._find(step, whole)
         except _OthersNeeded:
             return None
-        number, loss = (
-            self.numbers.number_of(self.proofs.identity(self.loss_fn), self.found),
-            self.found and self.found[0],
-        )
+        number = self.numbers.number_of(self.proofs.identity(self.loss_fn), self.found)
+        loss = self.found and self.found[0]
         if loss is None:
             return Word(False, None, number, engine.kind_of(self.proofs, self.loss_fn))
         kind, named = getattr(loss, "kind", None), ""
