@@ -55,6 +55,7 @@ class LossText:
             content = holder.read()
             for key, value in self._entries(holder, content):
                 name = holder.place_of(str(key) if isinstance(content, dict) else None)[1]
+                name = name.replace("a function", "loss_fn")  # as the map calls an object that was given as one
                 self.lines.append((name, self._text(name, value)))
         self.lines.sort(key=lambda line: line[0])
 

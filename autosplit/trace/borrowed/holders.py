@@ -147,8 +147,7 @@ class Holders:
             if isinstance(function, type):
                 self._class(function)
             else:
-                name = getattr(function, "__qualname__", type(function).__name__)
-                self._value(function, ("", "a function"), _DEPTH, name)
+                self._value(function, ("", "a function"), _DEPTH, getattr(function, "__qualname__", "a function"))
         self._of_hook = True
         self.hook_tables = [m.__dict__.get(table, {}) for _, m in modules.values() for table in HOOK_TABLES]
         for table in _GLOBAL_TABLES if self._skipped is None else ():
