@@ -313,11 +313,10 @@ class World:
         return None
 
     def _differing(self, said: list[_Said], facts: Mapping[str, Any]) -> BaseException | None:
-        """Return in what a rank differs from the first one of all, or of its replica, by the facts that both have."""
-        found = _first_difference([(number, row.facts) for number, row in enumerate(said)])
-        for replica in range(self.replicas):
-            found = found or _first_difference([(number, said[number].own) for number in self.of_replica(replica)])
-        if found is None:
+        """Return in what a rank differs from the first one of its replica, or of all, by the facts that both have."""
+        rows = [[(number, said[number].own) for number in self.of_replica(r)] for r in range(self.replicas)]
+        rows.append([(number, row.facts) for number, row in enumerate(said)])
+        if (found := next(filter(None, map(_first_difference, rows)), None)) is None:
             return None
         name, one, other = found
         texts = self.gather(f"shows {name}", _text(facts.get(name)))

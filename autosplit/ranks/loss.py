@@ -93,13 +93,11 @@ class RankLoss:
     def facts(self, step: RankStep) -> tuple[dict[str, str], dict[str, str]]:
         """Return in what all ranks have to agree of the loss, and in what those of a replica."""
         if self._facts is None:
-            root = step.lowered.traced.root
-            pipes = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
-            text = LossText(step.rows if len(step.sizes) == 1 or step.world.replicas == 1 else -1, pipes)
-            text.add("loss_fn", self.loss_fn)
+            rows = step.rows if len(step.sizes) == 1 or step.world.replicas == 1 else -1
+            text = LossText(self.loss_fn, rows, step.lowered.traced.root)
             tensors = {f"a tensor that the loss holds, {name}": line for name, line in text.tensors.items()}
             of_rows = {"the tensors with rows of the batch that the loss holds": "\n".join(text.of_rows)}
-            self._facts = {_LOSS: "\n".join(text.lines)} | tensors, of_rows
+            self._facts = {_LOSS: "\n".join(map(" = ".join, text.lines))} | tensors, of_rows
         return self._facts
 
     def find(self, step: RankStep, whole: Callable[[], Any] = _ask_others) -> Word | None:
@@ -110,10 +108,8 @@ class RankLoss:
             self.found = self._find(step, whole)
         except _OthersNeeded:
             return None
-        number, loss = (
-            self.numbers.number_of(self.proofs.identity(self.loss_fn), self.found),
-            self.found and self.found[0],
-        )
+        number = self.numbers.number_of(self.proofs.identity(self.loss_fn), self.found)
+        loss = self.found and self.found[0]
         if loss is None:
             return Word(False, None, number, engine.kind_of(self.proofs, self.loss_fn))
         kind, named = getattr(loss, "kind", None), ""

@@ -207,10 +207,7 @@ class RankRecordings(Recordings):
         if self.kept:
             own[BATCH] = checksum(tensors_in((sample.args, sample.kwargs)))
         world.agree(RECORDS, {}, own=own)
-
-        def planned() -> Trace:
-            return super(RankRecordings, self)._planned(key, sample)
-
+        planned = partial(super()._planned, key, sample)
         if not self.kept:  # all replicas record: the first one plans
             first, plan, error = world.first, None, None
             if world.number == first:
@@ -312,9 +309,8 @@ class RankRecordings(Recordings):
         sizes = {name: tensor.size() for name, tensor in named_state(model)}
         if self._on_meta and new:
             kept = None if self.tensors is None else self.tensors.kept
-            materialise(
-                model, new, device=self.world.device, seed=torch.initial_seed(), weights=self._weights, kept=kept
-            )
+            seed, device = torch.initial_seed(), self.world.device
+            materialise(model, new, device=device, seed=seed, weights=self._weights, kept=kept)
         named = dict(named_state(model))
         if self.tensors is not None:
             self.tensors.cut({name: named[name] for name in new}, sizes)
@@ -352,8 +348,8 @@ class RankRecordings(Recordings):
             if trained is not None and not own <= trained:
                 raise TraceError(
                     f"another pipe has trained {name!r} on rank {min(trained)}, and this one has it on rank "
-                    f"{min(own - trained)}, where it is "
-                    "as before; give both pipes one cut by plan=, or every rank the whole state and split again"
+                    f"{min(own - trained)}, where it is as before; give both pipes one cut by plan=, or every rank the "
+                    "whole state and split again"
                 )
 
     def trains(self) -> None:
@@ -380,14 +376,11 @@ class RankRecordings(Recordings):
             _TRAINED.pop(tensor, None)
 
     def _share(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.is_meta:  # this rank has no values of it, and takes none
-            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.world.device)
-        else:
-            value = tensor.detach().to(self.world.device, copy=True, memory_format=torch.contiguous_format)
+        own = torch.empty_like(tensor, device=self.world.device) if tensor.is_meta else tensor  # it takes no values
+        value = own.detach().to(self.world.device, copy=True, memory_format=torch.contiguous_format)
         self.world.broadcast(flattened(value), self.owner_of(name))
-        if self.owner_of(name) != self.world.rank and not tensor.is_meta:
-            with torch.no_grad():
-                tensor.copy_(value)
+        if self.owner_of(name) != self.world.rank:
+            tensor.detach().copy_(value)
 
     def owner_of(self, name: str) -> int:
         """Return the rank that holds a parameter or buffer; the first stage's has what no stage uses."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,10 +72,10 @@ def without_sample() -> str:
 
 
 def _step(pipe: Any, **how: Any) -> Tensor:
-    given = {"rows": 8, "seed": 1, "random": 3, "target": 2} | how
+    given = {"rows": 8, "seed": 1, "random": 3, "target": 2, "loss_fn": F.mse_loss} | how
     torch.manual_seed(given["random"])
     target = batch(given["rows"], given["target"])
-    return pipe.train_step(batch(given["rows"], given["seed"]), target=target, loss_fn=F.mse_loss)
+    return pipe.train_step(batch(given["rows"], given["seed"]), target=target, loss_fn=given["loss_fn"])
 
 
 def one_step(name: str, *, first: bool) -> tuple[str, float]:
@@ -147,6 +148,35 @@ class Scaled(nn.Module):
         return self.scale * F.mse_loss(output, target)
 
 
+class Weighted:
+    """A loss that is no module, with a number in a list and a log of its own."""
+
+    def __init__(self, scale: float) -> None:
+        self.weights, self.calls, self.log = [scale, 1.0], 0, list[int]()
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        self.log.append(self.calls)
+        return self.weights[0] * F.mse_loss(output, target)
+
+
+def losses_that_keep() -> list[float]:
+    """Take two steps with one of torch's losses, and with others that change what they hold where they are called."""
+    pipe, average, calls, counted = _pipe(), torch.zeros(()), {"all": 0}, 0
+
+    def averages(output: Tensor, target: Tensor, *, log: list[int] = []) -> Tensor:  # noqa: B006
+        nonlocal counted
+        counted += 1
+        calls["all"] += 1
+        log.append(counted)
+        average.mul_(0.9)
+        average.add_(1.0)
+        return F.mse_loss(output, target)
+
+    kinds = (F.mse_loss, averages, Weighted(1.0), Scaled(1.0))
+    return [float(_step(pipe, loss_fn=loss)) for loss in kinds for _ in range(2)]
+
+
 def losses() -> list[str]:
     """Give rank 1 losses that hold other numbers, then the same losses to both."""
     pipe = _pipe()
@@ -160,7 +190,7 @@ def losses() -> list[str]:
 
 
 def _losses(scale: float) -> dict[str, Any]:
-    held, weights = Scaled(scale), torch.full((8,), scale)
+    held, weights, array = Scaled(scale), torch.full((8,), scale), np.full(3, scale)
     return {
         "closure": lambda output, target: scale * F.mse_loss(output, target),
         "default": lambda output, target, scale=scale: scale * F.mse_loss(output, target),
@@ -170,6 +200,9 @@ def _losses(scale: float) -> dict[str, Any]:
         "attribute": lambda output, target: held.scale * F.mse_loss(output, target),
         "partial": partial(F.huber_loss, delta=scale),
         "tensor": lambda output, target: (weights * (output - target) ** 2).mean(),
+        "object": Weighted(scale),
+        "keyword": lambda output, target, *, scale=scale: scale * F.mse_loss(output, target),
+        "array": lambda output, target: float(array[0]) * F.mse_loss(output, target),
         "entry": lambda output, target, held={"scale": scale}: held["scale"] * F.mse_loss(output, target),
     }
 
@@ -200,8 +233,15 @@ def test_losses_that_hold_other_numbers_are_refused(ranks: Pool) -> None:
     for found in ranks(2).run(losses):
         for name, text in zip(LOSSES, found, strict=False):
             assert "the ranks differ in " in text, (name, text)
-            assert ("that the loss holds" if name == "tensor" else "= 1.0, rank 1 has") in text, (name, text)
+            held = "that the loss holds" if name in ("tensor", "array") else "= 1.0, rank 1 has"
+            assert held in text, (name, text)
         assert found[len(LOSSES) :] == ["nothing was raised"] * len(LOSSES)
+
+
+def test_what_a_loss_changes_where_it_is_called_does_not_count(ranks: Pool) -> None:
+    """The log, counter and running average of a loss grow on the last rank alone; its value is that of torch's loss."""
+    for found in ranks(2).run(losses_that_keep):
+        assert found == [found[0]] * 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.int64])

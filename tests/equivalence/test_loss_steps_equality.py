@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import InputError, autosplit
+from autosplit.runtime.loss.proof import Proofs
 from tests.equivalence.equality import Run, assert_equal_runs, difference, forward_backward, train_step
 from tests.equivalence.test_loss_rules_equality import (
     CLASSES,
@@ -136,6 +137,12 @@ def test_a_lambda_made_anew_in_every_round_is_proved_once_and_kept_once() -> Non
     assert calls.count(ROWS) <= 2 + 2 * 4, "each round: counted once and checked once; the proof comes first"
     assert len(first) == 9
     assert others
+
+
+def test_lambdas_with_other_texts_as_defaults_are_other_losses() -> None:
+    mean, total = (lambda o, t, how=how: F.mse_loss(o, t, reduction=how) for how in ("mean", "sum"))
+    proofs = Proofs()
+    assert proofs.identity(mean) != proofs.identity(total)
 
 
 @pytest.mark.parametrize("loss_fn", [F.cross_entropy, lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1)])

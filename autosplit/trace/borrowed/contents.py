@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autosplit.trace.borrowed.values import GONE
+from autosplit.trace.borrowed.values import GONE, defaults_of
 
 CLASS = "__class__"
 """The entry of a module's content that is its class."""
@@ -88,6 +88,15 @@ def refill_cell(cell: types.CellType, content: list[Any]) -> None:
     """Give a closure's variable its value."""
     if content:
         cell.cell_contents = content[0]
+
+
+def refill_defaults(function: types.FunctionType, content: dict[str, Any]) -> None:
+    """Give a function its code and its defaults."""
+    if not same_entries(defaults_of(function), content):
+        code, *entries = content.items()
+        function.__code__, count = code[1], len(function.__defaults__ or ())
+        function.__defaults__ = tuple(value for _, value in entries[:count])
+        function.__kwdefaults__ = dict(entries[count:])
 
 
 def named(space: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

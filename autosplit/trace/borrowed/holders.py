@@ -36,18 +36,20 @@ from autosplit.trace.borrowed.contents import (
     named,
     refill,
     refill_cell,
+    refill_defaults,
     refill_marks,
     refill_module,
     state_of,
     writer,
 )
-from autosplit.trace.borrowed.names import names_in, names_in_methods
+from autosplit.trace.borrowed.names import is_installed, names_in, names_of_installed
 from autosplit.trace.borrowed.values import (
     ATOMIC,
     CACHED,
     ITERATORS,
     applied,
     cell_content,
+    defaults_of,
     is_apart,
     is_object,
     parts_of,
@@ -61,7 +63,6 @@ HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 _TABLES = frozenset(("_parameters", "_buffers", "_modules", *HOOK_TABLES))
 _GLOBAL_TABLES = tuple(f"_global{table}" for table in HOOK_TABLES)
 _DEPTH = 3
-_INSTALLED = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Holder:
         attributes: whether its entries are attributes of what ``name`` names, rather than items.
         kind: the class of an object whose attributes it holds.
         draws: whether it is the state of a random generator.
+        cell: whether it is a variable of a closure.
     """
 
     place: Place
@@ -89,6 +91,7 @@ class Holder:
     attributes: bool = False
     kind: type | None = None
     draws: bool = False
+    cell: bool = False
 
     def places(self, before: Any, keys: Collection[Any]) -> set[Place]:
         """Return the places of entries that changed; where entries of a dict come and go, that of the whole."""
@@ -124,6 +127,8 @@ class Holders:
         """Tensors outside of the tables of parameters and buffers, and where they are, by id."""
         self.stands: dict[int, tuple[Any, Any]] = {}
         """Iterators and caches by id, each with the one that stands for it."""
+        self.functions: list[types.FunctionType] = []
+        """The functions whose code was walked."""
         self._mentioned: set[Any] = set()
         """The names in all code that the walk has come to, and the classes that it may call."""
         self._by_text = False
@@ -134,9 +139,8 @@ class Holders:
         """The names that are taken of each module's globals."""
         self._seen: dict[int, Any] = {}
         self._classes: set[type] = set()
-        self._installed: dict[str, bool] = {}
         self._of_hook = self._of_function = False
-        self._functions: list[type] = []
+        self._autograd_functions: list[type] = []
         """Classes of autograd functions, which are walked behind what else names the same."""
         modules = {id(m): (path, m) for model in models for path, m in model.named_modules()}
         self._modules: Collection[int] = modules.keys()
@@ -149,7 +153,7 @@ class Holders:
             else:
                 self._value(function, ("", "a function"), _DEPTH, getattr(function, "__qualname__", "a function"))
         self._of_function = True
-        for kind in self._functions:
+        for kind in self._autograd_functions:
             self._members(kind)
         self._of_hook = True
         self.hook_tables = [m.__dict__.get(table, {}) for _, m in modules.values() for table in HOOK_TABLES]
@@ -167,6 +171,12 @@ class Holders:
         """Tell whether the walk came to an object."""
         return id(value) in self._seen
 
+    def entries(self, holder: Holder, content: Any) -> list[tuple[Any, Any]]:
+        """Return the entries of a content that code may take, by key or position; a state has one, under None."""
+        keyed = enumerate(content) if isinstance(content, list) else [(None, content)]
+        pairs = content.items() if isinstance(content, dict) else keyed
+        return [(k, value) for k, value in pairs if self.may_read(holder, k) and not str(k).startswith("__")]
+
     def may_read(self, holder: Holder, key: Any) -> bool:
         """Tell whether the code that was walked may take an entry, which it does of attributes by their names."""
         return not holder.attributes or self.may_name(key, holder.kind)
@@ -175,9 +185,8 @@ class Holders:
         """Tell whether code may take an attribute: what was walked, or installed classes of an object of this class."""
         if self._by_text or name in self._mentioned:
             return True
-        bases = kind.__mro__[:-1] if kind else ()
-        installed = [names_in_methods(base) for base in bases if self._is_installed(base.__module__)]
-        return any(names.by_text or name in names.mentioned for names in installed)
+        installed = names_of_installed(kind or object)
+        return installed.by_text or name in installed.mentioned
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors outside of the tables by the names of their places; further ones of a place by number."""
@@ -241,7 +250,7 @@ class Holders:
         elif isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, types.ModuleType):
-            for key in () if self._is_installed(value.__name__) else list(vars(value)):
+            for key in () if is_installed(value.__name__) else list(vars(value)):
                 self._when_mentioned(key, functools.partial(self._take, vars(value), key))
         elif (state := state_of(value)) is not None:
             self._add(place, *state, name=name, draws=isinstance(value, GENERATORS))
@@ -281,10 +290,10 @@ class Holders:
 
     def _class(self, kind: type) -> None:
         for each in kind.__mro__:
-            if each not in self._classes and not self._is_installed(each.__module__):
+            if each not in self._classes and not is_installed(each.__module__):
                 self._classes.add(each)
                 if issubclass(each, torch.autograd.Function) and not self._of_function:
-                    self._functions.append(each)
+                    self._autograd_functions.append(each)
                 else:
                     self._members(each)
 
@@ -294,7 +303,7 @@ class Holders:
         assign = functools.partial(type.__setattr__, kind), functools.partial(type.__delattr__, kind)
         read: Callable[[], dict[str, Any]] = functools.partial(dict, vars(kind))
         self._add(place, read, writer(read, *assign), name=name, attributes=True)
-        installed = [base for base in kind.__mro__ if base is not object and self._is_installed(base.__module__)]
+        installed = [base for base in kind.__mro__ if base is not object and is_installed(base.__module__)]
         inherited = {key for base in installed for key in vars(base)}  # code that is not followed may call these
         for key, member in list(vars(kind).items()):
             value = member.fget if isinstance(member, property) else member
@@ -315,19 +324,23 @@ class Holders:
     def _mention(self, names: Iterable[Any]) -> None:
         new = {*names} - self._mentioned
         self._mentioned |= new
-        for walk in [walk for name in new for walk in self._waiting.pop(name, ())]:
+        waiting = sorted(new & self._waiting.keys(), key=str)  # the walk is the same in every process
+        for walk in [walk for name in waiting for walk in self._waiting.pop(name)]:
             walk()
 
     def _function(self, function: types.FunctionType) -> None:
-        if self._is_installed(function.__module__):
+        if is_installed(function.__module__):
             return
+        self.functions.append(function)
         name = function.__qualname__
         place = ("", name)
         own = function.__dict__
         self._add(place, own.copy, functools.partial(refill, own), name=name, attributes=True)
         for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             read, write = functools.partial(cell_content, cell), functools.partial(refill_cell, cell)
-            self._add(place, read, write, name=f"{name}.{free}")
+            self._add(place, read, write, name=f"{name}.{free}", cell=True)
+        write = functools.partial(refill_defaults, function)
+        self._add(place, functools.partial(defaults_of, function), write, name=name)
         for key, value in parts_of(function, ()) or ():
             self._value(value, place, _DEPTH, f"{name}.{key}")
         names = names_in(function.__code__)
@@ -338,7 +351,7 @@ class Holders:
         for variable, attributes in names.globals:
             self._variable(function.__globals__, (variable, *attributes), names.mentioned)
         for module in names.imported:
-            if module in sys.modules and not self._is_installed(module):
+            if module in sys.modules and not is_installed(module):
                 self._variable(vars(sys.modules[module]), (), names.mentioned)
 
     def _variable(self, space: dict[str, Any], path: tuple[str, ...], mentioned: Collection[str]) -> None:
@@ -346,7 +359,7 @@ class Holders:
         for name in path:
             self._take(space, name)
             value = space.get(name)
-            if not isinstance(value, types.ModuleType) or self._is_installed(value.__name__):
+            if not isinstance(value, types.ModuleType) or is_installed(value.__name__):
                 return
             space = vars(value)
         for name in sorted(mentioned & space.keys()):
@@ -363,15 +376,6 @@ class Holders:
             self._spaces[key][name] = None
             if not isinstance(space.get(name), types.ModuleType):  # of one, code names attributes in a row
                 self._value(space.get(name), ("", module), _DEPTH, f"{module}.{name}")
-
-    def _is_installed(self, name: Any) -> bool:
-        top = str(name).partition(".")[0]
-        if top not in self._installed:
-            file = str(getattr(sys.modules.get(top), "__file__", None) or "")
-            library = top in sys.stdlib_module_names and top != "__main__"
-            own = top in ("torch", "autosplit", "cost_models")
-            self._installed[top] = library or own or any(part in file for part in _INSTALLED)
-        return self._installed[top]
 
 
 def _values_of(content: Any) -> Iterable[Any]:

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
+import sys
 import types
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _GLOBAL = frozenset(f"{verb}_{kind}" for verb in ("LOAD", "STORE", "DELETE") for kind in ("GLOBAL", "NAME"))
 _ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"))
 _BY_TEXT = frozenset("getattr vars __dict__ __getattribute__ attrgetter methodcaller eval exec globals".split())
 """Names of what reaches attributes by text that the code need not contain."""
+_STORES = frozenset(f"{verb}_{kind}" for verb in ("STORE", "DELETE") for kind in ("GLOBAL", "NAME", "ATTR"))
+_LOADS = frozenset(f"LOAD_{kind}" for kind in ("GLOBAL", "NAME", "DEREF", "ATTR", "METHOD"))
+_METHODS = frozenset("append appendleft extend update add insert pop popleft remove setdefault clear".split())
+"""Methods that change the entries of a container."""
+_KNOWN, _INSTALLED = ("torch", "autosplit", "cost_models"), ("site-packages", "dist-packages")
 
 
 class Names(NamedTuple):
@@ -36,6 +43,18 @@ class Names(NamedTuple):
     def by_text(self) -> bool:
         """Whether the code may reach attributes whose names it does not contain."""
         return not self.mentioned.isdisjoint(_BY_TEXT)
+
+
+class Changes(NamedTuple):
+    """What a function's code may change of the values that it reaches.
+
+    Attributes:
+        values: names of what it assigns or deletes, or changes by a method.
+        containers: names of containers whose entries it may change.
+    """
+
+    values: frozenset[str]
+    containers: frozenset[str]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -59,6 +78,26 @@ def names_in(code: types.CodeType) -> Names:
     return Names(tuple(found), frozenset(mentioned), tuple(imported))
 
 
+@functools.lru_cache(maxsize=1024)
+def changes_in(code: types.CodeType) -> Changes:
+    """Return what a function's code may change; its own variables do not count."""
+    values, containers = set[str](), set[str]()
+    for inner in _codes(code):
+        names = {*inner.co_names, *inner.co_freevars, *inner.co_varnames}
+        for before, step in itertools.pairwise(dis.get_instructions(inner)):
+            name = str(step.argval)
+            if step.opname in _STORES or (step.opname == "STORE_DEREF" and name in inner.co_freevars):
+                values.add(name)
+            elif step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
+                containers |= names
+            elif step.opname in _ATTRIBUTE and (name in _METHODS or (name[-1:] == "_" != name[-2:-1])):
+                if before.opname in _LOADS:
+                    values.add(before.argval)
+                elif name in _METHODS and before.opname.startswith(("LOAD_FAST", "BINARY_SUBSCR")):
+                    containers |= names
+    return Changes(frozenset(values), frozenset(containers))
+
+
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
     for constant in code.co_consts:
@@ -73,8 +112,26 @@ def _texts(constant: object) -> list[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def names_in_methods(kind: type) -> Names:
-    """Return the names that the functions of a class use, without those of its bases."""
+def names_of_installed(kind: type) -> Names:
+    """Return the names that the functions of an object's classes use, of those that are of installed packages."""
+    kinds = [base for base in kind.__mro__[:-1] if is_installed(base.__module__)]
+    return Names((), frozenset().union(*map(_mentioned_in_methods, kinds)), ())
+
+
+@functools.lru_cache(maxsize=1024)
+def _mentioned_in_methods(kind: type) -> frozenset[str]:
     members = (getattr(member, "fget", getattr(member, "__func__", member)) for member in vars(kind).values())
     every = [names_in(member.__code__) for member in members if isinstance(member, types.FunctionType)]
-    return Names((), frozenset().union(*(names.mentioned for names in every)), ())
+    return frozenset().union(*(names.mentioned for names in every))
+
+
+def is_installed(name: Any) -> bool:
+    """Tell whether a Python module is of Python, torch, this project or an installed package."""
+    return _is_installed_package(str(name).partition(".")[0])
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_installed_package(name: str) -> bool:
+    file = str(getattr(sys.modules.get(name), "__file__", None) or "")
+    library = name in sys.stdlib_module_names and name != "__main__"
+    return library or name in _KNOWN or any(part in file for part in _INSTALLED)

@@ -69,8 +69,7 @@ def parts_of(value: Any, modules: Collection[int]) -> list[tuple[Any, Any]] | No
     elif isinstance(value, CACHED):
         return [("func", value.__wrapped__)]
     elif isinstance(value, types.FunctionType):
-        keywords = value.__kwdefaults__ or {}
-        return [*_closure(value), *enumerate(value.__defaults__ or ()), *keywords.items(), *vars(value).items()]
+        return [*_closure(value), *defaults_of(value).items(), *vars(value).items()]
     if is_object(value) or is_apart(value, modules):
         parts = [*(parts or ()), *getattr(value, "__dict__", {}).items(), *slots_of(value).items()]
     return parts
@@ -92,6 +91,13 @@ def _closure(function: types.FunctionType) -> list[tuple[str, Any]]:
     """Return the variables of a function's closure that have values."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return [(name, part) for name, cell in cells for part in cell_content(cell)]
+
+
+def defaults_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return a function's code, and its defaults by the names of its parameters."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return {"__code__": code, **dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
 
 
 def cell_content(cell: types.CellType) -> list[Any]:

@@ -79,9 +79,10 @@ class Walk:
         return cls(by_id, {key: number for number, key in enumerate(by_id)})
 
     def named(self) -> tuple[Any, ...]:
-        """Return the functions and classes that the walk has come to, in its order: what they name is outside of it."""
+        """Return functions, Python modules and classes that the walk has come to: what is in them is outside of it."""
         values = (*self.modules.values(), *self.seen.values())
-        return tuple(dict.fromkeys(v if isinstance(v, types.FunctionType) else type(v) for v in values))
+        whole = (types.FunctionType, types.ModuleType)
+        return tuple(dict.fromkeys(value if isinstance(value, whole) else type(value) for value in values))
 
 
 def content(value: Any, walk: Walk, depth: int = _DEPTH) -> Any:
@@ -104,14 +105,15 @@ def content(value: Any, walk: Walk, depth: int = _DEPTH) -> Any:
     if depth == 0:
         return None
     parts = parts_of(value, walk.modules)
+    if isinstance(value, types.ModuleType):
+        walk.seen[id(value)] = value
     if parts is None:
         return _whole(value)
     if not isinstance(value, (tuple, frozenset)):
         walk.seen[id(value)] = value
         walk.ties[id(value)] = len(walk.ties)
-    if isinstance(value, types.FunctionType):  # what it names is outside
-        defaults = value.__defaults__, value.__kwdefaults__
-        return value.__code__, tuple(content(each, walk, depth - 1) for each in defaults)
+    if isinstance(value, types.FunctionType):
+        return value.__code__  # what it names, and its defaults, are outside
     if isinstance(value, (set, frozenset)) or (walk.loose and isinstance(value, list)):  # a log that grows is the same
         return type(value), frozenset(content(part, walk, depth - 1) for _, part in parts)
     return type(value), tuple((str(key), content(part, walk, depth - 1)) for key, part in parts)
@@ -208,9 +210,7 @@ class OutsideValues:
         walk = Walk({}, {}, loose=self._loose, integers=self._integers)
         self._entries = [_Entry(("", ""), ("", ""), self._entry(root, walk), True) for root in self._roots]
         for holder, now in self._contents:
-            pairs = now.items() if isinstance(now, dict) else enumerate(now) if isinstance(now, list) else [(None, now)]
-            known = [(key, value) for key, value in pairs if self._map.may_read(holder, key)]
-            entries = [(holder.place_of(k), self._entry(v, walk)) for k, v in known if not str(k).startswith("__")]
+            entries = [(holder.place_of(k), self._entry(v, walk)) for k, v in self._map.entries(holder, now)]
             if self._loose and isinstance(now, list):  # a log that grows is the same one
                 entries = [(holder.place_of(0), frozenset(value for _, value in entries))]
             is_live = holder.of_hook or holder.of_function
@@ -220,8 +220,7 @@ class OutsideValues:
         """Return what tells an entry from another; what is in a list, dict or object is in entries of its own."""
         value = referent(value)
         if isinstance(value, types.FunctionType):
-            keywords = tuple((value.__kwdefaults__ or {}).items())
-            return value.__code__, self._entry(value.__defaults__, walk), self._entry(keywords, walk)
+            return value.__code__
         if isinstance(value, _WRAPPERS):
             return type(value), tuple(self._entry(part, walk) for _, part in parts_of(value, ()) or ())
         if isinstance(value, frozenset):
