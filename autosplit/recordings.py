@@ -256,7 +256,9 @@ class Recordings:
         """Leave what the first call of a kind that runs by its own Python has changed out of signatures."""
         if (key := self._refused_last) is not None:
             self._refused_last = None
-            self._refused[self.python.without_changes(key, sample).rest] = self._refused[key.rest]
+            now, refused = self.python.without_changes(key, sample).rest, self._refused.get(key.rest)
+            if refused is not None:  # else another thread's call has renewed it
+                self._refused[now] = refused
 
     def _widened(self, key: Key, sample: Sample) -> Recorded | None:
         """Return a recording for all lengths, made of the newest one of this kind of call at another length; or None.

@@ -153,7 +153,7 @@ def test_workloads(data: st.DataObject) -> None:
     with only(InputError):
         problem = parse_workload(edited(data, WORKLOAD)).problem(stages=2, capacity_bytes=MOST_BYTES)
         found = solve(problem, stages=2, empty=True)
-        assert check(problem, found.assignment).bottleneck_s == pytest.approx(found.bottleneck_s)
+        assert check(problem, found.assignment).bottleneck_s == pytest.approx(found.costs.bottleneck_s)
 
 
 def device() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autosplit.options import Sample
 from autosplit.profile.node_costs.combine import profile
-from autosplit.profile.types import MeasuredNode, Profile, SplitBackward
+from autosplit.profile.types import MeasuredNode, MeasuredTimes, Profile, SplitBackward
 from autosplit.report.costs import CostReport, cost_report, module_rows, readable_depth, render_costs
 from autosplit.report.words import format_count
 from autosplit.trace.graph import TracedGraph
@@ -68,7 +68,7 @@ def measured(found: Profile, *, without: str) -> Profile:
         for name, n in found.nodes.items()
         if name != without
     }
-    return replace(found, device="cpu", measured=True, samples=samples, out_of_memory={without: "too big"})
+    return replace(found, times=MeasuredTimes(samples, "cpu", {without: "too big"}))
 
 
 def test_rows_of_modules_hold_what_runs_in_them_and_below(recorded: TracedGraph) -> None:

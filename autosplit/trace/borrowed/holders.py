@@ -95,7 +95,7 @@ class Holder:
 
     def places(self, before: Any, keys: Collection[Any]) -> set[Place]:
         """Return the places of entries that changed; where entries of a dict come and go, that of the whole."""
-        known = range(len(before)) if isinstance(before, list) else before
+        known = before if isinstance(before, dict) else range(len(before))
         whole = bool(self.name) and not self.attributes and any(key not in known for key in keys)
         return {("", self.name)} if whole else {self.place_of(key) for key in keys}
 
