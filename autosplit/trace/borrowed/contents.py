@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import functools
 import pickle
 import random
 import types
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -158,20 +156,3 @@ def state_of(value: Any) -> tuple[Callable[[], bytes], Callable[[bytes], None]] 
             write(pickle.loads(state))
 
     return lambda: pickle.dumps(read()), restore
-
-
-@contextlib.contextmanager
-def without_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Put the gradients of tensors aside, and back at the end, so that a backward inside adds nothing to them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        found = [(tensor, tensor.grad) for tensor in tensors]
-    # One that grew beside its old gradient could not be given it back.
-    aside = [(t, g) for t, g in found if g is None or (g.shape, g.dtype, g.device) == (t.shape, t.dtype, t.device)]
-    for tensor, _ in aside:
-        tensor.grad = None
-    try:
-        yield
-    finally:
-        for tensor, gradient in aside:
-            tensor.grad = gradient

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.errors import InputError, TraceError
 from autosplit.trace.borrowed.blank import fake
-from autosplit.trace.borrowed.contents import without_gradients
 from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.hooks import silence
 from autosplit.trace.inputs.objects import storage_key
@@ -76,7 +76,7 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
         if id(tensor) not in copyable | kept and not tensor.is_inference()
     ]
     held = contents([tensor for _, tensor in holders.tensors.values() if id(tensor) in copyable])
-    with held, without_gradients(tensor for tensor in strided if tensor.is_leaf):
+    with held, gradients_aside(tensor for tensor in strided if tensor.is_leaf):
         try:
             holders.stand_in()
             silence(holders.hook_tables)
@@ -351,10 +351,12 @@ def eval_mode(model: nn.Module, *others: nn.Module) -> Iterator[None]:
 def gradients_aside(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     """Give leaves no gradients inside, and their own back at the end.
 
-    A gradient of another shape than its leaf's, whose data was replaced, stays: it could not be put back.
+    A gradient that is not like its leaf, whose data was replaced, stays: it could not be put back.
     """
-    gradients = [(leaf, leaf.grad) for leaf in leaves]
-    saved = [(leaf, gradient) for leaf, gradient in gradients if gradient is None or gradient.shape == leaf.shape]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        gradients = [(leaf, leaf.grad) for leaf in leaves]
+    saved = [(t, g) for t, g in gradients if g is None or (g.shape, g.dtype, g.device) == (t.shape, t.dtype, t.device)]
     for leaf, _ in saved:
         leaf.grad = None
     try:

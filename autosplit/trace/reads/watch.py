@@ -19,7 +19,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.borrowed import side_effects, state
-from autosplit.trace.borrowed.contents import without_gradients
 from autosplit.trace.borrowed.holders import Holders, Place
 from autosplit.trace.borrowed.state_calls import in_place
 from autosplit.trace.inputs.objects import storage_key, take_apart, tensors_in
@@ -195,7 +194,10 @@ class Watcher(TorchFunctionMode):
             ends = [tensor for tensor in (*inputs, *parameters) if tensor.requires_grad]
             starts = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
             taint, self._watched = self._watched, None
-            with contextlib.suppress(Exception), without_gradients(ends):  # what is not seen here is compared later on
+            with (
+                contextlib.suppress(Exception),
+                state.gradients_aside(ends),
+            ):  # what is not seen here is compared later on
                 if starts and ends:
                     ones = [torch.ones_like(tensor) for tensor in starts]
                     torch.autograd.backward(starts, ones, retain_graph=True, inputs=ends)
