@@ -62,6 +62,11 @@ def gradients(
     )
 
 
+def accumulate(roots: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], *, keep: bool) -> None:
+    """Add to the ``.grad`` of all leaves behind the roots; ``keep`` keeps the graph."""
+    _ENGINE.run_backward(tuple(roots), tuple(seeds), keep, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def donate_gradients(tensors: Sequence[torch.Tensor], gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return a root, on the first tensor's device, whose backward gives every tensor its gradient.
 
@@ -121,17 +126,26 @@ def leaves_under(value: torch.Tensor, made: Sequence[torch.Tensor] = ()) -> list
     return found
 
 
-def check_parameters(values: Iterable[Sequence[torch.Tensor]], given: Iterable[Sequence[torch.Tensor]]) -> None:
-    """Raise InputError for parameters under values that were not given: their gradients would be lost."""
-    known = list(chain(*given))
-    ids = set(map(id, known))
-    for leaf in (leaf for value in chain(*values) for leaf in leaves_under(value, known)):
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in ids:
+def has_several(
+    values: Iterable[Sequence[torch.Tensor]], summed: Collection[torch.Tensor], others: Iterable[torch.Tensor]
+) -> bool:
+    """Tell whether a backward from values has several contributions for one of the leaves that are ``summed``.
+
+    Raises InputError for parameters that are neither among these nor among the ``others``: their gradients would be
+    lost.
+    """
+    ids = set(map(id, summed))
+    known, several = ids.union(map(id, others)), False
+    for node, count in _products_in(list(chain(*values)))[0].items():
+        leaf = getattr(node, "variable", None)
+        several |= count > 1 and id(leaf) in ids
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
             raise InputError(
                 f"a hook, or a forward that no graph follows, computes with a parameter of shape {list(leaf.shape)} "
                 "that its module does not have, or that it does not read from the module that it is called with; "
                 "register the parameter in that module too and read it there, detach it, or call under torch.no_grad()"
             )
+    return several
 
 
 class InjectGradients(torch.autograd.Function):

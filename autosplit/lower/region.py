@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.lower.layout import Layout, Slot
+from autosplit.lower.uses import takes_once
 from autosplit.runtime.norms import normalise, tally
 from autosplit.runtime.ops import alias, draw, fork
 from autosplit.runtime.regions import Compiled, Recomputed
@@ -148,7 +149,7 @@ class Region:
             return self.slots[Slot(operand.name, use)]
         value = self.slots.get(Slot(operand.name, None), self.copies.get(operand))
         assert value is not None, f"{operand.name} is not at hand for {consumer.name}"
-        return self._alias(value, operand)
+        return self._alias(value, operand, consumer)
 
     def _plumbing(self, operand: fx.Node, consumer: fx.Node) -> fx.Node:
         """Copy a size expression (or a step into a structured result) to where it is used."""
@@ -160,11 +161,13 @@ class Region:
         self.copies[operand] = copy
         return copy
 
-    def _alias(self, value: fx.Node, operand: fx.Node) -> fx.Node:
+    def _alias(self, value: fx.Node, operand: fx.Node, consumer: fx.Node) -> fx.Node:
         info = operand.meta[INFO]
         if self.layout.uses.get(operand.name, 0) < 2 or info.mutated or len(info.tensors) != 1:
             return value
-        return self.graph.call_function(alias, (value,)) if info.tensors[0].differentiable else value
+        if not info.tensors[0].differentiable or takes_once(consumer, operand, self.traced.root):
+            return value
+        return self.graph.call_function(alias, (value,))
 
     def _placed(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Send devices named in the recording to the region's own device; on the CPU a model on meta stays there."""

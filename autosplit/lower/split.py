@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from autosplit.lower.layout import EPILOGUE, Layout, Slot, lay_out, tensor_operands
 from autosplit.lower.region import Region, RegionModule, recomputed
+from autosplit.lower.stage_code import StageCode
 from autosplit.profile.stage_trace.stage_graph import block_paths, in_units
 from autosplit.runtime.optimizers import move
 from autosplit.runtime.regions import Compiled, Recomputed
@@ -44,6 +45,8 @@ class Lowered:
     """What each stage does again in its backward."""
     runs: tuple[nn.Module, ...]
     """What runs each stage: its own graph, compiled code, or either of them again in its backward."""
+    codes: dict[int, StageCode] = field(default_factory=dict, repr=False, compare=False)
+    """What runs each stage in steps, as far as any has been run."""
 
     @property
     def traced(self) -> TracedGraph:
@@ -60,8 +63,17 @@ class Lowered:
         again = isinstance(self.runs[stage], Recomputed)
         return again and not (last and self.recompute[stage] == "except_last")
 
+    def code(self, stage: int) -> StageCode:
+        """Return the code of a stage, made anew where its modules are others or have hooks."""
+        code = self.codes.get(stage)
+        if code is None or not code.holds():
+            code = self.codes[stage] = StageCode(self.stages[stage], self.runs[stage])
+        return code
+
     def cell(self, stage: int, *, last: bool) -> Callable[..., Any]:
         """Return what runs a stage on a microbatch."""
+        if (code := self.codes[stage]).is_entered:
+            return code.function
         run = self.runs[stage]
         once = isinstance(run, Recomputed) and not self.runs_again(stage, last=last)
         return partial(run, recompute=False) if once else run

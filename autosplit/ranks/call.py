@@ -15,7 +15,7 @@ from autosplit.distributed.step import RankStep
 from autosplit.runtime.lanes.threads import backwards, forwards
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import OUT, Bundle
-from autosplit.runtime.step.cells import Cells, held_back, parameters
+from autosplit.runtime.step.cells import Cells, parameters
 from autosplit.runtime.transport import Way
 
 
@@ -128,7 +128,7 @@ class WholeCall:
         if step.world.rank != step.last:
             for way in filter(self._is_own, self._ways()):
                 cells.cells[way.source, way.microbatch].out_gradients = cells.transport.recv(way.back)
-        with step.entered(), held_back(p for parameters in cells.parameters.values() for p in parameters):
+        with step.entered(), cells.hooks_held_back():
             step.perform(step.once(("backwards", len(step.sizes)), lambda: backwards(step.schedule)), cells)
         with step.located():
             cells.hand_over()

@@ -184,13 +184,13 @@ def _without_gradient(ctx: Any, outputs: Bundle) -> list[torch.Tensor]:
     return [output for output, needed in zip(outputs, needs, strict=True) if not needed]
 
 
-def on_lane(module: nn.Module, lane: Lane) -> nn.Module:
-    """Return a module that runs on a lane; for a lane on the CPU that is the module itself."""
+def on_lane(module: Any, lane: Lane) -> Any:
+    """Return a module or function that runs on a lane; for a lane on the CPU that is the module itself."""
     return _OnLane(module, lane) if lane.asynchronous else module
 
 
 class _OnLane(nn.Module):
-    def __init__(self, module: nn.Module, lane: Lane) -> None:
+    def __init__(self, module: Any, lane: Lane) -> None:
         super().__init__()
         self.module = module
         self.lane = lane

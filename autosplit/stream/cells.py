@@ -49,6 +49,10 @@ class StreamCells(TrainCells):
         """Return none: each stage says which version it computes with."""
         return {}
 
+    def _split_stages(self) -> set[int]:
+        """Return none: a stream's backwards are whole."""
+        return set()
+
     def context(self, stage: int, microbatch: int) -> CellContext:
         """Return where operations of a cell draw and leave what norms see; a stage updates its own norms."""
         return CellContext(self._states[stage], microbatch)
@@ -70,8 +74,7 @@ class StreamCells(TrainCells):
         """Return the gradients of a stage's weights on a lane, and let go of both."""
         used = [own for own in self.replicas(stage) if own.parameters]
         for own in used:
-            moved = transfer(tuple(own.totals.values()), self.step.lane_of(own.held), lane)
-            own.totals = dict(zip(own.totals, moved, strict=True))
+            transfer(tuple(own.totals()), self.step.lane_of(own.held), lane)  # on one device: it waits for them
         found = together(used, (), self.step.brought)
         for own in used:
             own.use(())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,12 +21,12 @@ import torch
 from autosplit.backward import (
     DeferredWeightGrads,
     Product,
+    accumulate,
     apart,
-    begin_at_sums,
-    check_parameters,
     defer_weight_gradients,
     donate_gradients,
     gradients,
+    has_several,
 )
 from autosplit.runtime.lanes.ambient import any_autocast
 from autosplit.runtime.ops import OUT, Bundle, CellContext, transfer
@@ -73,28 +74,34 @@ class Cells:
         self.layout = self.lowered.layout
         self.last = len(self.lowered.stages) - 1
         self.cells: dict[tuple[int, int], CellState] = {}
-        self.parameters = parameters
-        self.given = {held: self._given(held) for held in step.held}
-        """What each replica of each stage has of shared values and tied parameters."""
         self.aliased = detached and (has_module_hooks() or any_autocast())
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget gradients: of parameters, shared values, inputs, and of what cells sent."""
-        self.sums = {held: Sums(held, given, self.parameters.get(held, ())) for held, given in self.given.items()}
-        self.apart: set[int] = set()
-        """Leaves, by identity, that are not the lane's own: autograd may add their gradients on another stream."""
         self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}
         """By stage, microbatch and position in the stage's bundle of inputs."""
-        self.transport.clear()
-        for state in self.cells.values():
-            state.out_gradients = ()
+        self.sums = {held: self._sums_of(held) for held in step.held}
+        for held in step.codes:
+            self.sums[held].use(parameters.get(held, ()))
+        self._attributes = {held: step.attributes(held) for held in self.sums}
+        self._perform = {
+            "F": self.forward,
+            "B": self.backward,
+            "I": self.input_gradient,
+            "W": self.weight_gradients,
+        }
 
-    def _given(self, held: Held) -> Sequence[torch.Tensor]:
+    def _sums_of(self, held: Held) -> Sums:
         bundle = self.start.shared.get(held.stage, ())
         if bundle and held.replica:
             bundle = transfer(tuple(bundle), self.step.lanes[held.stage], self.step.lane_of(held))
-        return _detached(bundle) if self.detached else bundle
+        return Sums(held, self.step.codes.get(held), _detached(bundle) if self.detached else bundle)
+
+    def clear(self) -> None:
+        """Forget gradients: of parameters, shared values, inputs, and of what cells sent."""
+        for sums in self.sums.values():
+            sums.clear()
+        self.input_gradients.clear()
+        self.transport.clear()
+        for state in self.cells.values():
+            state.out_gradients = ()
 
     def _sums(self, stage: int, microbatch: int) -> Sums:
         """Return where the replica of a stage that runs a microbatch adds up."""
@@ -102,7 +109,13 @@ class Cells:
 
     def replicas(self, stage: int) -> list[Sums]:
         """Return what each replica of a stage adds up, in their order."""
-        return [own for held, own in self.sums.items() if held.stage == stage]
+        return [sums for held, sums in self.sums.items() if held.stage == stage]
+
+    @contextlib.contextmanager
+    def hooks_held_back(self) -> Iterator[None]:
+        """Hold back hooks of the parameters that stand for themselves in cells' graphs."""
+        with held_back(leaf for sums in self.sums.values() for leaf in sums.read_directly):
+            yield
 
     @property
     def sources(self) -> list[set[int]]:
@@ -111,13 +124,15 @@ class Cells:
 
     def act(self, action: Action) -> None:
         """Perform an action; an exception gets a note that says where it happened."""
-        log = self.step.log
+        log, (stage, kind, microbatch) = self.step.log, action
         try:
             if log is not None:
                 log.begins(action)
-            perform = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradients}
-            with self.step.attributes(self.step.holder(action.stage, action.microbatch)):
-                perform[action.kind](action.stage, action.microbatch)
+            if (attributes := self._attributes[self.step.holder(stage, microbatch)]) is None:
+                self._perform[kind](stage, microbatch)
+            else:
+                with attributes.shared():
+                    self._perform[kind](stage, microbatch)
             if log is not None:
                 log.ends(action)
         except BaseException as error:
@@ -127,10 +142,10 @@ class Cells:
     def forward(self, stage: int, microbatch: int) -> CellState:
         """Run a stage on a microbatch and send on what other stages take."""
         layout, held = self.layout.stages[stage], self.step.holder(stage, microbatch)
-        lane = self.step.lane_of(held)
+        lane, sums = self.step.lane_of(held), self.sums[held]
         state = self.cells[stage, microbatch] = CellState()
         given: dict[str, Any] = {**self.step.lengths, "rows": self.step.sizes[microbatch]}
-        given["shared"] = self._passed(self.given[held])
+        given["shared"] = self._passed(sums.given)
         given["key"] = self.context(stage, microbatch)
         with lane.active():
             if layout.inputs:
@@ -139,15 +154,19 @@ class Cells:
                 given[f"from{source}"] = self._passed(self.receive(state, Way(source, stage, microbatch)))
             if self.step.log is not None:  # on the lane itself it begins when that is there
                 self.step.log.begins(Action(stage, "F", microbatch))
+            sums.fill()
             run = self.step.program(held).cell(stage, last=microbatch == len(self.step.sizes) - 1)
             state.sent = run(*[given[name] for name in self.lowered.takes[stage]])
-        if self.detached:
-            own = [*state.leaves.values(), self.sums[held].given, self.sums[held].parameters]
-            self.step.once(("read", held), lambda: check_parameters(state.sent.values(), own))
+        if self.detached and self.step.once(("several", held), lambda: self._has_several(state, sums)):
+            sums.ask()
         for target in [name for name in state.sent if name != OUT]:
             bundle = state.sent[target] if self.detached else state.sent.pop(target)
             self.transport.send(Way(stage, int(target), microbatch), bundle)
         return state
+
+    def _has_several(self, state: CellState, sums: Sums) -> bool:
+        """Tell whether a cell has several contributions for one leaf; raise InputError for leaves that are not given."""
+        return has_several(state.sent.values(), sums.leaves, chain(*state.leaves.values(), sums.given))
 
     def context(self, stage: int, microbatch: int) -> CellContext:
         """Return where operations of a cell draw and leave what norms see."""
@@ -196,67 +215,67 @@ class Cells:
                 state.late, sums.added = None, microbatch + 1
             for product in state.deferred:
                 for leaf, gradient in product.gradients():
-                    sums.add(leaf, gradient)
-                    sums.own.add(id(leaf))
+                    sums.add(leaf, gradient, alone=True)
         state.deferred = []
 
     def _differentiate(self, stage: int, microbatch: int, *, whole: bool) -> None:
-        """Run a cell's backward, whole or but for what can wait.
-
-        What was summed so far is given to autograd as one more gradient of the leaf. Contributions are then added one
-        after the other, as in one backward of all cells, also where a cell has several. An input gradient whose turn
-        has not come (microbatches add in ascending order) leaves its own to the weight gradients.
-        """
+        """Run a cell's backward, whole or but for what can wait."""
         state, sums = self.cells[stage, microbatch], self._sums(stage, microbatch)
-        in_turn = whole or sums.added == microbatch
         with self.step.lane(stage, microbatch).active():
             roots, seeds = self.roots_of(state, stage, microbatch)
             if self.step.log is not None:  # on the lane itself it begins when the gradients are there
                 self.step.log.begins(Action(stage, "B" if whole else "I", microbatch))
-            leaves = [t for own in state.leaves.values() for t in own if t.requires_grad]
-            back, made = self._made(state, stage, microbatch, roots, seeds, leaves, whole=whole, in_turn=in_turn)
-            if in_turn:
-                sums.take(made, self.apart)
+            leaves = [leaf for bundle in state.leaves.values() for leaf in bundle if leaf.requires_grad]
+            if not sums.by_engine:
+                back = self._asked(state, sums, microbatch, roots, seeds, leaves, whole=whole)
+            else:
+                if roots:
+                    accumulate(roots, seeds, keep=self.keep)
+                back = {id(leaf): leaf.grad for leaf in leaves}
+                for leaf in leaves:
+                    leaf.grad = None
         self._send_back(state, stage, microbatch, back)
-        if in_turn:
-            sums.added = microbatch + 1
-        else:
-            state.late = [(leaf, gradient) for leaf, gradient in made if gradient is not None]
         state.out_gradients = ()
         if not self.keep:
             state.leaves.clear()
             state.sent = {}
 
-    def _made(
+    def _asked(
         self,
         state: CellState,
-        stage: int,
+        sums: Sums,
         microbatch: int,
         roots: list[torch.Tensor],
         seeds: list[torch.Tensor],
         leaves: Sequence[torch.Tensor],
         *,
         whole: bool,
-        in_turn: bool,
-    ) -> tuple[dict[int, torch.Tensor | None], list[tuple[torch.Tensor, torch.Tensor | None]]]:
-        """Run autograd's engine on a cell.
+    ) -> dict[int, torch.Tensor | None]:
+        """Ask autograd for a cell's gradients; return those of what it took, by identity, and add up the others.
 
-        Returns the gradients of what it took, by identity, and what came to each leaf that sums.
+        What was summed so far is given to autograd as one more gradient of the leaf. Contributions are then added one
+        after the other, as in one backward of all cells, also where a cell has several. An input gradient whose turn
+        has not come (microbatches add in ascending order) leaves its own to the weight gradients.
         """
-        sums = self._sums(stage, microbatch)
-        if not (roots and (leaves or sums.leaves)):
-            return {}, []
-        later = DeferredWeightGrads() if whole else self._deferred(roots, stage, microbatch, leaves)
-        summed = [leaf for leaf in sums.leaves if id(leaf) not in later.leaves]
+        in_turn = whole or sums.added == microbatch
+        back: dict[int, torch.Tensor | None] = {}
+        totals: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        if roots and (leaves or sums.leaves):
+            later = DeferredWeightGrads() if whole else self._deferred(roots, sums, microbatch, leaves)
+            summed = [leaf for leaf in sums.leaves if id(leaf) not in later.leaves]
+            if in_turn:
+                sums.begin(summed, roots, seeds)
+            found = iter(gradients(roots, seeds, [*leaves, *summed, *later.edges], keep=self.keep))
+            back = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=False)}
+            totals = list(zip(summed, found, strict=False))
+            later.catch(found)
+            state.deferred = later.products
         if in_turn:
-            held = [leaf for leaf in summed if id(leaf) in sums.totals and id(leaf) not in self.apart]
-            begin_at_sums(held, sums.totals, roots, seeds)
-        found = iter(gradients(roots, seeds, [*leaves, *summed, *later.edges], keep=self.keep))
-        back = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=False)}
-        made = list(zip(summed, found, strict=False))
-        later.catch(found)
-        state.deferred = later.products
-        return back, made
+            sums.take(totals)
+            sums.added = microbatch + 1
+        else:
+            state.late = [(leaf, gradient) for leaf, gradient in totals if gradient is not None]
+        return back
 
     def _send_back(self, state: CellState, stage: int, microbatch: int, back: dict[int, torch.Tensor | None]) -> None:
         """Send the gradients of what a cell received; those of the batch are kept."""
@@ -270,14 +289,14 @@ class Cells:
                     self.input_gradients[stage, microbatch, position] = gradient
 
     def _deferred(
-        self, roots: Sequence[torch.Tensor], stage: int, microbatch: int, leaves: Sequence[torch.Tensor]
+        self, roots: Sequence[torch.Tensor], sums: Sums, microbatch: int, leaves: Sequence[torch.Tensor]
     ) -> DeferredWeightGrads:
         """Find what can wait: nothing where the forward runs again, which saves what it needs for one backward only."""
-        last = microbatch == len(self.step.sizes) - 1
+        stage, last = sums.held.stage, microbatch == len(self.step.sizes) - 1
         if self.lowered.runs_again(stage, last=last) or self.lowered.stages[stage].units:
             return DeferredWeightGrads()
-        summed = {id(leaf) for leaf in self._sums(stage, microbatch).leaves}
-        return defer_weight_gradients(roots, summed - self.apart, summed | {id(leaf) for leaf in leaves})
+        summed = set(map(id, sums.leaves))
+        return defer_weight_gradients(roots, summed.difference(map(id, sums.free)), summed | set(map(id, leaves)))
 
     def roots_of(self, state: CellState, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return what a cell's backward begins at, and the gradients that came in for it."""
@@ -311,7 +330,10 @@ class Cells:
         brought.clear()
         inputs.clear()
         self.input_gradients.clear()
-        with _all_or_nothing([*self.lowered.traced.root.parameters(), *self.free, *self.step.tensors]):
+        leaves = [tensor for pairs in own for tensor, _ in pairs] + self.step.tensors
+        if self.layout.home:  # of shared values, which parameters may stand behind
+            leaves += self.lowered.traced.root.parameters()
+        with _all_or_nothing(leaves):
             self.start.hand_over(own, self._hand)
 
     def _pairs(self, stage: int) -> Pairs:
@@ -324,8 +346,10 @@ class Cells:
 
     def _hand(self, pairs: Pairs) -> None:
         """Give tensors their gradients; the list is empty afterwards."""
-        tensors, gradients = [tensor for tensor, _ in pairs], apart([gradient for _, gradient in pairs])
+        tensors, gradients = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
         pairs.clear()
+        if not all(sums.by_engine for sums in self.sums.values()):
+            gradients = apart(gradients)
         torch.autograd.backward(self._roots_by_device(tensors, gradients))
 
     def _roots_by_device(self, tensors: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -369,8 +393,11 @@ def _all_or_nothing(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 def parameters(step: Step) -> dict[Held, list[torch.Tensor]]:
     """Return the parameters and buffers that require a gradient, of stages that run in this process."""
-    own = [held for held in step.held if held.stage in step.stages]
-    return {held: step.program(held).stages[held.stage].leaves() for held in own}
+    found = {}
+    for held, code in step.codes.items():
+        tensors = {id(t): t for t in (*code.read(), *code.others()) if t is not None and t.requires_grad}
+        found[held] = list(tensors.values())
+    return found
 
 
 @contextlib.contextmanager

@@ -120,8 +120,7 @@ class _Middle(torch.autograd.Function):
         for stage, slots in _out_slots(cells.step).items():
             for microbatch in range(len(cells.step.sizes)):
                 cells.cells[stage, microbatch].out_gradients = [next(given) for _ in slots]
-        hooks = held_back(tensor for *_, tensor in leaves)
-        ctx.threads.run(_turns(cells, "B"), cells.act, ThreadState.current(), hooks)
+        ctx.threads.run(_turns(cells, "B"), cells.act, ThreadState.current(), cells.hooks_held_back())
         totals = [together(cells.replicas(stage), (), cells.step.brought) for stage in range(cells.last + 1)]
         found = tuple(_gradient(cells, totals, kind, place) for kind, place, _ in leaves)
         cells.clear()
@@ -134,7 +133,7 @@ def _gradient(
     if kind == "inputs":
         return cells.input_gradients.get(place)
     stage, position = place
-    return totals[stage][position + (len(cells.parameters[Held(stage, 0)]) if kind == "shared" else 0)]
+    return totals[stage][position + (len(cells.sums[Held(stage, 0)].parameters) if kind == "shared" else 0)]
 
 
 def _differentiable(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
@@ -161,7 +160,7 @@ def _again(ctx: Any) -> list[torch.Tensor]:
     """Run all forwards again, in the caller's thread and graph, and return their outputs."""
     cells: Cells = ctx.cells
     step = replace(cells.step, state=cells.step.state.again(), replicas=())  # others have copies of the parameters
-    again = Cells(step, cells.start, cells.parameters, detached=False)
+    again = Cells(step, cells.start, {}, detached=False)
     try:
         with _copied_buffers(cells.lowered.traced.root), ctx.state.autocast():
             for action in cells.step.forwards():

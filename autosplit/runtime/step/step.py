@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ class Step:
         """Return what the program takes."""
         return (*self.tensors, self.rows, *self.lengths.values(), self.sizes, self.lanes, self.state)
 
-    def attributes(self, held: Held) -> AbstractContextManager[Any]:
+    def attributes(self, held: Held) -> StandInAttributes | None:
         """Return what a cell runs in, so that attributes set on stand-ins of modules get to the modules."""
 
         def made() -> StandInAttributes:
@@ -170,8 +171,13 @@ class Step:
                 region, held.stage, replicas=here, everywhere=max(here, self.processes(held.stage))
             )
 
-        own = self.once(("attributes", held), made)
-        return own.shared() if own.called else contextlib.nullcontext()
+        found = self.once(("attributes", held), made)
+        return found if found.called else None
+
+    @cached_property
+    def codes(self) -> dict[Held, Any]:
+        """What runs the stages of this process in this step (:class:`autosplit.lower.stage_code.StageCode`)."""
+        return {held: self.program(held).code(held.stage) for held in self.held if held.stage in self.stages}
 
     def processes(self, stage: int) -> int:
         """Return how many processes have replicas of a stage."""

@@ -3,17 +3,22 @@
     replica 0    microbatches 0, 2, 4   a sum, in this order ─┐
     replica 1    microbatches 1, 3      a sum, in this order ─┴─► added in the order of the replicas, when all are done
 
-So numbers do not depend on which lane is faster.
+So numbers do not depend on which lane is faster. Cells compute with leaves of the parameters' memory. Autograd adds to
+their ``.grad``, as in a loop over microbatches; no gradient and no hook of the caller's is touched. For parameters that
+a stage reads by itself there are no such leaves: autograd is asked for their gradients. So it is for all leaves of a
+stage where weight gradients are put off, and where a cell has several contributions for one leaf: these are added one
+after the other, as in one backward of all cells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 
+from autosplit.backward import begin_at_sums
 from autosplit.runtime.ops import plus
 
 
@@ -24,7 +29,6 @@ class Held(NamedTuple):
     replica: int
 
 
-@dataclass(slots=True)
 class Sums:
     """What one replica of a stage adds up.
 
@@ -32,46 +36,119 @@ class Sums:
         held: the stage and the replica.
         given: its shared values and tied parameters.
         parameters: its own parameters, and buffers that require a gradient.
+        leaves: what stands for these, and for what is given, in the graphs of cells; those that require a gradient.
         free: leaves under the loss that are no stage's.
-        leaves: those of all these whose gradient is a sum over microbatches.
-        totals: the sums so far by the leaf's identity.
-        own: the leaves, by identity, whose sum is memory that nothing else uses.
+        by_engine: whether autograd adds to the leaves' ``.grad``.
         added: one more than the last microbatch that was added, but for what was put off.
     """
 
-    held: Held
-    given: Sequence[torch.Tensor]
-    parameters: Sequence[torch.Tensor]
-    free: list[torch.Tensor] = field(default_factory=list)
-    leaves: list[torch.Tensor] = field(default_factory=list)
-    totals: dict[int, torch.Tensor] = field(default_factory=dict)
-    own: set[int] = field(default_factory=set)
-    added: int = 0
-
-    def __post_init__(self) -> None:
-        self.use(self.parameters)
+    def __init__(self, held: Held, code: Any, given: Sequence[torch.Tensor]) -> None:
+        """``code`` runs the stage (:class:`autosplit.lower.stage_code.StageCode`); None: it does not run here."""
+        self.held, self.given, self._code = held, given, code
+        self.parameters: Sequence[torch.Tensor] = ()
+        self.leaves: list[torch.Tensor] = []
+        self.free: list[torch.Tensor] = []
+        self.by_engine, self.added = True, 0
+        self._stand_ins: list[torch.Tensor] = []
+        """What stands for each parameter: a leaf of its memory, or itself."""
+        self._in_slots: list[torch.Tensor | None] = []
+        self._totals: dict[int, torch.Tensor] = {}
+        """Sums that autograd does not make, by the identity of the leaf."""
+        self._alone: set[int] = set()
+        """The leaves, by identity, whose sum is memory that nothing else uses."""
 
     def use(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Add up the gradients of these parameters from now on."""
+        """Compute with what the model has now, and add up the gradients of these parameters, again or from now on."""
+        if parameters and len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters)):
+            return
+        tensors, others = self._code.read(), set(map(id, self._code.others()))
+        leaves = {id(p): leaf_of(p) for p in parameters if id(p) not in others}
         self.parameters = parameters
-        self.leaves = [leaf for leaf in (*self.given, *parameters, *self.free) if leaf.requires_grad]
+        self._stand_ins = [leaves.get(id(parameter), parameter) for parameter in parameters]
+        self._in_slots = [leaves.get(id(tensor), tensor) for tensor in tensors]
+        self.leaves = [leaf for leaf in (*self.given, *self._stand_ins, *self.free) if leaf.requires_grad]
+        if len(leaves) < len(parameters):
+            self.by_engine = False
 
-    def add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add to a sum, in place where nothing else uses its memory."""
-        key = id(leaf)
-        if key not in self.totals:
-            self.totals[key] = gradient
-        elif key in self.own:
-            self.totals[key] += gradient
-        else:
-            self.totals[key] = plus(self.totals[key], gradient)
+    def fill(self) -> None:
+        """Have the stage's code compute with this."""
+        self._code.fill(self._in_slots)
 
-    def take(self, made: Iterable[tuple[torch.Tensor, torch.Tensor | None]], apart: Collection[int]) -> None:
-        """Keep the sums that a backward gives; to those of leaves ``apart``, by identity, what there was is added."""
-        for leaf, total in made:
+    @property
+    def read_directly(self) -> list[torch.Tensor]:
+        """The parameters that stand for themselves in cells' graphs."""
+        return [leaf for leaf, parameter in zip(self._stand_ins, self.parameters, strict=True) if leaf is parameter]
+
+    def ask(self) -> None:
+        """Ask autograd for gradients from now on."""
+        if self.by_engine:
+            self.by_engine = False
+            for leaf in self.leaves:
+                if leaf.grad is not None:
+                    self._totals[id(leaf)], leaf.grad = leaf.grad, None
+
+    def ask_for(self, free: Sequence[torch.Tensor]) -> None:
+        """Add up the gradients of free leaves too."""
+        self.ask()
+        self.free += free
+        self.leaves += free
+
+    def begin(self, leaves: Sequence[torch.Tensor], roots: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
+        """Have a backward begin at the sums of leaves too; free ones are added to by another stream."""
+        free = set(map(id, self.free))
+        begin_at_sums([t for t in leaves if id(t) in self._totals and id(t) not in free], self._totals, roots, seeds)
+
+    def take(self, totals: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """Keep the sums that a backward gives; to those of free leaves what there was is added."""
+        free = set(map(id, self.free))
+        for leaf, total in totals:
             if total is not None:
-                before = self.totals.get(id(leaf)) if id(leaf) in apart else None
-                self.totals[id(leaf)] = total if before is None else plus(before, total)
+                before = self._totals.get(id(leaf)) if id(leaf) in free else None
+                self._totals[id(leaf)] = total if before is None else plus(before, total)
+
+    def add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, alone: bool = False) -> None:
+        """Add to a sum, in place where nothing else uses its memory; ``alone``: nor that of this gradient."""
+        key = id(leaf)
+        if key not in self._totals:
+            self._totals[key] = gradient
+        elif key in self._alone:
+            self._totals[key] += gradient
+        else:
+            self._totals[key] = plus(self._totals[key], gradient)
+        if alone:
+            self._alone.add(key)
+
+    def totals(self) -> list[torch.Tensor]:
+        """Return the sums."""
+        made = (leaf.grad for leaf in self.leaves) if self.by_engine else ()
+        return [*self._totals.values(), *(total for total in made if total is not None)]
+
+    def hand_over(self, free: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return the sums of the parameters, of ``free`` leaves and of what is given; there are none afterwards."""
+        leaves = (*self._stand_ins, *free, *self.given)
+        if not self.by_engine:
+            return [self._totals.pop(id(leaf), None) for leaf in leaves]
+        own, found = set(map(id, self.leaves)), list[torch.Tensor | None]()
+        for leaf in leaves:
+            found.append(leaf.grad if id(leaf) in own else None)
+            if found[-1] is not None:
+                leaf.grad = None
+        return found
+
+    def clear(self) -> None:
+        """Forget all sums."""
+        self.hand_over(())
+        self._totals.clear()
+        self._alone.clear()
+        self.added = 0
+
+
+def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a leaf of a tensor's memory; it has the same attributes, for functions that look for them."""
+    leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+    if attributes := vars(tensor):
+        leaf.__dict__ = attributes
+    return leaf
 
 
 def together(
@@ -81,13 +158,11 @@ def together(
 
     ``brought`` returns a replica's tensor on the device of the first. Their sums are empty afterwards.
     """
-    found: list[torch.Tensor | None] = []
-    for leaves in zip(*((*own.parameters, *free, *own.given) for own in replicas), strict=True):
-        total: torch.Tensor | None = None
-        for own, leaf in zip(replicas, leaves, strict=True):
-            gradient = own.totals.pop(id(leaf), None)
+    first, *others = [sums.hand_over(free) for sums in replicas]
+    found = [None if total is None else brought(replicas[0].held, total) for total in first]
+    for sums, totals in zip(replicas[1:], others, strict=True):
+        for place, gradient in enumerate(totals):
             if gradient is not None:
-                gradient = brought(own.held, gradient)
-                total = gradient if total is None else plus(total, gradient)
-        found.append(total)
+                total, gradient = found[place], brought(sums.held, gradient)
+                found[place] = gradient if total is None else plus(total, gradient)
     return found

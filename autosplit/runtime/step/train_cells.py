@@ -78,6 +78,9 @@ class TrainCells(Cells):
         self.depends = False
         """Whether anything with a gradient stands behind the loss."""
         self.wants = loss.wants
+        for stage in self._split_stages():
+            for own in self.replicas(stage):
+                own.ask()
         self.passed = [value for value in self.lowered.outputs if _is_input(value) and self._wanted(value.name)]
         """Inputs that are outputs too."""
 
@@ -87,10 +90,15 @@ class TrainCells(Cells):
 
     @contextlib.contextmanager
     def hooks_held_back(self) -> Iterator[None]:
-        """Hold back hooks of parameters, and of leaves that the loss turns out to use: they want the whole gradient."""
+        """Hold back hooks also of leaves that the loss turns out to use: they want the whole gradient."""
         with self._held_back as stack:
-            stack.enter_context(held_back(leaf for own in self.parameters.values() for leaf in own))
+            stack.enter_context(super().hooks_held_back())
             yield
+
+    def _split_stages(self) -> set[int]:
+        """Return the stages some of whose backwards are split."""
+        key = "split", len(self.step.sizes)
+        return self.step.once(key, lambda: {action.stage for action in self.step.schedule if action.kind == "I"})
 
     def turns(self) -> Turns:
         """Return the schedule as turns of the lanes; the last stage takes what the loss wants of any."""
@@ -145,15 +153,13 @@ class TrainCells(Cells):
                     value = self.roots[microbatch] = self.loss(given, microbatch)
             self.losses[microbatch] = value.detach()
             self.depends |= value.requires_grad
-            given_names = {node.name for node in self.passed}
+            passed_on = {node.name for node in self.passed}
             sums = self._sums(stage, microbatch)
-            free = self._free_leaves(state, sums, [t for name, t in values.items() if name not in given_names], value)
-            self.step.check_free(free)
+            free = self._free_leaves(state, sums, [t for name, t in values.items() if name not in passed_on], value)
             if free:
+                self.step.check_free(free)
                 self._held_back.enter_context(held_back(free))
-                sums.free += free
-                sums.leaves += free
-                self.apart |= {id(leaf) for leaf in free}
+                sums.ask_for(free)
         return state
 
     def roots_of(self, state: CellState, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -176,9 +182,12 @@ class TrainCells(Cells):
         So are parameters of other stages that the loss looks at itself, as a penalty on weights does, and the batch
         where it is an output too. What stands behind the outputs that stages ``made`` is the stages' own.
         """
-        own = {id(t) for bundle in (*state.leaves.values(), *self.given.values()) for t in bundle}
-        own |= {id(leaf) for leaf in (*sums.parameters, *sums.free)}
-        return [leaf for leaf in leaves_under(value, made) if id(leaf) not in own]
+        found = leaves_under(value, made)
+        if not found:
+            return []
+        known = {id(t) for bundle in (*state.leaves.values(), *(own.given for own in self.sums.values())) for t in bundle}
+        known |= set(map(id, (*sums.leaves, *sums.free)))
+        return [leaf for leaf in found if id(leaf) not in known]
 
     def _values(self, microbatch: int, last: CellState, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what stages give for one microbatch, by name; what earlier stages made has a state of its own.
@@ -226,7 +235,7 @@ class TrainCells(Cells):
 
     def results(self) -> list[torch.Tensor | None]:
         """Return what the caller's thread works on when the lanes are done."""
-        totals = [total for own in self.sums.values() for total in own.totals.values()]
+        totals = [total for own in self.sums.values() for total in own.totals()]
         kept = self.check.tensors() if self.check is not None else []
         return [*self.losses.values(), *totals, *self.input_gradients.values(), *kept]
 

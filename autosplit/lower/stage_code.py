@@ -1,0 +1,200 @@
+"""The code that runs a stage in a step: its graph as one Python function that looks nothing up.
+
+    region    getattr(self.model.blocks, "0").norm1(x)     six lookups, and torch's checks for hooks
+    code      norm1_7(x)                                   the ``forward`` of a stand-in of the module
+
+A stand-in of one of torch's layers shares the attributes of its module, and has its parameters and buffers in slots
+that are filled before each call: with the model's, or with leaves whose ``.grad`` is the sum of a step. Everything else
+is called as it is: layers with hooks or children, other classes, what keeps lists of its weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import linecache
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autosplit.lower.region import ROOT, RegionModule
+from autosplit.trace.borrowed.holders import HOOK_TABLES
+from autosplit.trace.scope import has_module_hooks, is_layer
+
+_TABLES = ("_parameters", "_buffers")
+_PLAIN = (bool, int, str, type(None), type(Ellipsis))
+_NUMBERS = itertools.count()
+
+
+class StageCode:
+    """Runs a stage.
+
+    Attributes:
+        function: takes what the stage takes, and computes with what :meth:`fill` was given.
+        is_entered: whether that is code of its own; else it is what was given to run the stage.
+    """
+
+    def __init__(self, region: RegionModule, run: Callable[..., Any]) -> None:
+        """``run`` runs the stage: the ``region`` itself, or what compiles it or runs it again in its backward."""
+        self._slots: list[tuple[Callable[[Any], None], Mapping[str, Any], str]] = []
+        """What fills each slot, and where the model has the value."""
+        self._modules: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}
+        """The modules on the way to what is called: the table of children, the name in it, and the module."""
+        self._hooks: list[Mapping[Any, Any]] = []
+        """Tables of hooks that are empty."""
+        self.is_entered = run is region and not region.units and not has_module_hooks()
+        self.function = _Writer(region, self).function() if self.is_entered else run
+        slots = {(id(table), name) for _, table, name in self._slots}
+        tables = [(vars(holder)[table], name) for _, table, name, holder in region.places()]
+        self._others = [(table, name) for table, name in tables if (id(table), name) not in slots]
+        """Where the model has parameters and buffers that the stage reads in other ways."""
+
+    def holds(self) -> bool:
+        """Tell whether it still does what the stage does: the modules are the same, and have no new hooks."""
+        same = all(table.get(name) is module for table, name, module in self._modules.values())
+        return same and not any(map(len, self._hooks)) and not (self.is_entered and has_module_hooks())
+
+    def read(self) -> list[torch.Tensor | None]:
+        """Return the model's parameters and buffers for the slots."""
+        return [table[name] for _, table, name in self._slots]
+
+    def others(self) -> list[torch.Tensor]:
+        """Return the parameters and buffers that the stage reads in other ways than by slots."""
+        return [tensor for table, name in self._others if (tensor := table[name]) is not None]
+
+    def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Have calls compute with these from now on."""
+        for (put, _, _), tensor in zip(self._slots, tensors, strict=True):
+            put(tensor)
+
+    def add_slot(self, put: Callable[[Any], None], table: Mapping[str, Any], name: str) -> None:
+        """Add a slot for an entry of a table of a module."""
+        self._slots.append((put, table, name))
+
+    def module(self, root: nn.Module, path: str) -> nn.Module:
+        """Return the module at a path."""
+        for name in path.split(".") if path else ():
+            child = root._modules[name]
+            assert child is not None
+            self._modules[id(root), name] = root._modules, name, child
+            root = child
+        return root
+
+    def stand_in(self, module: nn.Module) -> nn.Module:
+        """Return a stand-in of one of torch's layers; the module itself where there can be none."""
+        attributes = vars(module)
+        names = tuple(name for table in _TABLES for name in attributes[table])
+        hooks = [attributes[table] for table in HOOK_TABLES]
+        changed = any(hooks) or "forward" in attributes or module._compiled_call_impl is not None
+        if changed or attributes["_modules"] or not is_layer(module) or isinstance(module, nn.RNNBase):
+            return module
+        self._hooks += hooks
+        kind = _stand_in_class(type(module), names)
+        stand: nn.Module = object.__new__(kind)
+        object.__setattr__(stand, "__dict__", attributes)
+        for table in _TABLES:
+            for name in attributes[table]:
+                self.add_slot(partial(vars(kind)[name].__set__, stand), attributes[table], name)
+        return stand
+
+
+@functools.cache
+def _stand_in_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    return type(kind.__name__, (kind,), {"__slots__": names, "__module__": kind.__module__})
+
+
+class _Writer:
+    """Writes the function of a region."""
+
+    def __init__(self, region: RegionModule, code: StageCode) -> None:
+        self._region, self._code = region, code
+        self._space: dict[str, Any] = {}
+        """What the function names."""
+        self._locals = {node.name for node in region.graph.nodes}
+        self._names: dict[fx.Node, str] = {}
+        self._layers: dict[str, nn.Module] = {}
+
+    def function(self) -> Callable[..., Any]:
+        """Return the function; tracebacks find its lines under a name like those that fx gives."""
+        nodes = list(self._region.graph.nodes)
+        last = {operand: node for node in nodes for operand in node.all_input_nodes}
+        lines = [f"def forward({', '.join(self._region.takes)}):"]
+        for node in nodes:
+            if (text := self._line(node)) is not None:
+                gone = [o.name for o in node.all_input_nodes if last[o] is node and self._names[o] == o.name]
+                lines.append(f"    {text}" + (f"; del {', '.join(gone)}" if gone and node.op != "output" else ""))
+        source, file = "\n".join(lines), f"<eval_with_key of a stage, {next(_NUMBERS)}>"
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+        exec(compile(source, file, "exec"), self._space)
+        function: Callable[..., Any] = self._space["forward"]
+        return function
+
+    def _line(self, node: fx.Node) -> str | None:
+        self._names[node] = node.name
+        if node.op == "get_attr":
+            self._names[node] = self._attribute(str(node.target))
+        if node.op in ("placeholder", "get_attr"):
+            return None
+        args = [*map(self._text, node.args), *(f"{name}={self._text(value)}" for name, value in node.kwargs.items())]
+        if node.op == "output":
+            return f"return {args[0]}"
+        if node.op == "call_method":
+            return f"{node.name} = {args[0]}.{node.target}({', '.join(args[1:])})"
+        if node.target is operator.getitem:
+            return f"{node.name} = {args[0]}[{args[1]}]"
+        called: Any = node.target
+        if node.op == "call_module":
+            path = called.removeprefix(f"{ROOT}.")
+            layer = self._layer(path)
+            called = layer if layer is self._code.module(self._region.root, path) else layer.forward
+        return f"{node.name} = {self._named(called)}({', '.join(args)})"
+
+    def _layer(self, path: str) -> nn.Module:
+        if path not in self._layers:
+            self._layers[path] = self._code.stand_in(self._code.module(self._region.root, path))
+        return self._layers[path]
+
+    def _attribute(self, target: str) -> str:
+        """Return the text for a value that the graph takes of the model, or of the region."""
+        if not target.startswith(f"{ROOT}."):
+            return self._named(vars(self._region)[target])
+        path, _, name = target.removeprefix(f"{ROOT}.").rpartition(".")
+        holder = self._code.module(self._region.root, path)
+        if name in holder._modules:
+            return self._named(self._layer(f"{path}.{name}".lstrip(".")))
+        tables = (*(vars(holder)[table] for table in _TABLES), vars(holder))
+        if (table := next((table for table in tables if isinstance(table.get(name), torch.Tensor)), None)) is None:
+            return f"{self._named(holder)}.{name}"
+        place = self._named(None, name)
+        self._code.add_slot(partial(self._space.__setitem__, place), table, name)
+        return place
+
+    def _named(self, value: Any, hint: str = "") -> str:
+        """Return a name under which the function finds a value."""
+        hint = hint or getattr(value, "__name__", type(value).__name__)
+        name = f"{re.sub(r'[^0-9a-zA-Z_]', '_', hint)}__{len(self._space)}"
+        while name in self._locals:
+            name += "_"
+        self._space[name] = value
+        return name
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self._names[value]
+        if type(value) in _PLAIN or (type(value) is float and math.isfinite(value)):
+            return repr(value)
+        if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+            text = "".join(f"{self._text(part)}, " for part in value)
+            name = self._named(type(value)) if hasattr(value, "_fields") else ""
+            return f"{name}({text})" if isinstance(value, tuple) else f"[{text}]"
+        if isinstance(value, dict):
+            return f"{{{''.join(f'{self._text(key)}: {self._text(part)}, ' for key, part in value.items())}}}"
+        if isinstance(value, slice):
+            return f"slice({self._text(value.start)}, {self._text(value.stop)}, {self._text(value.step)})"
+        return self._named(value)
