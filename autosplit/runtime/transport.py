@@ -64,20 +64,29 @@ class SharedMemory:
     what arrives is no part of the sender's graph, and wants a gradient where what was sent does.
     """
 
-    def __init__(self, lane: Callable[[int, int], Lane], log: StepLog | None, *, detached: bool) -> None:
-        """``lane`` returns the lane that runs a microbatch of a stage."""
-        self._lane, self._log, self._detached = lane, log, detached
+    def __init__(
+        self, lane: Callable[[int, int], Lane], log: StepLog | None, *, detached: bool, asynchronous: bool = True
+    ) -> None:
+        """``lane`` returns the lane that runs a microbatch of a stage; ``asynchronous``: whether any is."""
+        self._lane, self._log, self._detached, self._asynchronous = lane, log, detached, asynchronous
         self._sent: dict[Way, tuple[Message, Any]] = {}
 
     def send(self, way: Way, message: Message) -> None:
         """Keep a message, and the event behind which it is ready."""
-        self._sent[way] = message, self._lane(way.source, way.microbatch).record()
+        self._sent[way] = message, self._lane(way.source, way.microbatch).record() if self._asynchronous else None
 
     def recv(self, way: Way) -> Message:
         """Take a message and bring it to the receiver's device."""
         message, ready = self._sent.pop(way)
-        there = tuple([tensor for tensor in message if tensor is not None])
         detached = self._detached and not way.backward  # batched gradients cannot be detached, and have no graph
+        if self._asynchronous or self._log is not None:
+            message = self._moved(way, message, ready, detached=detached)
+        elif detached:
+            return [None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad) for tensor in message]
+        return message
+
+    def _moved(self, way: Way, message: Message, ready: Any, *, detached: bool) -> Message:
+        there = tuple([tensor for tensor in message if tensor is not None])
         given = tuple([tensor.detach() for tensor in there]) if detached else there
         lanes = self._lane(way.source, way.microbatch), self._lane(way.target, way.microbatch)
         if self._log is None:

@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ WAY_OUT = (
 def check_target(loss_fn: Any, target: Any) -> None:
     """Raise InputError where a loss takes an output and a target, and no target was given."""
     if loss_fn is None or target is not None or not callable(loss_fn):
+        return
+    if isinstance(loss_fn, FunctionType) and loss_fn.__code__.co_argcount <= 1:
         return
     try:
         parameters = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).parameters
@@ -126,8 +129,10 @@ class Parts:
         targets: Sequence[Any],
         counted: Sequence[Counted] = (),
         wants: frozenset[str] | None = None,
+        of_parts: Sequence[float] = (),
     ) -> None:
-        self.wants = wants
+        """``of_parts``: what one of torch's losses, which is all of ``loss_fn``, divides by on each microbatch."""
+        self.wants, self._of_parts = wants, of_parts
         self.kind, self.loss_fn, self.sizes, self.targets, self.counted = kind, loss_fn, sizes, targets, counted
         self.values: dict[int, list[int]] = {}
         self._rows, self._whole = sum(sizes), counted
@@ -139,13 +144,16 @@ class Parts:
 
     def among(self, rows: int, divisors: Sequence[float]) -> Parts:
         """Return what the same microbatches add to the loss of a larger batch, by its rows and divisors."""
-        larger = Parts(self.kind, self.loss_fn, self.sizes, self.targets, self.counted, self.wants)
+        larger = Parts(self.kind, self.loss_fn, self.sizes, self.targets, self.counted, self.wants, self._of_parts)
         larger._rows = rows
         larger._whole = [one.by(divisor) for one, divisor in zip(self.counted, divisors, strict=True)]
         return larger
 
     def __call__(self, output: Any, microbatch: int) -> torch.Tensor:
         """Return what a microbatch adds, for the model's output on it."""
+        if self._of_parts:
+            share = self._of_parts[microbatch] / self._whole[0].divisor
+            return call_loss(self.loss_fn, output, self.targets[microbatch]) * share
         share = self.sizes[microbatch] / self._rows if self.kind in ("mean", "counted") else 1.0
         if not self.kind.startswith("counted"):
             return call_loss(self.loss_fn, output, self.targets[microbatch]) * share
@@ -177,6 +185,13 @@ def adds_up(whole: Sequence[Counted], parts: Sequence[Sequence[int]]) -> bool:
     )
 
 
+def plain_divisors(whole: Sequence[Counted], parts: Sequence[Sequence[Counted]]) -> list[float]:
+    """Return what a mean divides by on each microbatch, where there is one, and numbers of values say so; else none."""
+    calls = [call for each in (whole, *parts) for call in each]
+    plain = all(call.mean and call.values and not isinstance(call.divisor, torch.Tensor) for call in calls)
+    return [call.divisor for (call,) in parts] if plain and len(calls) == len(parts) + 1 else []
+
+
 def count(loss_fn: Callable[..., Any], output: Any, target: Any, device: torch.device) -> tuple[Counted, ...] | None:
     """Return torch's losses in a loss, without computing them; None where the output's values would be needed."""
     with torch.no_grad(), Count(device) as mode:
@@ -202,10 +217,12 @@ class Counted:
     Attributes:
         values: how many values there are before the reduction; those of the microbatches must add up to it.
         divisor: what a mean divides their sum by: a number, or a tensor where it depends on targets or weights.
+        mean: whether it is a mean.
     """
 
     values: int
     divisor: Any
+    mean: bool = True
 
     def by(self, divisor: float) -> Counted:
         """Return the same with another divisor."""
@@ -227,7 +244,7 @@ class Counted:
             return cls(values, call.weight.detach().sum())
         if call.by_class and not probabilities:
             return cls(values, class_weights(call.given["target"], call.given["ignore_index"], call.weight).sum())
-        return cls(values, values)
+        return cls(values, values, mean=call.reduction == "mean")
 
 
 class Count(TorchFunctionMode):

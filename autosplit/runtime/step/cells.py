@@ -80,19 +80,15 @@ class Cells:
         self.sums = {held: self._sums_of(held) for held in step.held}
         for held in step.codes:
             self.sums[held].use(parameters.get(held, ()))
-        self._attributes = {held: step.attributes(held) for held in self.sums}
-        self._perform = {
-            "F": self.forward,
-            "B": self.backward,
-            "I": self.input_gradient,
-            "W": self.weight_gradients,
-        }
+        self._replicas = [self.replicas(stage) for stage in range(self.last + 1)]
+        self._perform = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradients}
 
     def _sums_of(self, held: Held) -> Sums:
         bundle = self.start.shared.get(held.stage, ())
         if bundle and held.replica:
             bundle = transfer(tuple(bundle), self.step.lanes[held.stage], self.step.lane_of(held))
-        return Sums(held, self.step.codes.get(held), _detached(bundle) if self.detached else bundle)
+        given = _detached(bundle) if self.detached else bundle
+        return Sums(held, self.step.codes.get(held), self.step.lane_of(held), given, self.step.attributes(held))
 
     def clear(self) -> None:
         """Forget gradients: of parameters, shared values, inputs, and of what cells sent."""
@@ -105,7 +101,8 @@ class Cells:
 
     def _sums(self, stage: int, microbatch: int) -> Sums:
         """Return where the replica of a stage that runs a microbatch adds up."""
-        return self.sums[self.step.holder(stage, microbatch)]
+        replicas = self._replicas[stage]
+        return replicas[0] if len(replicas) == 1 else self.sums[self.step.holder(stage, microbatch)]
 
     def replicas(self, stage: int) -> list[Sums]:
         """Return what each replica of a stage adds up, in their order."""
@@ -128,7 +125,7 @@ class Cells:
         try:
             if log is not None:
                 log.begins(action)
-            if (attributes := self._attributes[self.step.holder(stage, microbatch)]) is None:
+            if (attributes := self._sums(stage, microbatch).attributes) is None:
                 self._perform[kind](stage, microbatch)
             else:
                 with attributes.shared():
@@ -141,28 +138,41 @@ class Cells:
 
     def forward(self, stage: int, microbatch: int) -> CellState:
         """Run a stage on a microbatch and send on what other stages take."""
-        layout, held = self.layout.stages[stage], self.step.holder(stage, microbatch)
-        lane, sums = self.step.lane_of(held), self.sums[held]
+        sums = self._sums(stage, microbatch)
         state = self.cells[stage, microbatch] = CellState()
-        given: dict[str, Any] = {**self.step.lengths, "rows": self.step.sizes[microbatch]}
-        given["shared"] = self._passed(sums.given)
-        given["key"] = self.context(stage, microbatch)
-        with lane.active():
-            if layout.inputs:
-                given["inputs"] = self._passed(self._inputs(state, stage, microbatch))
-            for source in layout.received:
-                given[f"from{source}"] = self._passed(self.receive(state, Way(source, stage, microbatch)))
+        with sums.lane.active():
+            given = self._given(state, sums, stage, microbatch)
             if self.step.log is not None:  # on the lane itself it begins when that is there
                 self.step.log.begins(Action(stage, "F", microbatch))
             sums.fill()
-            run = self.step.program(held).cell(stage, last=microbatch == len(self.step.sizes) - 1)
-            state.sent = run(*[given[name] for name in self.lowered.takes[stage]])
-        if self.detached and self.step.once(("several", held), lambda: self._has_several(state, sums)):
+            run = self.step.program(sums.held).cell(stage, last=microbatch == len(self.step.sizes) - 1)
+            state.sent = run(*given)
+        if self.detached and self.step.once(("several", sums.held), lambda: self._has_several(state, sums)):
             sums.ask()
         for target in [name for name in state.sent if name != OUT]:
             bundle = state.sent[target] if self.detached else state.sent.pop(target)
             self.transport.send(Way(stage, int(target), microbatch), bundle)
         return state
+
+    def _given(self, state: CellState, sums: Sums, stage: int, microbatch: int) -> list[Any]:
+        """Return what a stage takes, in its order."""
+        given: list[Any] = []
+        for name in self.lowered.takes[stage]:
+            match name:
+                case "rows":
+                    given.append(self.step.sizes[microbatch])
+                case "key":
+                    given.append(self.context(stage, microbatch))
+                case "shared":
+                    given.append(self._passed(sums.given))
+                case "inputs":
+                    given.append(self._passed(self._inputs(state, sums, stage, microbatch)))
+                case _ if name in self.step.lengths:
+                    given.append(self.step.lengths[name])
+                case _:
+                    source = int(name.removeprefix("from"))
+                    given.append(self._passed(self.receive(state, Way(source, stage, microbatch))))
+        return given
 
     def _has_several(self, state: CellState, sums: Sums) -> bool:
         """Tell whether a cell has several contributions for one leaf; raise InputError for leaves that are not given."""
@@ -188,10 +198,10 @@ class Cells:
             return bundle
         return [t[...] if t.requires_grad else t for t in bundle]
 
-    def _inputs(self, state: CellState, stage: int, microbatch: int) -> Sequence[torch.Tensor]:
+    def _inputs(self, state: CellState, sums: Sums, stage: int, microbatch: int) -> Sequence[torch.Tensor]:
         bundle: Sequence[torch.Tensor] = self.start.inputs[stage][microbatch]
-        if self.step.holder(stage, microbatch).replica:
-            bundle = transfer(tuple(bundle), self.step.lanes[stage], self.step.lane(stage, microbatch))
+        if sums.held.replica:
+            bundle = transfer(tuple(bundle), self.step.lanes[stage], sums.lane)
         if not self.detached:
             return bundle
         taken = state.leaves[None] = _detached(bundle)
@@ -208,7 +218,7 @@ class Cells:
     def weight_gradients(self, stage: int, microbatch: int) -> None:
         """Make what a cell's input gradient put off, and add it to the sums in a whole backward's order."""
         state, sums = self.cells[stage, microbatch], self._sums(stage, microbatch)
-        with self.step.lane(stage, microbatch).active():
+        with sums.lane.active():
             if state.late is not None:
                 for leaf, gradient in state.late:
                     sums.add(leaf, gradient)
@@ -221,20 +231,25 @@ class Cells:
     def _differentiate(self, stage: int, microbatch: int, *, whole: bool) -> None:
         """Run a cell's backward, whole or but for what can wait."""
         state, sums = self.cells[stage, microbatch], self._sums(stage, microbatch)
-        with self.step.lane(stage, microbatch).active():
+        with sums.lane.active():
             roots, seeds = self.roots_of(state, stage, microbatch)
             if self.step.log is not None:  # on the lane itself it begins when the gradients are there
                 self.step.log.begins(Action(stage, "B" if whole else "I", microbatch))
-            leaves = [leaf for bundle in state.leaves.values() for leaf in bundle if leaf.requires_grad]
-            if not sums.by_engine:
-                back = self._asked(state, sums, microbatch, roots, seeds, leaves, whole=whole)
-            else:
+            if sums.by_engine:
                 if roots:
                     accumulate(roots, seeds, keep=self.keep)
-                back = {id(leaf): leaf.grad for leaf in leaves}
-                for leaf in leaves:
+                back = [[leaf.grad for leaf in bundle] for bundle in state.leaves.values()]
+                for leaf in chain(*state.leaves.values()) if self.keep else ():
                     leaf.grad = None
-        self._send_back(state, stage, microbatch, back)
+            else:
+                back = self._asked(state, sums, microbatch, roots, seeds, whole=whole)
+        for way, gradients in zip(state.leaves, back, strict=True):
+            if way is None:
+                for position, gradient in enumerate(gradients):
+                    if gradient is not None:
+                        self.input_gradients[stage, microbatch, position] = gradient
+            else:
+                self.transport.send(way.back, gradients)
         state.out_gradients = ()
         if not self.keep:
             state.leaves.clear()
@@ -247,22 +262,23 @@ class Cells:
         microbatch: int,
         roots: list[torch.Tensor],
         seeds: list[torch.Tensor],
-        leaves: Sequence[torch.Tensor],
         *,
         whole: bool,
-    ) -> dict[int, torch.Tensor | None]:
-        """Ask autograd for a cell's gradients; return those of what it took, by identity, and add up the others.
+    ) -> list[list[torch.Tensor | None]]:
+        """Ask autograd for a cell's gradients; return those of what it took, and add up the others.
 
         What was summed so far is given to autograd as one more gradient of the leaf. Contributions are then added one
         after the other, as in one backward of all cells, also where a cell has several. An input gradient whose turn
         has not come (microbatches add in ascending order) leaves its own to the weight gradients.
         """
         in_turn = whole or sums.added == microbatch
+        leaves = [leaf for leaf in chain(*state.leaves.values()) if leaf.requires_grad]
         back: dict[int, torch.Tensor | None] = {}
         totals: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         if roots and (leaves or sums.leaves):
             later = DeferredWeightGrads() if whole else self._deferred(roots, sums, microbatch, leaves)
-            summed = [leaf for leaf in sums.leaves if id(leaf) not in later.leaves]
+            put_off = later.leaves
+            summed = [leaf for leaf in sums.leaves if id(leaf) not in put_off]
             if in_turn:
                 sums.begin(summed, roots, seeds)
             found = iter(gradients(roots, seeds, [*leaves, *summed, *later.edges], keep=self.keep))
@@ -275,18 +291,7 @@ class Cells:
             sums.added = microbatch + 1
         else:
             state.late = [(leaf, gradient) for leaf, gradient in totals if gradient is not None]
-        return back
-
-    def _send_back(self, state: CellState, stage: int, microbatch: int, back: dict[int, torch.Tensor | None]) -> None:
-        """Send the gradients of what a cell received; those of the batch are kept."""
-        for way, leaves in state.leaves.items():
-            own = [back.get(id(leaf)) for leaf in leaves]
-            if way is not None:
-                self.transport.send(way.back, own)
-                continue
-            for position, gradient in enumerate(own):
-                if gradient is not None:
-                    self.input_gradients[stage, microbatch, position] = gradient
+        return [[back.get(id(leaf)) for leaf in bundle] for bundle in state.leaves.values()]
 
     def _deferred(
         self, roots: Sequence[torch.Tensor], sums: Sums, microbatch: int, leaves: Sequence[torch.Tensor]
@@ -338,7 +343,7 @@ class Cells:
 
     def _pairs(self, stage: int) -> Pairs:
         """Return what belongs to a stage with what its replicas have added up; their sums are empty afterwards."""
-        replicas = self.replicas(stage)
+        replicas = self._replicas[stage]
         free = self.free if stage == self.last else []
         wholes = (*replicas[0].parameters, *free, *self.start.shared.get(stage, ()))
         totals = self.step.summed(stage, wholes, together(replicas, free, self.step.brought))

@@ -103,14 +103,17 @@ class _Loss:
 
     def known(self, proofs: Proofs) -> Found | None:
         """Return torch's own loss where every value of it belongs to one row; asked once for the same shapes."""
-        counted = self._count()
+        question = "adds up", self.step.sizes, *_shapes(self.outputs, self.target)
+        adds_up, counted, of_parts = proofs.find(self.loss_fn, question) or (None, None, ())
+        counted = counted or self._count()
         if counted is None:
             return None
-        question = "adds up", self.step.sizes, *_shapes(self.outputs, self.target)
-        adds_up = proofs.find(self.loss_fn, question)
         if adds_up is None:
-            adds_up = proofs.keep(self.loss_fn, question, self._in_parts()._adds_up(counted))
-        return (self._parts("counted", counted), None) if adds_up else None
+            adds_up = self._in_parts()._adds_up(counted)
+            parts = [self._count(m) or () for m in range(len(self.step.sizes))]
+            of_parts = losses.plain_divisors(counted, parts)
+            proofs.keep(self.loss_fn, question, (adds_up, counted if of_parts else None, of_parts))
+        return (self._parts("counted", counted, of_parts), None) if adds_up else None
 
     def proved(self, proofs: Proofs, whole: Callable[[], Any]) -> Found | None:
         """Return a loss that is proved on this batch or was on an earlier one."""
@@ -137,23 +140,22 @@ class _Loss:
         step = replace(self.step, sizes=sizes)
         return replace(self, step=step, outputs=Outputs(step), targets=targets)
 
-    def _parts(self, kind: str, counted: Sequence[Counted] = ()) -> losses.Parts:
-        return losses.Parts(kind, self.loss_fn, self.step.sizes, self.targets, counted, self.wants)
+    def _parts(self, kind: str, counted: Sequence[Counted] = (), of_parts: Sequence[float] = ()) -> losses.Parts:
+        return losses.Parts(kind, self.loss_fn, self.step.sizes, self.targets, counted, self.wants, of_parts)
 
-    def _count(self) -> tuple[Counted, ...] | None:
-        """Return torch's losses in the loss of the whole batch."""
+    def _count(self, microbatch: int | None = None) -> tuple[Counted, ...] | None:
+        """Return torch's losses in the loss of a microbatch, or of the whole batch (None)."""
         device = self.step.lanes[-2].device
+        target = self.target if microbatch is None else self.targets[microbatch]
         for zeros in (False, True):
-            counted = losses.count(self.loss_fn, self.outputs.stand_in(zeros=zeros), self.target, device)
+            counted = losses.count(self.loss_fn, self.outputs.stand_in(microbatch, zeros=zeros), target, device)
             if counted is not None:
                 return counted
         return None
 
     def _adds_up(self, counted: Sequence[Counted]) -> bool:
         """Tell whether the values of the microbatches are those of the whole batch."""
-        device, parts = self.step.lanes[-2].device, []
-        for m, target in enumerate(self.targets):
-            parts.append(losses.count(self.loss_fn, self.outputs.stand_in(m), target, device) or ())
+        parts = [self._count(m) or () for m in range(len(self.targets))]
         return losses.adds_up(counted, [[call.values for call in calls] for calls in parts])
 
 

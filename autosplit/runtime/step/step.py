@@ -135,7 +135,8 @@ class Step:
 
     def transport(self, *, detached: bool) -> Transport:
         """Return what brings values from stage to stage."""
-        return SharedMemory(self.lane, self.log, detached=detached)
+        asynchronous = any(self.lane_of(held).asynchronous for held in self.held)
+        return SharedMemory(self.lane, self.log, detached=detached, asynchronous=asynchronous)
 
     def check_free(self, leaves: Sequence[torch.Tensor]) -> None:
         """Raise InputError for leaves under a loss, beside the outputs, that would not get their whole gradient."""

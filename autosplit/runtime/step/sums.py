@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from autosplit.backward import begin_at_sums
+from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import plus
+from autosplit.runtime.step.attributes import StandInAttributes
 
 
 class Held(NamedTuple):
@@ -34,7 +36,9 @@ class Sums:
 
     Attributes:
         held: the stage and the replica.
+        lane: where it runs.
         given: its shared values and tied parameters.
+        attributes: what its cells run in, where they may change modules; None: they do not.
         parameters: its own parameters, and buffers that require a gradient.
         leaves: what stands for these, and for what is given, in the graphs of cells; those that require a gradient.
         free: leaves under the loss that are no stage's.
@@ -42,9 +46,11 @@ class Sums:
         added: one more than the last microbatch that was added, but for what was put off.
     """
 
-    def __init__(self, held: Held, code: Any, given: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, held: Held, code: Any, lane: Lane, given: Sequence[torch.Tensor], attributes: StandInAttributes | None
+    ) -> None:
         """``code`` runs the stage (:class:`autosplit.lower.stage_code.StageCode`); None: it does not run here."""
-        self.held, self.given, self._code = held, given, code
+        self.held, self.lane, self.given, self.attributes, self._code = held, lane, given, attributes, code
         self.parameters: Sequence[torch.Tensor] = ()
         self.leaves: list[torch.Tensor] = []
         self.free: list[torch.Tensor] = []

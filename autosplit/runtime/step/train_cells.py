@@ -83,6 +83,10 @@ class TrainCells(Cells):
                 own.ask()
         self.passed = [value for value in self.lowered.outputs if _is_input(value) and self._wanted(value.name)]
         """Inputs that are outputs too."""
+        slots = ((stage, self._slots(stage)) for stage in range(self.last + 1))
+        self._sources = [(stage, own) for stage, own in slots if own]
+        """The stages that give the loss something, and the slots of that."""
+        self._outputs = Outputs(step)
 
     def _trained(self, step: Step) -> Mapping[Held, Sequence[torch.Tensor]]:
         """Return the parameters whose gradients are added up, when the step has started."""
@@ -113,7 +117,7 @@ class TrainCells(Cells):
     @property
     def loss_sources(self) -> frozenset[int]:
         """The earlier stages that give the loss something."""
-        return frozenset(stage for stage in range(self.last) if self._slots(stage))
+        return frozenset(stage for stage, _ in self._sources if stage != self.last)
 
     def _wanted(self, name: str) -> bool:
         return self.wants is None or name in self.wants
@@ -132,35 +136,38 @@ class TrainCells(Cells):
         """Run a stage on a microbatch, and behind the last one the loss."""
         state = super().forward(stage, microbatch)
         self._leave_out(state, stage)
-        if stage != self.last and state.sent.get(OUT):
-            self.transport.send(Way(stage, self.last, microbatch, loss=True), state.sent[OUT])
         if stage == self.last:
-            passed = {value.name: self._input(value, microbatch) for value in self.passed}
-            with self.step.lane(stage, microbatch).active():
-                values = self._values(microbatch, state, passed)
-                flat: list[Any] = list(values.values())
-                given: Any = values
-                if not self.loss.takes_values:
-                    flat = [
-                        None if isinstance(value, fx.Node) and not self._wanted(value.name) else _flat(value, values)
-                        for value in self.lowered.outputs
-                    ]
-                    flat = with_placeholders(Outputs(self.step), flat, microbatch)
-                    given = self.lowered.traced.unflatten(flat)
-                if self.check is not None:
-                    self.check.keep(flat, microbatch)
-                with self.step.losing():
-                    value = self.roots[microbatch] = self.loss(given, microbatch)
-            self.losses[microbatch] = value.detach()
-            self.depends |= value.requires_grad
-            passed_on = {node.name for node in self.passed}
-            sums = self._sums(stage, microbatch)
-            free = self._free_leaves(state, sums, [t for name, t in values.items() if name not in passed_on], value)
-            if free:
-                self.step.check_free(free)
-                self._held_back.enter_context(held_back(free))
-                sums.ask_for(free)
+            self._lose(state, microbatch)
+        elif state.sent.get(OUT):
+            self.transport.send(Way(stage, self.last, microbatch, loss=True), state.sent[OUT])
         return state
+
+    def _lose(self, state: CellState, microbatch: int) -> None:
+        """Call the loss of a microbatch."""
+        sums = self._sums(self.last, microbatch)
+        passed = {value.name: self._input(value, microbatch) for value in self.passed}
+        with sums.lane.active():
+            made = self._values(microbatch, state)
+            values = passed | made
+            flat: list[Any] = list(values.values())
+            given: Any = values
+            if not self.loss.takes_values:
+                flat = [
+                    None if isinstance(value, fx.Node) and not self._wanted(value.name) else _flat(value, values)
+                    for value in self.lowered.outputs
+                ]
+                flat = with_placeholders(self._outputs, flat, microbatch)
+                given = self.lowered.traced.unflatten(flat)
+            if self.check is not None:
+                self.check.keep(flat, microbatch)
+            with self.step.losing():
+                value = self.roots[microbatch] = self.loss(given, microbatch)
+        self.losses[microbatch] = value.detach()
+        self.depends |= value.requires_grad
+        if free := self._free_leaves(state, sums, list(made.values()), value):
+            self.step.check_free(free)
+            self._held_back.enter_context(held_back(free))
+            sums.ask_for(free)
 
     def roots_of(self, state: CellState, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return what a cell's backward begins at: behind the last stage the loss."""
@@ -189,17 +196,12 @@ class TrainCells(Cells):
         known |= set(map(id, (*sums.leaves, *sums.free)))
         return [leaf for leaf in found if id(leaf) not in known]
 
-    def _values(self, microbatch: int, last: CellState, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what stages give for one microbatch, by name; what earlier stages made has a state of its own.
-
-        ``values`` are the inputs among them by name; the others are added.
-        """
-        for stage in range(len(self.layout.stages)):
-            slots = self._slots(stage)
-            if not slots:
-                continue  # its cell may not have run yet: the last stage waits for those that it takes values of
-            own = stage == self.last
-            bundle = last.sent[OUT] if own else self.receive(last, Way(stage, self.last, microbatch, loss=True))
+    def _values(self, microbatch: int, last: CellState) -> dict[str, torch.Tensor]:
+        """Return what stages give for one microbatch, by name; what earlier stages made has a state of its own."""
+        values: dict[str, torch.Tensor] = {}
+        for stage, slots in self._sources:
+            here = stage == self.last
+            bundle = last.sent[OUT] if here else self.receive(last, Way(stage, self.last, microbatch, loss=True))
             values.update((slot.value, tensor) for slot, tensor in zip(slots, bundle, strict=True))
         return values
 
@@ -218,7 +220,7 @@ class TrainCells(Cells):
         """Take what another process tells of a microbatch."""
         self.losses[microbatch], *rest = told
         if self.check is not None:
-            self.check.hear(microbatch, rest, Outputs(self.step))
+            self.check.hear(microbatch, rest, self._outputs)
 
     def total(self) -> torch.Tensor:
         """Return the loss of the batch; raise InputError where it is not that of the whole batch."""

@@ -6,6 +6,7 @@ BY_CLASS       a value per target, classes in the second dimension; a mean divid
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +69,7 @@ class LossCall:
         """Return a call of a loss; None for any other function, and for a loss that is not reduced."""
         if not is_loss(function):
             return None
-        defaults = {name: own.default for name, own in inspect.signature(function).parameters.items()}
+        defaults = _defaults(function)
         given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
         if given.get("size_average") is not None or given.get("reduce") is not None:
             return None  # deprecated ways to say it
@@ -130,6 +131,11 @@ class LossCall:
             first = shape_of(self.first)
             return None if first is None else tuple(first[:-1])
         return _broadcast([shape_of(self.given[name]) for name in _OPERANDS if name in self.given])
+
+
+@functools.cache
+def _defaults(function: Callable[..., Any]) -> Mapping[str, Any]:
+    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
 
 
 def class_weights(target: torch.Tensor, ignore_index: int | None, weight: torch.Tensor | None) -> torch.Tensor:
