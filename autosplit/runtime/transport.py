@@ -82,7 +82,9 @@ class SharedMemory:
         if self._asynchronous or self._log is not None:
             message = self._moved(way, message, ready, detached=detached)
         elif detached:
-            return [None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad) for tensor in message]
+            return [
+                None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad) for tensor in message
+            ]
         return message
 
     def _moved(self, way: Way, message: Message, ready: Any, *, detached: bool) -> Message:

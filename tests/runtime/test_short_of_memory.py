@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from autosplit.planning.explain.reasons import short_of_memory
 from autosplit.planning.plan.plan import Plan
-from autosplit.runtime import transport
 from autosplit.runtime.step import cells
 from autosplit.runtime.step.train_cells import TrainCells
+from autosplit.runtime.transport import SharedMemory
 from autosplit.schedule.action import Action
 from tests.runtime.gates import CHUNKS, LANES, MARK, STAGES, Case, Gated, Gates, case_of, notes, raiser, split
 from tests.runtime.happens_before import problems
@@ -72,9 +72,9 @@ def _nth(function: Callable[..., Any], number: int, error: Exception) -> Callabl
 
 
 IN_STEP: dict[str, Callable[[Exception], AbstractContextManager[Any]]] = {
-    "a transfer": lambda error: mock.patch.object(transport, "transfer", _nth(transport.transfer, 2, error)),
-    "a gradient's transfer": lambda error: mock.patch.object(transport, "transfer", _nth(transport.transfer, 5, error)),
-    "the sums": lambda error: mock.patch.object(cells, "begin_at_sums", _nth(cells.begin_at_sums, 0, error)),
+    "a transfer": lambda error: mock.patch.object(SharedMemory, "recv", _nth(SharedMemory.recv, 2, error)),
+    "a gradient's transfer": lambda error: mock.patch.object(SharedMemory, "recv", _nth(SharedMemory.recv, 5, error)),
+    "the sums": lambda error: mock.patch.object(cells, "accumulate", _nth(cells.accumulate, 0, error)),
     "the hand-over": lambda error: mock.patch.object(TrainCells, "hand_over", _nth(TrainCells.hand_over, 0, error)),
 }
 

@@ -36,6 +36,8 @@ from autosplit.runtime.transport import Message, Way
 from autosplit.schedule.action import Action
 from autosplit.trace.scope import has_module_hooks
 
+_METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradients"}
+
 
 @dataclass(slots=True)
 class CellState:
@@ -81,7 +83,6 @@ class Cells:
         for held in step.codes:
             self.sums[held].use(parameters.get(held, ()))
         self._replicas = [self.replicas(stage) for stage in range(self.last + 1)]
-        self._perform = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradients}
 
     def _sums_of(self, held: Held) -> Sums:
         bundle = self.start.shared.get(held.stage, ())
@@ -125,11 +126,12 @@ class Cells:
         try:
             if log is not None:
                 log.begins(action)
+            perform = getattr(self, _METHODS[kind])
             if (attributes := self._sums(stage, microbatch).attributes) is None:
-                self._perform[kind](stage, microbatch)
+                perform(stage, microbatch)
             else:
                 with attributes.shared():
-                    self._perform[kind](stage, microbatch)
+                    perform(stage, microbatch)
             if log is not None:
                 log.ends(action)
         except BaseException as error:

@@ -164,9 +164,10 @@ def together(
 
     ``brought`` returns a replica's tensor on the device of the first. Their sums are empty afterwards.
     """
-    first, *others = [sums.hand_over(free) for sums in replicas]
-    found = [None if total is None else brought(replicas[0].held, total) for total in first]
-    for sums, totals in zip(replicas[1:], others, strict=True):
+    found: list[torch.Tensor | None] = []
+    for sums in replicas:
+        totals = sums.hand_over(free)
+        found = found or [None] * len(totals)
         for place, gradient in enumerate(totals):
             if gradient is not None:
                 total, gradient = found[place], brought(sums.held, gradient)

@@ -192,7 +192,9 @@ class TrainCells(Cells):
         found = leaves_under(value, made)
         if not found:
             return []
-        known = {id(t) for bundle in (*state.leaves.values(), *(own.given for own in self.sums.values())) for t in bundle}
+        known = {
+            id(t) for bundle in (*state.leaves.values(), *(own.given for own in self.sums.values())) for t in bundle
+        }
         known |= set(map(id, (*sums.leaves, *sums.free)))
         return [leaf for leaf in found if id(leaf) not in known]
 
