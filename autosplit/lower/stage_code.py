@@ -95,7 +95,7 @@ class StageCode:
         if changed or attributes["_modules"] or not is_layer(module) or isinstance(module, nn.RNNBase):
             return module
         self._hooks += hooks
-        kind = _stand_in_class(type(module), names)
+        kind = _stand_in_class(type(module), names)  # type: ignore[arg-type]
         stand: nn.Module = object.__new__(kind)
         object.__setattr__(stand, "__dict__", attributes)
         for table in _TABLES:

@@ -14,10 +14,10 @@ from autosplit.trace.recording.recording import under
 from autosplit.trace.scope import has_hooks, is_layer
 
 _ONCE = frozenset(
-    "abs adaptive_avg_pool2d add avg_pool2d bmm cat chunk clamp conv1d conv2d conv3d cos div exp expand gelu group_norm "
-    "layer_norm leaky_relu linear log log_softmax masked_fill matmul max_pool2d mean mm mul narrow neg permute pow relu "
-    "reshape rms_norm rsqrt scaled_dot_product_attention sigmoid silu sin softmax split sqrt square stack sub sum tanh "
-    "transpose truediv unbind unsqueeze view where".split()
+    "abs adaptive_avg_pool2d add avg_pool2d bmm cat chunk clamp conv1d conv2d conv3d cos div exp expand gelu "
+    "group_norm layer_norm leaky_relu linear log log_softmax masked_fill matmul max_pool2d mean mm mul narrow neg "
+    "permute pow relu reshape rms_norm rsqrt scaled_dot_product_attention sigmoid silu sin softmax split sqrt "
+    "square stack sub sum tanh transpose truediv unbind unsqueeze view where".split()
 )
 """Functions of torch, methods of tensors and operators that send each tensor among their arguments one gradient.
 

@@ -177,7 +177,7 @@ class Cells:
         return given
 
     def _has_several(self, state: CellState, sums: Sums) -> bool:
-        """Tell whether a cell has several contributions for one leaf; raise InputError for leaves that are not given."""
+        """Tell whether a cell has several contributions for a leaf; raise InputError for leaves that are not given."""
         return has_several(state.sent.values(), sums.leaves, chain(*state.leaves.values(), sums.given))
 
     def context(self, stage: int, microbatch: int) -> CellContext:
@@ -245,13 +245,13 @@ class Cells:
                     leaf.grad = None
             else:
                 back = self._asked(state, sums, microbatch, roots, seeds, whole=whole)
-        for way, gradients in zip(state.leaves, back, strict=True):
+        for way, message in zip(state.leaves, back, strict=True):
             if way is None:
-                for position, gradient in enumerate(gradients):
+                for position, gradient in enumerate(message):
                     if gradient is not None:
                         self.input_gradients[stage, microbatch, position] = gradient
             else:
-                self.transport.send(way.back, gradients)
+                self.transport.send(way.back, message)
         state.out_gradients = ()
         if not self.keep:
             state.leaves.clear()
