@@ -45,6 +45,8 @@ from torch.autograd.graph import GradientEdge
 from autosplit.errors import InputError
 
 _ENGINE = torch.autograd.Variable._execution_engine
+_BEFORE = 3
+"""How many nodes at the end of a layer are looked at for its product: views of the result come behind it."""
 LARGE_BYTES = 1 << 16
 """From here on a sum is worth being added to in place."""
 
@@ -209,6 +211,20 @@ class DeferredWeightGrads:
     edges: list[GradientEdge] = field(default_factory=list)
     caught: list[Product] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, uses: Iterable[Use]) -> DeferredWeightGrads:
+        """Put off the weight gradients of products, before the graph's backward."""
+        result = cls()
+        for use in uses:
+            product = Product(_KINDS[type(use.node).__name__].made(use.node, use.place), use.ways)
+            result.products.append(product)
+            if use.enters:  # the engine calls this behind hooks on the product's result, which an edge would miss
+                use.node.register_prehook(product.take)
+            else:
+                result.edges.append(GradientEdge(use.node, 0))
+                result.caught.append(product)
+        return result
+
     def catch(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Keep what came in at :attr:`edges`."""
         for product, gradient in zip(self.caught, gradients, strict=True):
@@ -229,13 +245,17 @@ class Way(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A product in a graph: the place of its weight, the ways to its weight and bias, and its other inputs' nodes."""
+    """A product in a graph: the place of its weight, the ways to its weight and bias, and its other inputs' nodes.
+
+    ``enters``: whether the engine comes to it for what is asked for besides.
+    """
 
     node: Any
     place: int
     weight: Way
     bias: Way | None
     others: tuple[Any, ...]
+    enters: bool = False
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -243,31 +263,54 @@ class Use(NamedTuple):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
-def defer_weight_gradients(
-    roots: Sequence[torch.Tensor], leaves: Collection[int], asked: Collection[int]
-) -> DeferredWeightGrads:
-    """Put off the weight gradients of the products in a graph; ``leaves``, by identity, may be put off.
+def uses_to_defer(roots: Sequence[torch.Tensor], leaves: Collection[int], asked: Collection[int]) -> list[Use]:
+    """Return the products of a graph whose weight gradients are put off, in the order of a whole backward.
 
-    ``asked`` are all leaves whose gradients the engine is asked for, but for those that are put off. It comes to a
-    product only where one of them lies behind it, or another product that it is asked for.
+    ``leaves``, by identity, may be put off; ``asked`` are all whose gradients the engine is asked for, but for those
+    that are. It comes to a product only where one of them lies behind it, or another product that it is asked for.
     """
-    result = DeferredWeightGrads()
     leads: dict[Any, bool] = {}
     uses = sorted(deferrable(roots, leaves), key=lambda use: use.node._sequence_nr())
     left = set(asked) - {id(way.leaf) for use in uses for way in use.ways}
-    entered = []
-    for use in uses:
-        entered.append(any(_leads(node, left, leads) for node in use.others))
+    for number, use in enumerate(uses):
+        uses[number] = use._replace(enters=any(_leads(node, left, leads) for node in use.others))
         leads[use.node] = True
-    for use, enters in zip(reversed(uses), reversed(entered), strict=True):
-        product = Product(_KINDS[type(use.node).__name__].made(use.node, use.place), use.ways)
-        result.products.append(product)
-        if enters:
-            use.node.register_prehook(product.take)
-        else:
-            result.edges.append(GradientEdge(use.node, 0))
-            result.caught.append(product)
-    return result
+    return uses[::-1]
+
+
+def defer_weight_gradients(
+    roots: Sequence[torch.Tensor], leaves: Collection[int], asked: Collection[int]
+) -> DeferredWeightGrads:
+    """Put off the weight gradients of a graph's products; see :func:`uses_to_defer`."""
+    return DeferredWeightGrads.of(uses_to_defer(roots, leaves, asked))
+
+
+def located(uses: Sequence[Use], results: Sequence[Any]) -> list[tuple[Use, int, int]] | None:
+    """Return uses with the places of their products: so many nodes before one of a cell's ``results``.
+
+    These are the nodes of what its layers return; None where a product is not among them.
+    """
+    places: dict[Any, tuple[int, int]] = {}
+    for number, node in enumerate(results):
+        for before in range(_BEFORE):
+            if node is not None:
+                places.setdefault(node, (number, before))
+                node = node.next_functions[0][0] if node.next_functions else None
+    found = [(use, *places[use.node]) for use in uses if use.node in places]
+    return found if len(found) == len(uses) else None
+
+
+def uses_at(places: Iterable[tuple[Use, int, int]], results: Sequence[Any]) -> list[Use] | None:
+    """Return the uses of a cell by those of another cell of the same stage; None where its graph is another one."""
+    found = []
+    for use, number, before in places:
+        node = results[number]
+        for _ in range(before):
+            node = node.next_functions[0][0] if node is not None and node.next_functions else None
+        if type(node) is not type(use.node):
+            return None
+        found.append(use._replace(node=node))
+    return found
 
 
 def deferrable(roots: Sequence[torch.Tensor], leaves: Collection[int], *, dense: bool = False) -> list[Use]:

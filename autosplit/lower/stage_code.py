@@ -1,7 +1,7 @@
 """The code that runs a stage in a step: its graph as one Python function that looks nothing up.
 
     region    getattr(self.model.blocks, "0").norm1(x)     six lookups, and torch's checks for hooks
-    code      norm1_7(x)                                   the ``forward`` of a stand-in of the module
+    code      norm1_7.forward(x)                           of a stand-in of the module
 
 A stand-in of one of torch's layers shares the attributes of its module, and has its parameters and buffers in slots
 that are filled before each call: with the model's, or with leaves whose ``.grad`` is the sum of a step. Everything else
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 
 from autosplit.lower.region import ROOT, RegionModule
 from autosplit.trace.borrowed.holders import HOOK_TABLES
@@ -30,6 +31,9 @@ from autosplit.trace.scope import has_module_hooks, is_layer
 _TABLES = ("_parameters", "_buffers")
 _PLAIN = (bool, int, str, type(None), type(Ellipsis))
 _NUMBERS = itertools.count()
+_NOTE = "__note"
+_PRODUCTS = (F.linear, F.conv1d, F.conv2d, F.conv3d, torch.addmm, torch.matmul, torch.mm)
+_LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 
 
 class StageCode:
@@ -48,6 +52,8 @@ class StageCode:
         """The modules on the way to what is called: the table of children, the name in it, and the module."""
         self._hooks: list[Mapping[Any, Any]] = []
         """Tables of hooks that are empty."""
+        self.space: dict[str, Any] = {}
+        """What the function names."""
         self.is_entered = run is region and not region.units and not has_module_hooks()
         self.function = _Writer(region, self).function() if self.is_entered else run
         slots = {(id(table), name) for _, table, name in self._slots}
@@ -68,8 +74,9 @@ class StageCode:
         """Return the parameters and buffers that the stage reads in other ways than by slots."""
         return [tensor for table, name in self._others if (tensor := table[name]) is not None]
 
-    def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Have calls compute with these from now on."""
+    def fill(self, tensors: Sequence[torch.Tensor | None], results: list[Any] | None = None) -> None:
+        """Have calls compute with these from now on, and add autograd's nodes of layers' ``results`` to a list."""
+        self.space[_NOTE] = _pass if results is None else lambda value: results.append(value.grad_fn)
         for (put, _, _), tensor in zip(self._slots, tensors, strict=True):
             put(tensor)
 
@@ -109,13 +116,20 @@ def _stand_in_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mo
     return type(kind.__name__, (kind,), {"__slots__": names, "__module__": kind.__module__})
 
 
+def _pass(value: Any) -> None:
+    """Note nothing."""
+
+
+def _is_product(called: Any) -> bool:
+    """Tell whether what a stage calls makes a product of a weight, whose gradient may be put off."""
+    return isinstance(called, _LAYERS) or any(called is product for product in _PRODUCTS)
+
+
 class _Writer:
     """Writes the function of a region."""
 
     def __init__(self, region: RegionModule, code: StageCode) -> None:
-        self._region, self._code = region, code
-        self._space: dict[str, Any] = {}
-        """What the function names."""
+        self._region, self._code, self._space = region, code, code.space
         self._locals = {node.name for node in region.graph.nodes}
         self._names: dict[fx.Node, str] = {}
         self._layers: dict[str, nn.Module] = {}
@@ -149,11 +163,13 @@ class _Writer:
         if node.target is operator.getitem:
             return f"{node.name} = {args[0]}[{args[1]}]"
         called: Any = node.target
+        text = ""
         if node.op == "call_module":
             path = called.removeprefix(f"{ROOT}.")
-            layer = self._layer(path)
-            called = layer if layer is self._code.module(self._region.root, path) else layer.forward
-        return f"{node.name} = {self._named(called)}({', '.join(args)})"
+            called = self._layer(path)
+            text = "" if called is self._code.module(self._region.root, path) else ".forward"
+        note = f"; {_NOTE}({node.name})" if _is_product(called) else ""
+        return f"{node.name} = {self._named(called)}{text}({', '.join(args)}){note}"
 
     def _layer(self, path: str) -> nn.Module:
         if path not in self._layers:

@@ -23,10 +23,12 @@ from autosplit.backward import (
     Product,
     accumulate,
     apart,
-    defer_weight_gradients,
     donate_gradients,
     gradients,
     has_several,
+    located,
+    uses_at,
+    uses_to_defer,
 )
 from autosplit.runtime.lanes.ambient import any_autocast
 from autosplit.runtime.ops import OUT, Bundle, CellContext, transfer
@@ -51,6 +53,8 @@ class CellState:
     """Gradients of what it gave the caller, where the caller's backward brings them."""
     deferred: list[Product] = field(default_factory=list)
     """What the weight gradients have to make, from the input gradient on."""
+    results: list[Any] = field(default_factory=list)
+    """Autograd's nodes of what its layers returned, where weight gradients may be put off."""
     late: list[tuple[torch.Tensor, torch.Tensor]] | None = None
     """Leaves and gradients that an input gradient made before its turn: they are added with the weight gradients."""
 
@@ -146,7 +150,7 @@ class Cells:
             given = self._given(state, sums, stage, microbatch)
             if self.step.log is not None:  # on the lane itself it begins when that is there
                 self.step.log.begins(Action(stage, "F", microbatch))
-            sums.fill()
+            sums.fill(state.results)
             run = self.step.program(sums.held).cell(stage, last=microbatch == len(self.step.sizes) - 1)
             state.sent = run(*given)
         if self.detached and self.step.once(("several", sums.held), lambda: self._has_several(state, sums)):
@@ -255,6 +259,7 @@ class Cells:
         state.out_gradients = ()
         if not self.keep:
             state.leaves.clear()
+            state.results.clear()
             state.sent = {}
 
     def _asked(
@@ -278,7 +283,7 @@ class Cells:
         back: dict[int, torch.Tensor | None] = {}
         totals: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         if roots and (leaves or sums.leaves):
-            later = DeferredWeightGrads() if whole else self._deferred(roots, sums, microbatch, leaves)
+            later = DeferredWeightGrads() if whole else self._deferred(state, roots, sums, microbatch, leaves)
             put_off = later.leaves
             summed = [leaf for leaf in sums.leaves if id(leaf) not in put_off]
             if in_turn:
@@ -296,14 +301,27 @@ class Cells:
         return [[back.get(id(leaf)) for leaf in bundle] for bundle in state.leaves.values()]
 
     def _deferred(
-        self, roots: Sequence[torch.Tensor], sums: Sums, microbatch: int, leaves: Sequence[torch.Tensor]
+        self,
+        state: CellState,
+        roots: Sequence[torch.Tensor],
+        sums: Sums,
+        microbatch: int,
+        leaves: Sequence[torch.Tensor],
     ) -> DeferredWeightGrads:
-        """Find what can wait: nothing where the forward runs again, which saves what it needs for one backward only."""
+        """Find what can wait: nothing where the forward runs again, which saves what it needs for one backward only.
+
+        It is looked for in the first cell of a step, and is in the same place in others.
+        """
         stage, last = sums.held.stage, microbatch == len(self.step.sizes) - 1
         if self.lowered.runs_again(stage, last=last) or self.lowered.stages[stage].units:
             return DeferredWeightGrads()
-        summed = set(map(id, sums.leaves))
-        return defer_weight_gradients(roots, summed.difference(map(id, sums.free)), summed | set(map(id, leaves)))
+        uses = uses_at(sums.products, state.results) if sums.products else None
+        if uses is None:
+            summed = set(map(id, sums.leaves))
+            may_wait = summed.difference(map(id, sums.free))
+            uses = uses_to_defer(roots, may_wait, summed | set(map(id, leaves)))
+            sums.products = located(uses, state.results)
+        return DeferredWeightGrads.of(uses)
 
     def roots_of(self, state: CellState, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return what a cell's backward begins at, and the gradients that came in for it."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autosplit.backward import begin_at_sums
+from autosplit.backward import Use, begin_at_sums
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import plus
 from autosplit.runtime.step.attributes import StandInAttributes
@@ -43,6 +43,7 @@ class Sums:
         leaves: what stands for these, and for what is given, in the graphs of cells; those that require a gradient.
         free: leaves under the loss that are no stage's.
         by_engine: whether autograd adds to the leaves' ``.grad``.
+        products: what can wait in a cell's backward, and where that is; None: not known yet, or not to be told.
         added: one more than the last microbatch that was added, but for what was put off.
     """
 
@@ -55,6 +56,7 @@ class Sums:
         self.leaves: list[torch.Tensor] = []
         self.free: list[torch.Tensor] = []
         self.by_engine, self.added = True, 0
+        self.products: list[tuple[Use, int, int]] | None = None
         self._stand_ins: list[torch.Tensor] = []
         """What stands for each parameter: a leaf of its memory, or itself."""
         self._in_slots: list[torch.Tensor | None] = []
@@ -76,9 +78,9 @@ class Sums:
         if len(leaves) < len(parameters):
             self.by_engine = False
 
-    def fill(self) -> None:
-        """Have the stage's code compute with this."""
-        self._code.fill(self._in_slots)
+    def fill(self, results: list[Any]) -> None:
+        """Have the stage's code compute with this; it leaves its layers' ``results`` where backwards are split."""
+        self._code.fill(self._in_slots, None if self.by_engine else results)
 
     @property
     def read_directly(self) -> list[torch.Tensor]:
