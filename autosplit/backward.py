@@ -278,13 +278,6 @@ def uses_to_defer(roots: Sequence[torch.Tensor], leaves: Collection[int], asked:
     return uses[::-1]
 
 
-def defer_weight_gradients(
-    roots: Sequence[torch.Tensor], leaves: Collection[int], asked: Collection[int]
-) -> DeferredWeightGrads:
-    """Put off the weight gradients of a graph's products; see :func:`uses_to_defer`."""
-    return DeferredWeightGrads.of(uses_to_defer(roots, leaves, asked))
-
-
 def located(uses: Sequence[Use], results: Sequence[Any]) -> list[tuple[Use, int, int]] | None:
     """Return uses with the places of their products: so many nodes before one of a cell's ``results``.
 

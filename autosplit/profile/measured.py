@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autosplit.backward import DeferredWeightGrads, defer_weight_gradients, deferrable, gradients
+from autosplit.backward import DeferredWeightGrads, deferrable, gradients, uses_to_defer
 from autosplit.devices import Clock, clock_of, is_out_of_memory
 from autosplit.errors import InputError, ProfileError
 from autosplit.profile.blocks import called, value_kind
@@ -214,9 +214,10 @@ class _Timing(BorderInterpreter):
         call, clock = self.prepare(node, private=True), self._clock
         targets = _targets(call, call.run())
         ones = [torch.ones_like(target) for target in targets]
+        uses = uses_to_defer(targets, _weights(call), {id(leaf) for leaf in call.leaves})  # of one cell in a step
 
         def input_gradient() -> DeferredWeightGrads:
-            deferred = defer_weight_gradients(targets, _weights(call), {id(leaf) for leaf in call.leaves})
+            deferred = DeferredWeightGrads.of(uses)
             wanted = [leaf for leaf in call.leaves if id(leaf) not in deferred.leaves]
             if wanted or deferred.edges:
                 found = gradients(targets, ones, [*wanted, *deferred.edges], keep=False)

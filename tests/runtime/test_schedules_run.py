@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import ScheduleError, autosplit
-from autosplit.backward import Product, defer_weight_gradients, gradients
+from autosplit.backward import DeferredWeightGrads, Product, gradients, uses_to_defer
 from autosplit.runtime.lanes.lanes import StreamLane
 from autosplit.runtime.lanes.threads import Turn, backwards, forwards, turns
 from autosplit.runtime.step.cells import Cells
@@ -177,7 +177,7 @@ def parts(model: nn.Module, value: Tensor) -> tuple[dict[str, Tensor], set[str]]
     named = dict(model.named_parameters())
     output = model(value)
     leaves = {id(parameter) for parameter in named.values()}
-    later = defer_weight_gradients([output], leaves, leaves | {id(value)})
+    later = DeferredWeightGrads.of(uses_to_defer([output], leaves, leaves | {id(value)}))
     now = {n: p for n, p in named.items() if id(p) not in later.leaves} | {"value": value}
     found = iter(torch.autograd.grad(output, [*now.values(), *later.edges], torch.ones_like(output), allow_unused=True))
     sums = {name: gradient for name, gradient in zip(now, found, strict=False) if gradient is not None}
@@ -219,7 +219,7 @@ def test_a_bias_of_one_element_is_summed_to_its_own_shape() -> None:
     root = torch.addmm(bias, torch.addmm(bias, hidden, wide).tanh(), narrow).square().sum()
     *_, expected = torch.autograd.grad(root, leaves, retain_graph=True)
     asked = [id(leaf) for leaf in leaves]
-    deferred = defer_weight_gradients([root], asked[1:], asked)
+    deferred = DeferredWeightGrads.of(uses_to_defer([root], asked[1:], asked))
     gradients([root], [torch.ones_like(root)], [hidden], keep=False)
     parts = [made for product in deferred.products for leaf, made in product.gradients() if leaf is bias]
     assert [part.shape for part in parts] == [bias.shape] * 2
