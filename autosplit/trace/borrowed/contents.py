@@ -126,7 +126,12 @@ def refill_marks(parameters: dict[str, Any], name: str, content: dict[Any, Any])
         return
     hooks = [(*key, hook) for key, hook in content.items() if isinstance(key, tuple)]
     for table in _TENSOR_HOOKS:
-        setattr(parameter, table, OrderedDict((key, hook) for own, key, hook in hooks if own == table) or None)
+        wanted = OrderedDict((key, hook) for own, key, hook in hooks if own == table)
+        if (registered := getattr(parameter, table)) is None:
+            setattr(parameter, table, wanted or None)
+        else:  # handles take hooks out of this very dict
+            registered.clear()
+            registered.update(wanted)
     before, after = ({key: value for key, value in each.items() if isinstance(key, str)} for each in (now, content))
     change(before, after, vars(parameter).__setitem__, vars(parameter).__delitem__)
 
