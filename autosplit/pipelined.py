@@ -43,7 +43,6 @@ from autosplit.runtime.lanes.ambient import needs_one_thread
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.threads import LaneThreads, forwards
 from autosplit.runtime.loss.proof import Proofs
-from autosplit.runtime.ops import on_lane
 from autosplit.runtime.step import engine, middle
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.tree import TreeRun
@@ -275,10 +274,10 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         if threads is not None:
             return list(middle.call(step, threads))
         program, edited = self._core.compiled[graph][0], graph in self._core.edited
+        modules |= {} if edited else step.codes_by(self._core.names)
         try:
-            codes = {} if edited else self._codes_of(step)
             with step.entered() as handed:
-                flat = program(self if edited else SimpleNamespace(**{**modules, **codes}), *step.given())
+                flat = program(self if edited else SimpleNamespace(**modules), *step.given())
                 handed += flat
         except BaseException as error:
             step.locate(error)
@@ -326,15 +325,6 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
     def _modules_of(self, recorded: Recorded) -> dict[str, nn.Module]:
         """Return what the programs of a recording name: the modules that they call, and the model that they read."""
         return {STATE: recorded.traced.root} | {self._core.names[name]: m for name, m in recorded.parts.items()}
-
-    def _codes_of(self, step: PreparedStep) -> dict[str, Any]:
-        """Return what runs the stages in the programs of a step, by the names of the modules that these stand for."""
-        codes = {}
-        for (stage, replica), code in step.codes.items():
-            if code.is_entered and not replica:
-                code.fill(code.read())
-                codes[self._core.names[f"stage{stage}"]] = on_lane(code.function, step.lanes[stage])
-        return codes
 
     def _prepare(self, args: Any, kwargs: Any, *, runs: bool = True) -> PreparedStep | PreparedTree:
         core = self._core

@@ -25,7 +25,7 @@ from autosplit.backward import donate_gradients
 from autosplit.distributed.world import World
 from autosplit.parallel import BUCKET_BYTES
 from autosplit.runtime.norms import Part, Use
-from autosplit.runtime.step.cells import held_back
+from autosplit.runtime.step.leaves import held_back
 
 _SPARSE = -256
 """Stands for a sparse gradient where dense ones count 1: the sum is below zero where there is any."""

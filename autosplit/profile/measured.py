@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autosplit.backward import DeferredWeightGrads, deferrable, gradients, uses_to_defer
+from autosplit.backward import gradients
 from autosplit.devices import Clock, clock_of, is_out_of_memory
 from autosplit.errors import InputError, ProfileError
 from autosplit.profile.blocks import called, value_kind
@@ -30,6 +30,7 @@ from autosplit.progress import phase, update
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.units import format_bytes
+from autosplit.weight_gradients import DeferredWeightGrads, deferrable, uses_to_defer
 
 _LONG_S = 0.1
 """A node whose first run takes longer than this is measured once."""

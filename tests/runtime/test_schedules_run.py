@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import ScheduleError, autosplit
-from autosplit.backward import DeferredWeightGrads, Product, gradients, uses_to_defer
+from autosplit.backward import gradients
 from autosplit.runtime.lanes.lanes import StreamLane
 from autosplit.runtime.lanes.threads import Turn, backwards, forwards, turns
 from autosplit.runtime.step.cells import Cells
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
+from autosplit.weight_gradients import DeferredWeightGrads, Product, uses_to_defer
 from tests.equivalence.equality import TOLERANCE, difference
 from tests.runtime.gates import (
     CHUNKS,

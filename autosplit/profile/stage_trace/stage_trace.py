@@ -23,7 +23,7 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from autosplit.backward import begin_at_sums, deferrable
+from autosplit.backward import begin_at_sums
 from autosplit.errors import ProfileError, is_internal
 from autosplit.memory.pieces import Change, Held, StageTrace, Step
 from autosplit.profile.lowering import CudaKernels
@@ -37,6 +37,7 @@ from autosplit.trace.borrowed.blank import fake
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.recording.run import quiet_log
+from autosplit.weight_gradients import deferrable
 
 _CPU = torch.device("cpu")
 

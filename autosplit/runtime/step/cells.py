@@ -11,32 +11,23 @@ belongs to its own lane. Contributions add in the order of its backwards, so the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
 
-from autosplit.backward import (
-    DeferredWeightGrads,
-    Product,
-    accumulate,
-    apart,
-    donate_gradients,
-    gradients,
-    has_several,
-    located,
-    uses_at,
-    uses_to_defer,
-)
+from autosplit.backward import accumulate, gradients, has_several
 from autosplit.runtime.lanes.ambient import any_autocast
 from autosplit.runtime.ops import OUT, Bundle, CellContext, transfer
+from autosplit.runtime.step.leaves import all_or_nothing, hand, held_back
 from autosplit.runtime.step.step import Pairs, Start, Step
 from autosplit.runtime.step.sums import Held, Sums, together
 from autosplit.runtime.transport import Message, Way
 from autosplit.schedule.action import Action
 from autosplit.trace.scope import has_module_hooks
+from autosplit.weight_gradients import DeferredWeightGrads, Product, located, uses_at, uses_to_defer
 
 _METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradients"}
 
@@ -358,7 +349,7 @@ class Cells:
         leaves = [tensor for pairs in own for tensor, _ in pairs] + self.step.tensors
         if self.layout.home:  # of shared values, which parameters may stand behind
             leaves += self.lowered.traced.root.parameters()
-        with _all_or_nothing(leaves):
+        with all_or_nothing(leaves):
             self.start.hand_over(own, self._hand)
 
     def _pairs(self, stage: int) -> Pairs:
@@ -371,49 +362,7 @@ class Cells:
 
     def _hand(self, pairs: Pairs) -> None:
         """Give tensors their gradients; the list is empty afterwards."""
-        tensors, gradients = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
-        pairs.clear()
-        if not all(sums.by_engine for sums in self.sums.values()):
-            gradients = apart(gradients)
-        torch.autograd.backward(self._roots_by_device(tensors, gradients))
-
-    def _roots_by_device(self, tensors: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return a root per device that hands over its leaves' gradients; ``gradients`` is empty afterwards.
-
-        The engine takes all roots to be made on one stream; a node per device puts each device's gradients on the
-        caller's stream there.
-        """
-        first, one = self.step.lanes[0], len({lane.device for lane in self.step.lanes}) == 1
-        places = [first.device if one else first.origin(tensor).device for tensor in tensors]
-        given = list(zip(places, tensors, gradients, strict=True))
-        gradients.clear()
-        roots = []
-        for place in dict.fromkeys(places):
-            own = [tensor for device, tensor, _ in given if device == place]
-            roots.append(donate_gradients(own, [gradient for device, _, gradient in given if device == place]))
-            given = [entry for entry in given if entry[0] != place]
-        return roots
-
-
-@contextlib.contextmanager
-def _all_or_nothing(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Put the gradients of leaves back when a hook raises: by then some have been added to.
-
-    Copies are made only where there are hooks; without them nothing of the caller's runs in here.
-    """
-    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
-    if not any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves):
-        yield
-        return
-    before = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.detach().clone()) for leaf in leaves]
-    try:
-        yield
-    except BaseException:
-        for leaf, gradient, content in before:
-            leaf.grad = gradient
-            if gradient is not None and content is not None:
-                gradient.copy_(content)
-        raise
+        hand(pairs, self.step.lanes, alone=all(sums.by_engine for sums in self.sums.values()))
 
 
 def parameters(step: Step) -> dict[Held, list[torch.Tensor]]:
@@ -423,20 +372,6 @@ def parameters(step: Step) -> dict[Held, list[torch.Tensor]]:
         tensors = {id(t): t for t in (*code.read(), *code.others()) if t is not None and t.requires_grad}
         found[held] = list(tensors.values())
     return found
-
-
-@contextlib.contextmanager
-def held_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Hold back the hooks of tensors while cells run: they want the whole gradient, once."""
-    tables = (hooks for tensor in tensors for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks))
-    held = [(hooks, dict(hooks)) for hooks in tables if hooks]
-    try:
-        for hooks, _ in held:
-            hooks.clear()
-        yield
-    finally:
-        for hooks, own in held:
-            hooks.update(own)
 
 
 def _detached(bundle: Sequence[torch.Tensor]) -> list[torch.Tensor]:

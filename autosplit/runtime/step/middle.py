@@ -21,7 +21,8 @@ from torch import nn
 from autosplit.runtime.lanes.ambient import ThreadState, graph_is_kept, one_intra_op_thread
 from autosplit.runtime.lanes.threads import LaneThreads, Turns, backwards, forwards, turns
 from autosplit.runtime.ops import OUT
-from autosplit.runtime.step.cells import Cells, held_back, parameters
+from autosplit.runtime.step.cells import Cells, parameters
+from autosplit.runtime.step.leaves import held_back
 from autosplit.runtime.step.step import Start, Step
 from autosplit.runtime.step.sums import Held, together
 from autosplit.trace.borrowed.state import attributes

@@ -14,7 +14,7 @@ import torch
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.threads import forwards
 from autosplit.runtime.norms import Part
-from autosplit.runtime.ops import Bundle, CallState, enter, leave, transfer
+from autosplit.runtime.ops import Bundle, CallState, enter, leave, on_lane, transfer
 from autosplit.runtime.step.attributes import StandInAttributes
 from autosplit.runtime.step.sums import Held
 from autosplit.runtime.step_log import StepLog
@@ -179,6 +179,15 @@ class Step:
     def codes(self) -> dict[Held, Any]:
         """What runs the stages of this process in this step (:class:`autosplit.lower.stage_code.StageCode`)."""
         return {held: self.program(held).code(held.stage) for held in self.held if held.stage in self.stages}
+
+    def codes_by(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Return what runs the stages in a program, by the ``names`` of the modules that it stands for."""
+        codes = {}
+        for (stage, replica), code in self.codes.items():
+            if code.is_entered and not replica:
+                code.fill(code.read())
+                codes[names[f"stage{stage}"]] = on_lane(code.function, self.lanes[stage])
+        return codes
 
     def processes(self, stage: int) -> int:
         """Return how many processes have replicas of a stage."""

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autosplit.backward import Use, begin_at_sums
+from autosplit.backward import begin_at_sums
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import plus
 from autosplit.runtime.step.attributes import StandInAttributes
+from autosplit.weight_gradients import Use
 
 
 class Held(NamedTuple):

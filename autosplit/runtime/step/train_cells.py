@@ -23,7 +23,8 @@ from autosplit.runtime.loss.parts import Parts
 from autosplit.runtime.loss.proof import WholeCheck
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import OUT, rows_along, transfer
-from autosplit.runtime.step.cells import Cells, CellState, held_back, parameters
+from autosplit.runtime.step.cells import Cells, CellState, parameters
+from autosplit.runtime.step.leaves import held_back
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.step.sums import Held, Sums
 from autosplit.runtime.transport import Message, Way
