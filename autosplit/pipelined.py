@@ -291,9 +291,8 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         tells.
         """
         core = self._core
-        if core.threads is None or len(step.sizes) == 1 or graph in core.edited or needs_one_thread():
-            return None
-        return core.threads
+        alone = len(step.sizes) == 1 or graph in core.edited or needs_one_thread()
+        return None if alone else core.threads
 
     def _program(self, step: PreparedStep) -> fx.Graph:
         programs, count = step.recorded.programs, len(step.sizes)

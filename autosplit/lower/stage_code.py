@@ -33,7 +33,7 @@ _PLAIN = (bool, int, str, type(None), type(Ellipsis))
 _NUMBERS = itertools.count()
 _NOTE = "__note"
 _PRODUCTS = (F.linear, F.conv1d, F.conv2d, F.conv3d, torch.addmm, torch.matmul, torch.mm)
-_LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class StageCode:

@@ -23,7 +23,7 @@ _ONCE = frozenset(
 
 What may return its argument itself, as ``contiguous`` does, sends it those of all its uses.
 """
-_PASSING = (nn.Identity, nn.Flatten, nn.modules.dropout._DropoutNd)
+_PASSING = (nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 """Layers that may return their input itself."""
 _HOMES = ("torch", "_operator")
 
