@@ -12,14 +12,7 @@ from torch import fx, nn
 
 from autosplit.checks import BATCH_NORM, FEED, FIND, MACHINE, OUTPUTS, RESERVE, TORCHRUN, choose, resolve_machine
 from autosplit.errors import InputError
-from autosplit.options import (
-    Options,
-    Sample,
-    resolve_compile,
-    resolve_devices,
-    resolve_lanes,
-    resolve_rng,
-)
+from autosplit.options import Options, Sample, resolve_compile, resolve_devices, resolve_lanes, resolve_rng
 from autosplit.parallel import Parallel
 from autosplit.planning.asked import check_loss_device, check_processes, check_room, dealt, degrees_of, given_sample
 from autosplit.planning.explain.explain import answered, assumed
@@ -38,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _DEVICES = 4
-_ONE_PROCESS = {"feed": "all", "outputs": "last", "weights": None, "parallelize": None, "timeout": None}
+_ONE_PROCESS = {"feed": "all", "outputs": "last"} | dict.fromkeys(("weights", "parallelize", "timeout", "check_inputs"))
 
 
 def autosplit(
@@ -68,6 +61,7 @@ def autosplit(
     outputs: str = "last",
     weights: Any = None,
     timeout: Any = None,
+    check_inputs: int | None = None,
 ) -> PipelinedModule:
     """Split a model over devices and return it as a pipelined ``torch.fx.GraphModule`` with the same state.
 
@@ -129,6 +123,8 @@ def autosplit(
             give them, by torch's seed and the names, whatever the cut.
         timeout: seconds, or a ``timedelta``, after which a step hangs under "torchrun" where no process has begun
             anything. None: torch's default for its process groups, 30 minutes on CPUs and 10 on CUDA devices.
+        check_inputs: of how many calls of one kind "torchrun" compares the values of one: 1 or True: each, 0 or False:
+            none, None: the first three and then every 100th. That the kind is one is compared each time.
 
     Returns:
         The pipelined module. Calling it gives the model's outputs, transparent to autograd.
@@ -145,7 +141,8 @@ def autosplit(
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     world = _world(devices, mesh)
     ways = {"feed": choose("feed", feed, FEED), "outputs": choose("outputs", outputs, OUTPUTS)}
-    _check_model(model, world, ways := ways | {"weights": weights, "parallelize": parallelize, "timeout": timeout})
+    ways |= {"weights": weights, "parallelize": parallelize, "timeout": timeout, "check_inputs": check_inputs}
+    _check_model(model, world, ways)
     resolved = resolve_devices(devices) if world is None else (world.device,) * world.size
     others = {"plan": pinned, "virtual_stages": virtual_stages}
     each, schedule = _replicas(replicas, resolved, others, world, ways, schedule=schedule, recompute=recompute)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from autosplit.distributed.messages import flattened
+from autosplit.distributed.messages import Described, blank_like, described, flattened
 from autosplit.distributed.start import placeholders, slots_of
 from autosplit.distributed.world import World, attempt
 from autosplit.lower.split import Lowered
@@ -24,22 +23,16 @@ from autosplit.trace.inputs.objects import one_tensor, take_apart
 from autosplit.trace.reductions.own_loss import form_of
 
 
-@dataclass(frozen=True)
-class _Blank:
+class _Blank(NamedTuple):
     """A tensor of the batch without its values."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    like: Described
     on_cpu: bool
 
-    @classmethod
-    def of(cls, leaf: Any) -> Any:
-        """Return a tensor without its values, anything else as it is."""
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        dense = leaf if leaf.is_contiguous() else torch.empty_like(leaf, device="meta")
-        return cls(tuple(leaf.shape), dense.stride(), leaf.dtype, leaf.device.type == "cpu")
+
+def _blank(leaf: Any) -> Any:
+    """Return a tensor without its values, anything else as it is."""
+    return _Blank(described(leaf), leaf.device.type == "cpu") if isinstance(leaf, torch.Tensor) else leaf
 
 
 def like_first(world: World, doing: str, first: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -48,11 +41,10 @@ def like_first(world: World, doing: str, first: int, args: Any, kwargs: Any) -> 
     def made(leaf: Any) -> Any:
         if not isinstance(leaf, _Blank):
             return leaf
-        device = torch.device("cpu") if leaf.on_cpu else world.device
-        return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=device)
+        return blank_like(leaf.like, torch.device("cpu") if leaf.on_cpu else world.device)
 
     leaves, structure = take_apart((args, kwargs))
-    own = ([_Blank.of(leaf) for leaf in leaves], one_tensor(leaves), structure) if world.rank == first else None
+    own = (list(map(_blank, leaves)), one_tensor(leaves), structure) if world.rank == first else None
     blank, same, structure = world.gather(doing, own)[world.members[first]]
     if world.rank == first:
         return args, kwargs

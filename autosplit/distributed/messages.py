@@ -152,35 +152,31 @@ class Messages:
         parts = (torch.tensor([data.numel()]), data)
         return [dist.isend(part, group=self._world.control, group_dst=to) for part in parts]
 
-    def _described(self, source: int) -> tuple[int, Way, Any, Description]:
+    def _described(self, source: int, awaited: Way) -> tuple[int, Way, Any, Description]:
         """Return what a rank sends next; at the first step of a kind it says that."""
         if self.known.complete:
             way, description = next(self._coming.setdefault(source, iter(self.known.of[source].items())))
             return self._minibatch, way, self._said, description
         length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, group=self._world.control, group_src=source)
-        data = torch.zeros(int(length), dtype=torch.uint8)
-        dist.recv(data, group=self._world.control, group_src=source)
+        with self._world.waiting(_place(awaited), source):
+            dist.recv(length, group=self._world.control, group_src=source)
+            data = torch.zeros(int(length), dtype=torch.uint8)
+            dist.recv(data, group=self._world.control, group_src=source)
         minibatch, way, said, description = pickle.loads(data.numpy().tobytes())
         self.known.of[source][way] = description
         return minibatch, way, said, description
 
     def expect(self, way: Way) -> None:
         """Post the receive of a message, behind those of all that its rank sends before."""
-        (source, _), key = self._ends(way), (self._minibatch, way)
-        while key not in self._posted:
-            with self._world.waiting(_place(way), source):
-                minibatch, other, said, description = self._described(source)
+        while (self._minibatch, way) not in self._posted:
+            source, _ = self._ends(way)
+            minibatch, other, said, description = self._described(source, way)
             self._posted[minibatch, other] = Incoming(said, description, *self._post(other, source, description))
 
     def _post(self, way: Way, source: int, description: Description) -> tuple[list[torch.Tensor], list[Any]]:
         lane = self._lanes[way.target]
         with lane.active():
-            made = [
-                torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=lane.device)
-                for one in description
-                if one is not None
-            ]
+            made = [blank_like(one, lane.device) for one in description if one is not None]
             return made, [self._world.irecv(flattened(tensor), source) for tensor in made if tensor.numel()]
 
     def recv(self, way: Way) -> Message:
@@ -212,6 +208,11 @@ def described(tensor: torch.Tensor) -> Described:
     """Describe a tensor; one with gaps in its memory arrives without."""
     dense = tensor if tensor.is_contiguous() or is_dense(tensor) else torch.empty_like(tensor, device="meta")
     return Described(tuple(tensor.shape), dense.stride(), tensor.dtype, tensor.requires_grad)
+
+
+def blank_like(one: Described, device: torch.device) -> torch.Tensor:
+    """Return a tensor of which there is a description, without its values."""
+    return torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=device)
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,27 +33,25 @@ from autosplit.runtime.transport import Way
 from autosplit.schedule.action import Action, Schedule
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """A rank sends a message to the rank of the way's target."""
-
+@dataclass(frozen=True)
+class _End:
     way: Way
+
+
+class Send(_End):
+    """A rank sends a message to the rank of the way's target."""
 
     def __str__(self) -> str:
         return f"send {_text(self.way)} to stage {self.way.target}"
 
 
-@dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(_End):
     """A rank posts the receive of a message from the rank of the way's source."""
-
-    way: Way
 
     def __str__(self) -> str:
         return f"receive {_text(self.way)} for stage {self.way.target}"
 
 
-_End = Send | Receive
 Item = Action | _End
 
 

@@ -32,10 +32,11 @@ _SPARSE = -256
 
 
 class Share(NamedTuple):
-    """What a rank says of its replica's part of a batch: rows, microbatches, and what else it has to say."""
+    """What a rank says of its replica's part of a batch: rows, microbatches, its number of the kind of call, a word."""
 
     rows: int
     microbatches: int
+    kind: int
     word: Any
 
 

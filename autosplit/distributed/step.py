@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,10 +38,11 @@ class RankStep(Step):
         group: the group of those of this rank's stage; None where it has one.
         sent: what is on its way to others.
         whole: whether what comes behind the last cell runs: the merges, and what mixes rows.
-        loss: what tells steps of the same signature apart: which loss ends them, or what a backward begins with.
+        messages: what travels in steps of this kind.
+        loss: what tells them apart: how a loss adds up, or what a backward begins with.
         timeout_s: the ranks hang when none has moved for so many seconds.
-        leaves: the parameters and buffers of this rank that require a gradient.
-        takers: what gets their gradients: these themselves, or this replica's shards of them.
+        trained: gives the parameters and buffers of this rank that require a gradient.
+        gathered: by the identity of this replica's shards among them, what these are gathered to; None: it has none.
         shares: the rows of each replica, where there are several.
         alone: whether the other replicas do not make this call.
         scaled: whether a ``GradScaler`` scales the loss.
@@ -51,13 +53,24 @@ class RankStep(Step):
     group: Any = None
     sent: Sent = field(default_factory=dict)
     whole: bool = False
+    messages: dict[Any, Descriptions] = field(default_factory=dict)
     loss: Any = None
     timeout_s: float
-    leaves: Sequence[torch.Tensor] = ()
-    takers: Sequence[torch.Tensor] = ()
+    trained: Callable[[], Sequence[torch.Tensor]] = tuple
+    gathered: Mapping[int, torch.Tensor] | None = None
     shares: Sequence[int] = ()
     alone: bool = False
     scaled: bool = False
+
+    @cached_property
+    def takers(self) -> Sequence[torch.Tensor]:
+        """What gets gradients: parameters and buffers of this rank, or this replica's shards of them."""
+        return self.trained()
+
+    @property
+    def leaves(self) -> Sequence[torch.Tensor]:
+        """The takers as cells compute with them."""
+        return [(self.gathered or {}).get(id(taker), taker) for taker in self.takers]
 
     @property
     def last(self) -> int:
@@ -115,9 +128,8 @@ class RankStep(Step):
 
     @property
     def known(self) -> Descriptions:
-        """What travels between stages in steps of this kind."""
-        kind = self.sizes, tuple(self.lengths.values()), self.whole, self.loss, torch.is_grad_enabled()
-        return self.once(("messages", *kind), Descriptions)
+        """What travels between stages in such a step."""
+        return self.messages.setdefault((self.whole, self.loss, torch.is_grad_enabled()), Descriptions())
 
     def transport(self, *, detached: bool) -> Messages:
         """Return what brings values from stage to stage, also of other ranks; a step has one."""
@@ -148,7 +160,7 @@ class RankStep(Step):
 
     def check_free(self, leaves: Sequence[torch.Tensor]) -> None:
         """Raise InputError where the loss has parameters of its own: every rank has others."""
-        held = {id(leaf) for leaf in self.leaves if len(self.ranks[-1]) == 1}
+        held = {id(leaf) for leaf in self.leaves} if leaves and len(self.ranks[-1]) == 1 else set()
         for leaf in leaves:
             if id(leaf) not in held:
                 raise InputError(
@@ -164,17 +176,20 @@ class RankStep(Step):
         self._draw_rest()
         makes = self.world.rank == self.last and self.rows > 0
         value, error = attempt(make) if makes else (None, None)
-        number = None if value is None else (value.dtype, value.item(), self.scaled)
+        read = self.world.device.type == "cpu" or self.world.pipelines > 1  # else it stays on its device
+        number = None if value is None else (value.dtype, value.item() if read else 0, self.scaled)
         if self.world.pipelines > 1:
             words = self.world.agree("has a loss", {}, error, number)
             said = [words[members[self.last]] for members in self.world.layout]
         else:  # one word for all takes less than one of each
-            said = [self.world.send(self.last, number, error) if makes else self.world.receive(self.last)]
+            said = [self.world.told(self.last, number, error)]
         numbers = [one for one in said if one is not None]
         self.scaled = any(scaled for *_, scaled in numbers)
-        if value is not None and self.world.replicas == 1:
-            return value
-        return torch.tensor(sum(n for _, n, _ in numbers), dtype=numbers[0][0], device=self.world.device)
+        if value is None or self.world.replicas > 1:
+            value = torch.tensor(sum(n for _, n, _ in numbers), dtype=numbers[0][0], device=self.world.device)
+        if not read:
+            self.world.broadcast(value.detach().view(1), self.last)
+        return value
 
     def share_overflow(self) -> None:
         """Make all gradients infinite where one of any rank is, so that each rank's ``GradScaler`` skips the step."""
@@ -230,7 +245,7 @@ class RankStep(Step):
 
     def adding_gradients(self) -> AbstractContextManager[None]:
         """Add the gradients that come to this rank's parameters inside to those of the other replicas."""
-        if self.world.replicas == 1 and not any(isinstance(taker, DTensor) for taker in self.takers):
+        if self.world.replicas == 1 and self.gathered is None:
             return nullcontext()
         return adding_gradients(self.world, self.leaves, self.takers)
 

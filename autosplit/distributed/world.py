@@ -29,6 +29,8 @@ from autosplit.errors import AutosplitError, InputError
 _BLOCK = 1024
 """Bytes of one rank's value in the first collective, its length among them."""
 _HEAD = 8
+_VOTE = bytes(_HEAD)
+"""What a vote begins with; any other value has a length there."""
 _KNOWN = "known to all ranks"
 RECORDS = "records a new kind of call, as what its Python reads of the model or of inputs is new there"
 """What the ranks of a replica may do while others wait for them."""
@@ -150,12 +152,12 @@ class World:
     def isend(self, tensor: torch.Tensor, target: int, tag: int = 0) -> Any:
         """Send a tensor to a rank; return at once. NCCL has no tags: what a rank sends another comes in its order."""
         group = self.pairs.get((self.rank, target), self.payload)
-        return dist.isend(tensor, self.members[target], group=group, tag=tag)
+        return group.send([tensor], dist.get_group_rank(group, self.members[target]), tag)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:
         """Receive a tensor from a rank; return at once."""
         group = self.pairs.get((source, self.rank), self.payload)
-        return dist.irecv(tensor, self.members[source], group=group, tag=tag)
+        return group.recv([tensor], dist.get_group_rank(group, self.members[source]), tag)
 
     def waiting(self, what: str, *ranks: int) -> AbstractContextManager[None]:
         """Say for what, and for which ranks, this one waits; a lost connection is raised with the cause of it."""
@@ -191,21 +193,28 @@ class World:
         sharing = tuple(layout[self.replica][self.rank] for layout in self.columns)
         return self._waiting("parts of tensors", tuple(n for n in sharing if n != self.number))
 
-    def gather(self, doing: str, value: Any) -> list[Any]:
+    def gather(self, doing: str, value: Any, judge: Callable[[list[Any]], Any] = lambda values: None) -> list[Any]:
         """Return the value of every rank of all replicas, by its number in ``torch.distributed``.
 
-        Raises on every rank where they are about to do different things.
+        Raises on every rank where they are about to do different things, and the error that ``judge`` returns.
         """
         while True:
             rows = self._rows(doing, value)
-            if (found := self._different_calls(rows)) is not None:
+            values = [row for _, row in rows]
+            if (found := judge(values) or self._different_calls(rows)) is not None:
                 raise as_known(found)
             if not self._waits_for_recording(rows):
-                return [row for _, row in rows]
+                return values
+
+    def vote(self, doing: str, *numbers: int) -> bool:
+        """Tell whether all ranks vote, for the same numbers; what ranks meet for instead they meet for once more."""
+        return len(set(self._gathered(doing, _VOTE + repr(numbers).encode(), _BLOCK))) == 1
 
     def _rows(self, doing: str, value: Any) -> list[tuple[str, Any]]:
         own = _packed((doing, value))
         found = self._gathered(doing, own[:_BLOCK], _BLOCK)
+        if any(text.startswith(_VOTE) for text in found):  # of ranks that meet the others now
+            found = self._gathered(doing, own[:_BLOCK], _BLOCK)
         ends = [_end(text) for text in found]
         if max(ends) > _BLOCK:
             rest = self._gathered(doing, own[_BLOCK:], max(ends) - _BLOCK)
@@ -241,29 +250,21 @@ class World:
 
     def share(self, source: int, make: Callable[[], Any]) -> Any:
         """Return on every rank what ``make`` returns on one; what it raises there is raised on every rank."""
-        return self.send(source, *attempt(make)) if self.rank == source else self.receive(source)
+        return self.told(source, *(attempt(make) if self.rank == source else ()))
 
-    def send(self, source: int, value: Any, error: BaseException | None = None) -> Any:
-        """Tell every other rank a value, or an error, which is raised here too."""
-        self._broadcast(source, (value, _portable(error)))
+    def told(self, source: int, value: Any = None, error: BaseException | None = None) -> Any:
+        """Return on every rank the value that one has; its error is raised on every rank."""
+        said = self._broadcast(source, (value, _portable(error)))
+        if self.rank != source:
+            value, error = said
+            if error is not None:
+                error.add_note(f"raised on rank {self.members[source]}")
         if error is not None:
-            raise self._told(error)
+            raise as_known(error) if self.pipelines == 1 else error
         return value
-
-    def receive(self, source: int) -> Any:
-        """Return what a rank sends; raise its error."""
-        value, error = self._broadcast(source, None)
-        if error is not None:
-            error.add_note(f"raised on rank {self.members[source]}")
-            raise self._told(error)
-        return value
-
-    def _told(self, error: BaseException) -> BaseException:
-        """Return an error that the ranks of this pipeline know."""
-        return as_known(error) if self.pipelines == 1 else error
 
     def _broadcast(self, source: int, value: Any) -> Any:
-        own = _packed(value) if self.rank == source else b""
+        own = _packed(value)
         found = self._sent(source, own[:_BLOCK], _BLOCK)
         if (end := _end(found)) > _BLOCK:
             found += self._sent(source, own[_BLOCK:], end - _BLOCK)
@@ -290,17 +291,14 @@ class World:
         in which the ranks of a replica agree. What is raised is `known_to_all`. Returns the ``word`` of every rank of
         all replicas, by its number in ``torch.distributed``.
         """
+
+        def judge(said: list[Any]) -> BaseException | None:
+            if not all(isinstance(row, _Said) for row in said):
+                return None
+            return self._differing(said, {**facts, **own}) or self._raised(said, error)
+
         said = _Said(_digests(facts), _digests(own), _portable(error), word)
-        while True:
-            rows = self._rows(doing, said)
-            all_said = [row for _, row in rows if isinstance(row, _Said)]
-            found = None
-            if len(all_said) == len(rows):
-                found = self._differing(all_said, {**facts, **own}) or self._raised(all_said, error)
-            if (found := found or self._different_calls(rows)) is not None:
-                raise as_known(found)
-            if not self._waits_for_recording(rows):
-                return [row.word for row in all_said]
+        return [row.word for row in self.gather(doing, said, judge)]
 
     def _raised(self, said: list[_Said], error: BaseException | None) -> BaseException | None:
         """Return the error of the first rank that has one."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 from autosplit.distributed.step import RankStep
 from autosplit.distributed.world import as_known, attempt
 from autosplit.errors import InputError
-from autosplit.kept import Recent
 from autosplit.ranks.call import WholeCall
 from autosplit.ranks.loss_text import LossText
 from autosplit.runtime.loss.proof import Proofs
 from autosplit.runtime.step import engine
 from autosplit.trace.borrowed.state import borrowed, contents
+from autosplit.trace.inputs.objects import tensors_in
 
 _LOSS = "the loss (give every rank the same loss_fn, which holds the same numbers; what has rows belongs into target=)"
 
@@ -41,7 +40,6 @@ class Word(NamedTuple):
     Attributes:
         in_cells: whether it adds up by microbatches.
         wants: the outputs that it uses; None: all.
-        loss: a number of the loss.
         kind: how it adds up, for a loss that was proved to; None: not known, or nothing to prove.
         divisors: what torch's losses in it divide by, on the replica's rows.
         named: the loss by name, and of one that the model returns the lengths that its means are over.
@@ -49,25 +47,9 @@ class Word(NamedTuple):
 
     in_cells: bool
     wants: frozenset[str] | None
-    loss: int
     kind: str | None = None
     divisors: Sequence[float] = ()
     named: str = ""
-
-
-class LossNumbers:
-    """Numbers the losses of a pipe; steps are told apart by them, and so is in what their gradients are None."""
-
-    def __init__(self) -> None:
-        self._kept: Recent[Any, int] = Recent()
-        self._numbers = itertools.count()
-
-    def number_of(self, identity: Any, found: engine.Found | None) -> int:
-        """Return the number of a loss, told by its identity, which is the same for what is the same one."""
-        kind, wants = (getattr(found and found[0], name, None) for name in ("kind", "wants"))
-        key = identity, kind, wants
-        self._kept[key] = number = self._kept[key] if key in self._kept else next(self._numbers)
-        return number
 
 
 class _OthersNeeded(Exception):
@@ -86,19 +68,21 @@ class RankLoss:
     loss_fn: Any
     reduction: str
     proofs: Proofs
-    numbers: LossNumbers
     found: engine.Found | None = None
-    _facts: tuple[dict[str, str], dict[str, str]] | None = None
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """What tells it from others on this rank, but for numbers and values of tensors."""
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(self.target))
+        return shapes, self.reduction, self.proofs.identity(self.loss_fn)
 
     def facts(self, step: RankStep) -> tuple[dict[str, str], dict[str, str]]:
         """Return in what all ranks have to agree of the loss, and in what those of a replica."""
-        if self._facts is None:
-            rows = step.rows if len(step.sizes) == 1 or step.world.replicas == 1 else -1
-            text = LossText(self.loss_fn, rows, step.lowered.traced.root)
-            tensors = {f"a tensor that the loss holds, {name}": line for name, line in text.tensors.items()}
-            of_rows = {"the tensors with rows of the batch that the loss holds": "\n".join(text.of_rows)}
-            self._facts = {_LOSS: "\n".join(map(" = ".join, text.lines))} | tensors, of_rows
-        return self._facts
+        rows = step.rows if len(step.sizes) == 1 or step.world.replicas == 1 else -1
+        text = LossText(self.loss_fn, rows, step.lowered.traced.root)
+        tensors = {f"a tensor that the loss holds, {name}": line for name, line in text.tensors.items()}
+        of_rows = {"the tensors with rows of the batch that the loss holds": "\n".join(text.of_rows)}
+        return {_LOSS: "\n".join(map(" = ".join, text.lines))} | tensors, of_rows
 
     def find(self, step: RankStep, whole: Callable[[], Any] = _ask_others) -> Word | None:
         """Return how the loss adds up; None where that takes the whole batch's outputs, and where nothing is known."""
@@ -108,10 +92,9 @@ class RankLoss:
             self.found = self._find(step, whole)
         except _OthersNeeded:
             return None
-        number = self.numbers.number_of(self.proofs.identity(self.loss_fn), self.found)
         loss = self.found and self.found[0]
         if loss is None:
-            return Word(False, None, number, engine.kind_of(self.proofs, self.loss_fn))
+            return Word(False, None, engine.kind_of(self.proofs, self.loss_fn))
         kind, named = getattr(loss, "kind", None), ""
         divisors: Sequence[float] = ()
         if step.world.replicas > 1:
@@ -123,7 +106,7 @@ class RankLoss:
                     f"a loss of your own was found to be a {kind} over the rows of one replica, which says nothing of "
                     "the rows of all; say loss_reduction='mean' or 'sum', or give one of torch's losses"
                 )
-        return Word(True, loss.wants, number, kind, divisors, f"{named} {self.reduction}")
+        return Word(True, loss.wants, kind, divisors, f"{named} {self.reduction}")
 
     def _find(self, step: RankStep, whole: Callable[[], Any]) -> engine.Found | None:
         given = {"target": self.target, "loss_fn": self.loss_fn, "reduction": self.reduction, "proofs": self.proofs}
@@ -135,7 +118,7 @@ class RankLoss:
         ``words`` are what the ranks have said; None: nothing yet.
         """
         world = step.world
-        words = self._found_together(step, words or self._said(step, partial(self.find, step)))
+        words = self._found_together(step, list(words or self._said(step, partial(self.find, step))))
         last = [words[members[step.last]] for members in world.layout]
         if world.rank in step.ranks[-1][1:] and (word := last[0]) is not None and word.in_cells:
             if self.reduction == "auto" and word.kind is not None:

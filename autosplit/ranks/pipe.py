@@ -9,7 +9,8 @@ What one rank refuses, all refuse, with the same error, before the first message
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
@@ -30,7 +31,7 @@ from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.plan import Plan
 from autosplit.ranks.agreement import Agreement
 from autosplit.ranks.call import WholeCall
-from autosplit.ranks.loss import Elsewhere, LossNumbers, RankLoss, Word
+from autosplit.ranks.loss import Elsewhere, RankLoss, Word
 from autosplit.ranks.parallelize import Parallelize, check_plain
 from autosplit.ranks.prepared import PreparedRankStep
 from autosplit.ranks.recordings import RankRecordings
@@ -67,19 +68,22 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         weights: Any = None,
         parallelize: Parallelize | None = None,
         timeout: Any = None,
+        check_inputs: int | None = None,
         own_plan: bool = False,
     ) -> None:
         """``parallelize`` wraps this rank's part of the model; None: it stays as it is."""
-        ways = {"feed": feed, "outputs": outputs, "parallelize": parallelize.name if parallelize else ""}
+        ways: dict[str, Any] = {"feed": feed, "outputs": outputs}
+        ways["parallelize"] = parallelize.name if parallelize else ""
         _, error = attempt(lambda: check_plain(model))
         timeout_s, wrong = attempt(lambda: seconds_of(timeout, world.device))
-        error = error or wrong or refuse_parts(model) or check_columns(options, world.tensor_ranks, **ways)
-        world.agree("makes a pipe", {} if error else pipe_facts(model, options, plan, **ways, timeout=timeout_s), error)
+        agreement, unlike = attempt(lambda: Agreement(world, model, feed, check_inputs))
+        error = error or wrong or unlike or refuse_parts(model) or check_columns(options, world.tensor_ranks, **ways)
+        ways |= {"timeout": timeout_s, "check_inputs": check_inputs}
+        world.agree("makes a pipe", {} if error else pipe_facts(model, options, plan, **ways), error)
         super().__init__(model, options, plan, own_plan)
         self._core.recordings = RankRecordings(model, options, plan, world, own=own_plan, weights=weights)
         self._core.recordings.parallelize = parallelize
-        self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _timeout_s=timeout_s)
-        self.__dict__.update(_losses=LossNumbers(), _agreement=Agreement(world, model, feed))
+        self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _timeout_s=timeout_s, _agreement=agreement)
 
     refused: ClassVar[Mapping[str, str]] = {
         **PipelinedModule.refused,
@@ -187,34 +191,35 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
             tensors = tensors_in((args, kwargs))
             bring(self._world, first, tensors, {place: set(range(self._world.size)) for place in range(len(tensors))})
 
-        step, error = attempt(lambda: self._on_rank(self._prepare(args, kwargs)))
+        step, error = attempt(lambda: self._on_rank(self._prepare(args, kwargs), doing, loss))
         if error is not None and known_to_all(error):
             raise error
-        facts, own = dict[str, Any](), dict[str, Any]()
         word = None
         if step is not None:
-            facts, own = self._agreement.facts(step, args, kwargs, loss)
             word, error = attempt(lambda: say(step))
-        share = step and Share(step.rows, len(step.sizes) if step.rows else 0, word)
-        shares = self._world.agree(doing, facts, error, share, own=own)
-        assert step is not None
-        if self._world.replicas > 1:
-            step = step.among(shares)
-            step.check_empty(changes_python=step.recorded.changes_python)
+        if step is None or error is not None or not self._agreement.stands(doing, step, word):
+            facts, own = ({}, {}) if step is None else self._agreement.facts(step, args, kwargs, loss)
+            share = step and Share(step.rows, len(step.sizes) if step.rows else 0, step.agreed.number, word)
+            shares = self._world.agree(doing, facts, error, share, own=own)
+            assert step is not None
+            self._agreement.keep(step.agreed, shares)
+            if self._world.replicas > 1:
+                step = step.among(shares)
+                step.check_empty(changes_python=step.recorded.changes_python)
         if self._core.model.training or torch.is_grad_enabled():
             recordings.trains()
         if alone and not unseen:
             bring(self._world, first, step.tensors, takers_of(step, step.ranks))
-        return step, [share.word for share in shares]
+        return step, step.agreed.words
 
-    def _on_rank(self, step: PreparedStep | PreparedTree) -> PreparedRankStep:
+    def _on_rank(
+        self, step: PreparedStep | PreparedTree, doing: str = "", loss: RankLoss | None = None
+    ) -> PreparedRankStep:
         if self.graph in self._core.edited:
             raise InputError("its graph was edited, and ranks run the cells of the plan; this needs one process")
         assert isinstance(step, PreparedStep), "what runs by its own Python is refused when it is recorded"
-        if (returned := next(map(_attribute, filter(_is_attribute, step.lowered.outputs)), None)) is not None:
-            raise TraceError(
-                f"the model returns its own {returned!r}, which one rank alone holds; this needs one process"
-            )
+        if held := [own.target for own in step.lowered.outputs if isinstance(own, fx.Node) and own.op == "get_attr"]:
+            raise TraceError(f"the model returns its own {held[0]!r}, which one rank alone holds; use one process")
         if step.recorded.traced.kept:
             raise TraceError("the model keeps tensors of the whole batch for Python to read; this needs one process")
         self._recordings.check_reads(step.recorded)
@@ -225,19 +230,31 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
             raise InputError(
                 f"an input of shape {list(wanting.shape)} requires a gradient; ranks give gradients to parameters only"
             )
-        given = {own.name: getattr(step, own.name) for own in fields(PreparedStep)}
-        ranks, group = self._recordings.ranks, self._recordings.group
-        made = PreparedRankStep(**given, world=self._world, ranks=ranks, group=group, timeout_s=self._timeout_s)
-        made.leaves = [own for own in (*self.parameters(), *self.buffers()) if own.requires_grad]
-        named = self._core.model.named_parameters(remove_duplicate=False)
-        made.part = self._recordings.part
-        made.elsewhere = {id(p): name for name, p in named if p in PARTS or not self._is_own(name)}
+        agreed = self._agreement.known(doing, step, loss)
+        made = PreparedRankStep(
+            **vars(step),
+            world=self._world,
+            ranks=self._recordings.ranks,
+            group=self._recordings.group,
+            timeout_s=self._timeout_s,
+            trained=lambda: [own for own in (*self.parameters(), *self.buffers()) if own.requires_grad],
+            messages=agreed.messages,
+            agreed=agreed,
+            elsewhere=cache(self._elsewhere) if agreed.is_checked else None,
+            part=self._recordings.part,
+            scaled=agreed.scaled and not agreed.is_checked,
+        )
         if (tape := step.state.tape) is not None:
             layout, own = step.lowered.layout, made.stages
             here = {n.meta[INFO].name for s in own for p in (layout.stages, layout.prologues) for n in p[s].nodes}
             here |= {n.meta[INFO].name for n in layout.epilogue} if self._world.rank == made.last else set()
             made.state = replace(step.state, tape=Tape(tape.nodes, step.sizes, step.lengths, here=here))
         return made
+
+    def _elsewhere(self) -> dict[int, str]:
+        """Return the names of parameters that other ranks have, all or a part, by their identity."""
+        named = self._core.model.named_parameters(remove_duplicate=False)
+        return {id(p): name for name, p in named if p in PARTS or not self._recordings.is_own(name)}
 
     @one_at_a_time
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
@@ -268,7 +285,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
     def _train_step(
         self, args: Any, kwargs: Any, target: Any, loss_fn: Any, reduction: str, log: Any = None
     ) -> torch.Tensor:
-        loss = RankLoss(target, loss_fn, reduction, self._core.proofs, self._losses)
+        loss = RankLoss(target, loss_fn, reduction, self._core.proofs)
 
         def checked(step: PreparedRankStep) -> Word | None:
             self._core.recordings.check_backward()
@@ -286,7 +303,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         step.log = log
         with step.running():
             word = loss.agree(step, words if self._feed == "all" else None)
-            step.loss = word and word.loss
+            step.loss = word and (word.kind, word.wants)
             if word is None:
                 value = step.stand_by()
             elif word.in_cells:
@@ -297,6 +314,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
                 value = self._whole(step, target=target, loss_fn=loss_fn)
             if step.scaled:
                 step.share_overflow()
+        step.agreed.scaled = step.scaled
         self._core.recordings.leave(step, ())
         return value
 
@@ -327,11 +345,3 @@ def _on_cpu(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.is_meta:
         return torch.zeros_like(leaf, device="cpu").requires_grad_(leaf.requires_grad)
     return leaf
-
-
-def _is_attribute(value: Any) -> bool:
-    return isinstance(value, fx.Node) and value.op == "get_attr"
-
-
-def _attribute(node: fx.Node) -> str:
-    return str(node.target)

@@ -1,41 +1,77 @@
-"""One call of a pipe on one rank, ready to run."""
+"""One call of a pipe on one rank, ready to run, and what is known of its kind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-
+from autosplit.distributed.messages import Descriptions
 from autosplit.distributed.step import RankStep
 from autosplit.ranks.loss import ReadsHere
 from autosplit.ranks.parallelize import Part
-from autosplit.recorded import PreparedStep
+from autosplit.recorded import PreparedStep, Recorded
+
+_FIRST, _EVERY = 3, 100
+
+
+@dataclass(eq=False)
+class Agreed:
+    """In what the ranks have agreed of calls of one kind.
+
+    Attributes:
+        kind: what tells it from others here.
+        recorded: its recording.
+        texts: what it is as text, on its rows and on any; empty: not asked for yet.
+        calls: how many of them there were.
+        number: that of the meeting since which all ranks of the pipeline have known it, 0: they have not.
+        words: what the ranks said in the last one.
+        messages: what travels in such a call.
+        scaled: whether a ``GradScaler`` scales its loss.
+    """
+
+    kind: tuple[Any, ...]
+    recorded: Recorded
+    texts: tuple[str, ...] = ()
+    calls: int = 0
+    number: int = 0
+    words: list[Any] = field(default_factory=list)
+    messages: dict[Any, Descriptions] = field(default_factory=dict)
+    scaled: bool = False
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the next call is looked at closely: the first three are, and then every hundredth."""
+        return self.calls < _FIRST or self.calls % _EVERY == 0
 
 
 @dataclass(kw_only=True)
 class PreparedRankStep(RankStep, PreparedStep):
     """One call on one rank, and the recording that it follows.
 
-    ``elsewhere`` are the names of parameters that other ranks have, all or a part, by their identity. ``part``: what
-    shards of parameters are gathered in; None: there are none.
+    Attributes:
+        agreed: what is known of such calls.
+        elsewhere: gives the names of parameters that other ranks have, all or a part, by their identity; None: the loss
+            is known not to read them.
+        part: what shards of parameters are gathered in; None: there are none.
     """
 
-    elsewhere: Mapping[int, str] = field(default_factory=dict)
+    agreed: Agreed
+    elsewhere: Callable[[], Mapping[int, str]] | None = None
     part: Part | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run a step or call, on whole parameters."""
-        self.takers = self.leaves
-        gathered = nullcontext(dict[int, torch.Tensor]()) if self.part is None else self.part.whole()
-        with super().running(), gathered as whole:
-            self.leaves = [whole.get(id(taker), taker) for taker in self.takers]
+        if self.part is not None:
+            self.takers = self.trained()  # the model has whole ones inside
+        with super().running(), self.part.whole() if self.part is not None else nullcontext() as self.gathered:
             yield
 
     def losing(self) -> AbstractContextManager[Any]:
         """Return what a loss is called in: it reads no parameter of another rank."""
-        return ReadsHere(self.elsewhere, partial(setattr, self, "scaled", True))
+        if self.elsewhere is None:
+            return nullcontext()
+        return ReadsHere(self.elsewhere(), partial(setattr, self, "scaled", True))

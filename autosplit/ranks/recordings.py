@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -95,7 +95,7 @@ class RankRecordings(Recordings):
         self._uses: set[StateUse] = set()
         """What all kinds of calls do with parameters and buffers."""
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[Sequence[int], ...]:
         """By stage, the ranks of its replicas."""
         assert self.plan is not None
@@ -122,8 +122,7 @@ class RankRecordings(Recordings):
         """Return the recording for a call; a model that has values in part is recorded as one without."""
         if (known := self._of_no_rows(key)) is not None:
             return known, None
-        new = key not in self.kept
-        with self._without_values() if new and self._has_part else contextlib.nullcontext():
+        with self._without_values() if self._has_part and key not in self.kept else contextlib.nullcontext():
             found = super().find(key, sample)
         while self._late:
             self._late.pop()()
@@ -217,9 +216,9 @@ class RankRecordings(Recordings):
             self.plan = Plan.model_validate_json(plan)
         if world.rank == 0:
             found, error = (found, None) if found is not None else attempt(planned)
-            world.send(0, found and found.findings, error)
+            world.told(0, found and found.findings, error)
         else:
-            self._findings = world.receive(0)
+            self._findings = world.told(0)
             found = planned()
             self._findings = None
         assert found is not None
@@ -387,13 +386,14 @@ class RankRecordings(Recordings):
         return self.owner.get(name, self.ranks[0][0])
 
     def is_own(self, name: str) -> bool:
-        """Tell whether this rank holds a parameter, or uses a buffer."""
-        return name in self._buffers or self.world.rank in self._alike_ranks(self.owner_of(name))
+        """Tell whether this rank holds a parameter, or uses a buffer; as long as it is not known all do."""
+        return not self.owner or self.owner_of(name) in self._alike[self.world.rank] or name in self._buffers
 
-    def _alike_ranks(self, rank: int) -> Sequence[int]:
-        """Return the replicas of a rank's stages."""
-        return next((each for each in self.ranks if rank in each), (rank,))
+    @cached_property
+    def _alike(self) -> Mapping[int, Sequence[int]]:
+        """The replicas of each rank's stages."""
+        return {rank: each for each in self.ranks for rank in each}
 
     def _holders(self, rank: int) -> frozenset[int]:
         """Return the ranks of ``torch.distributed`` that have a rank's part of the model."""
-        return frozenset[int]().union(*map(self.world.holders, self._alike_ranks(rank)))
+        return frozenset[int]().union(*map(self.world.holders, self._alike[rank]))

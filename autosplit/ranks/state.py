@@ -29,12 +29,8 @@ class RankState(nn.Module):
         assert isinstance(recordings, RankRecordings)
         return recordings
 
-    def _is_own(self, name: str) -> bool:
-        recordings = self._recordings
-        return not recordings.owner or recordings.is_own(name)
-
     def _own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor) for name, tensor in named_state(self._core.model) if self._is_own(name))
+        return ((name, tensor) for name, tensor in named_state(self._core.model) if self._recordings.is_own(name))
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return the parameters of this rank, in the model's order."""
@@ -44,12 +40,13 @@ class RankState(nn.Module):
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this rank, by their names in the model."""
         named = self._core.model.named_parameters(prefix, *args, **kwargs)
-        yield from ((n, p) for n, p in named if self._is_own(n.removeprefix(prefix and f"{prefix}.")))
+        is_own, start = self._recordings.is_own, prefix and f"{prefix}."
+        yield from ((n, p) for n, p in named if is_own(n.removeprefix(start)))
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers of this rank, by their names in the model."""
         named = self._core.model.named_buffers(prefix, *args, **kwargs)
-        yield from ((n, b) for n, b in named if self._is_own(n.removeprefix(prefix and f"{prefix}.")))
+        yield from ((n, b) for n, b in named if self._recordings.is_own(n.removeprefix(prefix and f"{prefix}.")))
 
     def state_dict(  # type: ignore[override]
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False
@@ -59,7 +56,7 @@ class RankState(nn.Module):
         before = set(destination or ())
         with self._recordings.guard.opened():
             found = self._core.model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        for name in [n for n in found if n not in before and not self._is_own(n.removeprefix(prefix))]:
+        for name in [n for n in found if n not in before and not self._recordings.is_own(n.removeprefix(prefix))]:
             del found[name]
         parts = {} if keep_vars else {prefix + name: PARTS.get(own) for name, own in named_state(self._core.model)}
         found.update((name, as_part(value, parts.get(name))) for name, value in found.items() if name not in before)
@@ -72,7 +69,7 @@ class RankState(nn.Module):
             state = model.state_dict()
         parts = {name: PARTS.get(tensor) for name, tensor in named_state(model)}
         given = {name: here(value, parts.get(name)) for name, value in state_dict.items()}
-        own = {name: like(value, state.get(name)) for name, value in given.items() if self._is_own(name)}
+        own = {name: like(value, state.get(name)) for name, value in given.items() if self._recordings.is_own(name)}
         missing = [name for name in self.state_dict() if name not in own]
         unexpected = [name for name in own if name not in state]
         if strict and (missing or unexpected):
@@ -86,4 +83,4 @@ class RankState(nn.Module):
         """Return this rank's part of the model, with values of its own, as a module that cannot be called."""
         self._core.stream.drain()
         with self._recordings.guard.opened():
-            return part_of(self._core.model, self._is_own, memo)
+            return part_of(self._core.model, self._recordings.is_own, memo)

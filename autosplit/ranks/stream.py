@@ -336,7 +336,7 @@ class RankStream(Stream):
         if program.lowered.random:
             said += f", random state {zlib.crc32(torch.get_rng_state().numpy().data)}"
         self._taken += 1
-        named, own = named_state(self._core.model), self._pipe._is_own
+        named, own = named_state(self._core.model), self._recordings.is_own
         return RankStreamStep(
             **vars(super()._step(found, program, target)),
             world=self._world,
