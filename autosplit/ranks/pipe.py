@@ -231,12 +231,13 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         made.leaves = [own for own in (*self.parameters(), *self.buffers()) if own.requires_grad]
         named = self._core.model.named_parameters(remove_duplicate=False)
         made.part = self._recordings.part
+        made.state = replace(step.state, whole=step.state.whole and max(map(len, ranks)) == self._world.replicas == 1)
         made.elsewhere = {id(p): name for name, p in named if p in PARTS or not self._is_own(name)}
         if (tape := step.state.tape) is not None:
             layout, own = step.lowered.layout, made.stages
             here = {n.meta[INFO].name for s in own for p in (layout.stages, layout.prologues) for n in p[s].nodes}
             here |= {n.meta[INFO].name for n in layout.epilogue} if self._world.rank == made.last else set()
-            made.state = replace(step.state, tape=Tape(tape.nodes, step.sizes, step.lengths, here=here))
+            made.state = replace(made.state, tape=Tape(tape.nodes, step.sizes, step.lengths, here=here))
         return made
 
     @one_at_a_time
