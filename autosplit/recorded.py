@@ -147,8 +147,7 @@ def call_state(
 ) -> CallState:
     """Return where the random numbers of a call come from, and where what its norms see goes.
 
-    Under transforms operations draw by a seed. ``ahead``: all is drawn now, for calls that overlap; what hangs on
-    values draws by a seed.
+    Under transforms operations draw by a seed. ``ahead``: all is drawn now, for calls that overlap, or by a seed.
     """
     taped = options.rng == "plain" and bool(lowered.tape) and not is_transformed()
     nodes = tuple(node for node in lowered.tape if not ahead or node.draws is not None) if taped else ()
@@ -157,7 +156,8 @@ def call_state(
     tape = Tape(nodes, sizes, lengths) if taped else None
     if tape is not None and ahead:
         tape.finish()
-    return CallState(seed, tape, update_each=options.norm_counts == "microbatch")
+    each, whole = options.norm_counts == "microbatch", len(sizes) == 1 and not (ahead or is_transformed())
+    return CallState(seed, tape, update_each=each, microbatches=len(sizes), whole=whole)
 
 
 @dataclass(frozen=True)

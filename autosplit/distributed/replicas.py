@@ -200,15 +200,18 @@ def join(
             joined = own.setdefault(name, _unpacked(use, tensors))
             for microbatch, part in use.parts.items():
                 moments = (moment.to(joined.running[0].device) for moment in (part.mean, part.variance))
-                joined.parts[microbatch if in_turn else len(joined.parts)] = Part(part.count, *moments)
+                joined.parts[microbatch if in_turn else len(joined.parts)] = Part(part.values, *moments)
 
 
 def _packed(use: Use, names: Mapping[int, str]) -> Use:
     """Return what a norm saw, with names for the tensors of the model."""
     running: Any = tuple(names[id(tensor)] for tensor in use.running)
     batches: Any = None if use.batches is None else names[id(use.batches)]
-    parts = {m: Part(part.count, part.mean.cpu(), part.variance.cpu()) for m, part in sorted(use.parts.items())}
-    return replace(use, running=running, batches=batches, parts=parts)
+    parts = {
+        m: Part(part.values, *(moment.to("cpu", copy=True) for moment in part[1:]))
+        for m, part in sorted(use.parts.items())
+    }
+    return replace(use, running=running, batches=batches, parts=parts, rows=(), moments=None)
 
 
 def _unpacked(use: Any, tensors: Mapping[str, Tensor]) -> Use:

@@ -244,11 +244,13 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
             part=self._recordings.part,
             scaled=agreed.scaled and not agreed.is_checked,
         )
+        single = max(map(len, made.ranks)) == self._world.replicas == 1
+        made.state = replace(step.state, whole=step.state.whole and single)
         if (tape := step.state.tape) is not None:
             layout, own = step.lowered.layout, made.stages
             here = {n.meta[INFO].name for s in own for p in (layout.stages, layout.prologues) for n in p[s].nodes}
             here |= {n.meta[INFO].name for n in layout.epilogue} if self._world.rank == made.last else set()
-            made.state = replace(step.state, tape=Tape(tape.nodes, step.sizes, step.lengths, here=here))
+            made.state = replace(made.state, tape=Tape(tape.nodes, step.sizes, step.lengths, here=here))
         return made
 
     def _elsewhere(self) -> dict[int, str]:

@@ -203,7 +203,7 @@ class RankSegment(Segment):
         """Return this rank's gradients of the stage's weights, and as bytes what norms saw and the sparse ones."""
         gradients = super()._gradients(stage, cells)
         sparse = {place: g.cpu() for place, g in enumerate(gradients) if g is not None and g.is_sparse}
-        saw = pickle.dumps((packed(cells.statistics(stage), cells.named()), sparse))
+        saw = pickle.dumps((packed(cells.state(stage).statistics, cells.named()), sparse))
         return [
             *(None if place in sparse else g for place, g in enumerate(gradients)),
             torch.frombuffer(bytearray(saw), dtype=torch.uint8).to(self._world.device),
@@ -219,7 +219,7 @@ class RankSegment(Segment):
         ways = [Way(stage, stage, place).back for place in sorted(last, key=lambda at: (step.first + at) % count)]
         parts = [own[way] if way in own else cells.transport.recv(way) for way in ways]
         words = [pickle.loads(data.cpu().numpy().tobytes()) for *_, data in parts if data is not None]
-        saw = cells.statistics(stage)
+        saw = cells.state(stage).statistics
         saw.clear()
         join(saw, (seen for seen, _ in words), cells.named(), in_turn=True)
         cells.end_forwards(stage)

@@ -1,6 +1,6 @@
 """Norms with running statistics: a microbatch is normalised by its own, and one update per step takes in all.
 
-    norm(x) ─► torch's own kernel, its running statistics two empty tensors ─► y, gradients: torch's own bits
+    norm(x) ─► torch's own kernel, its running statistics two rows of zeros ─► y, gradients: torch's own bits
                                             └─► count, mean, variance ─► CallState.statistics
 
     microbatch 0    count, mean, variance ─┐
@@ -10,27 +10,32 @@
 The kernel computes both statistics anyway; with momentum 1 it writes them where it would write the running ones. Parts
 are joined in float64, and the variance is the unbiased one, so that the first norm of a model gets the plain model's
 numbers. A part that comes again, when a region runs again for its backward, is not counted again. Counters,
-to which sums over rows are added, go the same way.
+to which sums over rows are added, go the same way. Where a microbatch is the whole batch the rows are copies of the
+running statistics, the momentum is the norm's, and the update puts the copies back: the plain model's bits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.fx.node import has_side_effect
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from autosplit.runtime.lanes.ambient import is_transformed
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import CallState, CellContext
+from autosplit.runtime.regions import is_recomputing
+from autosplit.trace.scope import runs_only
 
 _DEFAULTS = {
     function: {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
@@ -40,11 +45,10 @@ _COUNTING = (torch.Tensor.add_, torch.Tensor.add, torch.Tensor.__float__)
 """What a module does with its counter."""
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
+class Part(NamedTuple):
     """What a norm saw in one microbatch: values per channel, and their mean and unbiased variance, [channels] each."""
 
-    count: int
+    values: int
     mean: torch.Tensor
     variance: torch.Tensor
 
@@ -59,7 +63,10 @@ class Use:
         batches: counter of updates, or None.
         averaged: the moments are averages over rows, as instance norm takes them, and are averaged further.
         added: the means are what the parts add to a counter.
+        calls: the one part is running statistics, updated by so many calls of the norm; 0: parts are moments.
         parts: by microbatch.
+        rows: what the kernel writes to, a mean and a variance for each microbatch.
+        moments: all of them, [microbatches, 2, channels]; None where parts lie elsewhere.
     """
 
     running: tuple[torch.Tensor, torch.Tensor]
@@ -67,35 +74,15 @@ class Use:
     batches: torch.Tensor | None
     averaged: bool = False
     added: bool = False
+    calls: int = 0
     parts: dict[int, Part] = field(default_factory=dict)
+    rows: Sequence[torch.Tensor] = ()
+    moments: torch.Tensor | None = None
 
-    def update(self, parts: Sequence[Part]) -> None:
-        """Update the running statistics by some of the parts.
-
-        torch's own kernels do not count their writes to running statistics as changes in place; nor are these.
-        """
-        if self.added:
-            self.running[0].data.add_(reduce(torch.add, (part.mean for part in parts)))
-            return
-        if self.batches is not None:
-            self.batches.add_(1)
-        weight: float | torch.Tensor | None = self.momentum
-        if weight is None:  # not read by the host, which would wait for the device
-            weight = 1.0 if self.batches is None else 1.0 / self.batches.double()
-        for running, value in zip(self.running, self._seen(parts), strict=True):
-            running.data.copy_(running.double() * (1 - weight) + value.view_as(running) * weight)
-
-    def _seen(self, parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and unbiased variance over all values of several parts."""
-        means = torch.stack([part.mean for part in parts]).double()
-        variances = torch.stack([part.variance for part in parts]).double()
-        counts = torch.stack([means.new_full((1,), part.count) for part in parts])  # not copied from the host
-        total = sum(part.count for part in parts)
-        mean = (means * (counts / total)).sum(0)
-        if self.averaged:
-            return mean, (variances * (counts / total)).sum(0)
-        squares = variances * (counts - 1) + (means - mean).square() * counts
-        return mean, squares.sum(0) / (total - 1)
+    def updates(self, *, each: bool) -> list[list[Part]]:
+        """Return the parts of each update: of all microbatches in order, or one by one."""
+        parts = [part for _, part in sorted(self.parts.items())]
+        return [[part] for part in parts] if each else [parts]
 
 
 @torch.no_grad()
@@ -103,20 +90,79 @@ def update_statistics(state: CallState, lanes: Sequence[Lane]) -> None:
     """Update the running statistics of all norms by what they saw in the step, when its last forward is over.
 
     Each is updated once per use, or per use and microbatch, on a lane of its device. All uses of one layer lie in one
-    stage, whose cells run one after the other: for each layer they come in the model's order.
+    stage, whose cells run one after the other: for each layer they come in the model's order. torch's own kernels do
+    not count their writes to running statistics as changes in place; nor are these.
     """
-    uses: list[Use] = list(state.statistics.values())
+    homes: dict[torch.device, list[Use]] = defaultdict(list)
+    for use in state.statistics.values():
+        homes[lanes[0].origin(use.running[0]).device if lanes else use.running[0].device].append(use)
     state.statistics.clear()
-    homes = [lanes[0].origin(use.running[0]).device if lanes else use.running[0].device for use in uses]
-    for device in dict.fromkeys(homes):
+    for device, uses in homes.items():
         with _on(device, lanes):
-            for use in (use for use, home in zip(uses, homes, strict=True) if home == device):
-                parts = [use.parts[microbatch] for microbatch in sorted(use.parts)]
-                for own in [[part] for part in parts] if state.update_each else [parts]:
-                    use.update(own)
+            for together in _together((use, parts) for use in uses for parts in use.updates(each=state.update_each)):
+                _update(*zip(*together, strict=True))
 
 
 has_side_effect(update_statistics)
+
+
+def _together(updates: Iterable[tuple[Use, list[Part]]]) -> list[list[tuple[Use, list[Part]]]]:
+    """Return updates by those that can be one: of one kind, by as many values, and of different tensors."""
+    found, turns = defaultdict[Any, list[Any]](list), defaultdict[int, int](int)
+    memory: Callable[[Any], int] = id if is_transformed() else torch.Tensor.data_ptr
+    for use, parts in updates:
+        written = [*map(memory, use.running), id(use if use.batches is None else use.batches)]
+        turn = max(turns[tensor] for tensor in written)
+        turns.update(dict.fromkeys(written, turn + 1))
+        kind = use.momentum, use.batches is None, use.averaged, use.added, use.calls > 0
+        found[turn, *kind, *[part.values for part in parts]].append((use, parts))
+    return [found[key] for key in sorted(found, key=itemgetter(0))]
+
+
+def _update(uses: Sequence[Use], parts: Sequence[Sequence[Part]]) -> None:
+    """Update running statistics by what their norms saw, or counters."""
+    first, counters = uses[0], [use.batches for use in uses if use.batches is not None]
+    running = [use.running[which].data for which in (0, 1) for use in uses]
+    if first.added:
+        for counter, own in zip(running, parts, strict=False):
+            counter.add_(reduce(torch.add, (part.mean for part in own)))
+        return
+    if counters:
+        torch._foreach_add_(counters, [use.calls or 1 for use in uses])
+    values = [*(part.mean for part, *_ in parts), *(part.variance for part, *_ in parts)]
+    if not first.calls:
+        widths = [value.numel() for value in values]
+        weight: float | torch.Tensor = 1.0 if first.momentum is None else first.momentum
+        if first.momentum is None and counters:  # not read by the host, which would wait for the device
+            shares = (1.0 / counter.double() for counter in counters)
+            weight = torch.cat([share.expand(width) for share, width in zip(shares, widths, strict=False)])
+        before = torch.cat([tensor.flatten() for tensor in running]).double().view(2, -1)
+        after = before * (1 - weight) + _seen(uses, parts, widths[: len(uses)]) * weight
+        pairs = zip(after.flatten().split(widths), running, strict=True)
+        values = [value if to.dim() == 1 else value.view_as(to) for value, to in pairs]
+    torch._foreach_copy_(running, values)
+
+
+def _seen(uses: Sequence[Use], parts: Sequence[Sequence[Part]], widths: Sequence[int]) -> torch.Tensor:
+    """Return what norms saw in several parts: mean and unbiased variance over all values, [2, channels of all]."""
+    counts = [part.values for part in parts[0]]
+    moments = [
+        torch.stack([moment for part in own for moment in part[1:]]).view(len(own), 2, -1)
+        if use.moments is None or len(use.moments) > len(own)
+        else use.moments
+        for use, own in zip(uses, parts, strict=True)
+    ]
+    means, variances = torch.cat(moments, 2).double().unbind(1)
+    count, total = torch.stack([means.new_full((1,), n) for n in counts]), sum(counts)  # not copied from the host
+
+    def added(values: torch.Tensor) -> torch.Tensor:
+        return torch.cat([own.sum(0) for own in values.split(widths, 1)])  # each to the bits that it has alone
+
+    mean = added(means * (count / total))
+    if uses[0].averaged:
+        return torch.stack([mean, added(variances * (count / total))])
+    squares = variances * (count - 1) + (means - mean).square() * count
+    return torch.stack([mean, added(squares) / (total - 1)])
 
 
 @contextlib.contextmanager
@@ -137,11 +183,14 @@ def normalise(key: CellContext, name: str, norm: Any, *args: Any, **kwargs: Any)
 
     ``name`` is that of the call in the model's forward. A norm that takes no statistics is called as it is.
     """
-    if not isinstance(norm, nn.Module):
-        return _Norms(key, name).normalise(norm, *args, **kwargs)
+    if norm in _DEFAULTS:
+        return _call(key, name, None, norm, _arguments(norm, args, kwargs))
     counter = norm.num_batches_tracked if isinstance(norm, _BatchNorm) else None
-    with _Norms(key, name, counter, cumulative=counter is not None and norm.momentum is None):
-        return norm(*args, **kwargs)
+    if counter is not None and norm.training and norm.track_running_stats and runs_only(norm, _BatchNorm.forward):
+        state = norm.running_mean, norm.running_var, norm.weight, norm.bias
+        return _call(key, name, counter, F.batch_norm, (*args, *kwargs.values(), *state, True, norm.momentum, norm.eps))
+    with _Norms(key, name, counter, {"momentum": None} if counter is not None and norm.momentum is None else {}):
+        return (norm.forward if runs_only(norm, type(norm).forward) else norm)(*args, **kwargs)
 
 
 @torch.no_grad()
@@ -154,35 +203,50 @@ def tally(key: CellContext, name: str, add: Any, counter: torch.Tensor, *args: A
 
 
 class _Norms(TorchFunctionMode):
-    """Calls functional norms for a recorded call, also those inside a module's own forward.
+    """Calls functional norms inside a module's own forward for a recorded call.
 
     What the module adds to its ``counter`` is left to the update of the step; an average over all updates reads one.
     """
 
-    def __init__(self, key: CellContext, name: str, counter: Any = None, *, cumulative: bool = False) -> None:
+    def __init__(self, key: CellContext, name: str, counter: Any, changed: Mapping[str, Any]) -> None:
         super().__init__()
-        self.key, self.name, self.counter, self.cumulative = key, name, counter, cumulative
+        self.key, self.name, self.counter, self.changed = key, name, counter, changed
         self.calls = 0
-
-    def normalise(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        named = _DEFAULTS[function] | dict(zip(_DEFAULTS[function], args, strict=False)) | kwargs
-        value, mean, var, weight, bias, takes_statistics, momentum, eps = named.values()
-        if not takes_statistics or mean is None or var is None:
-            return function(*args, **kwargs)
-        own, spread = torch.zeros_like(mean), torch.zeros_like(var)
-        output = function(value, own, spread, weight, bias, True, 1.0, eps)
-        averaged = function is F.instance_norm
-        name = f"{self.name}/{self.calls}" if self.calls else self.name
-        self.calls += 1
-        made = Use((mean, var), None if self.cumulative else momentum, self.counter, averaged)
-        count = value.shape[0] if averaged else value.numel() // value.shape[1]
-        use = self.key.state.statistics.setdefault(name, made)
-        use.parts.setdefault(self.key.microbatch, Part(count, own, spread))
-        return output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _DEFAULTS:
-            return self.normalise(func, *args, **(kwargs or {}))
+            self.calls += 1
+            name, given = f"{self.name}/{self.calls}", _arguments(func, args, {**(kwargs or {}), **self.changed})
+            return _call(self.key, name, self.counter, func, given)
         if func in _COUNTING and args[0] is self.counter:
             return 1.0 if func is torch.Tensor.__float__ else self.counter
         return func(*args, **(kwargs or {}))
+
+
+def _arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    return list({**_DEFAULTS[function], **dict(zip(_DEFAULTS[function], args, strict=False)), **kwargs}.values())
+
+
+def _call(key: CellContext, name: str, counter: Any, function: Any, given: Sequence[Any]) -> Any:
+    """Call a functional norm, given all its arguments, with others in the place of its running statistics."""
+    (state, microbatch), averaged = key, function is F.instance_norm
+    value, mean, var, weight, bias, takes_statistics, momentum, eps = given
+    if not takes_statistics or mean is None or var is None:
+        return function(*given)
+    whole = state.whole and momentum is not None
+    if is_recomputing():
+        mean, var = torch.zeros_like(mean), torch.zeros_like(var)
+    else:
+        known = (whole and mean.data_ptr()) or name
+        use = state.statistics.get(known)
+        if use is None:
+            use = state.statistics[known] = Use((mean, var), momentum, counter, averaged)
+            if whole:
+                use.rows = mean.clone(), var.clone()
+            else:
+                use.moments = mean.new_zeros(state.microbatches, 2, mean.numel())
+                use.rows = use.moments.flatten(0, 1).unbind()
+        mean, var = use.rows[2 * microbatch : 2 * microbatch + 2]
+        use.parts[microbatch] = Part(len(value) if averaged else value.numel() // value.shape[1], mean, var)
+        use.calls += whole
+    return function(value, mean, var, weight, bias, True, momentum if whole else 1.0, eps)

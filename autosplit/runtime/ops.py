@@ -34,6 +34,8 @@ class CallState:
         tape: the plain model's random numbers; None where all operations draw by the seed.
         statistics: what norms saw, by the name of the call (:mod:`autosplit.runtime.norms`).
         update_each: whether every microbatch is an update of running statistics, as in the plain model's loop.
+        microbatches: how many there are.
+        whole: whether there is one, and it is the whole batch.
         before: how many microbatches of a larger batch stand before these; the draws by the seed count them.
     """
 
@@ -41,6 +43,8 @@ class CallState:
     tape: Tape | None = None
     statistics: dict[str, Any] = field(default_factory=dict)
     update_each: bool = False
+    microbatches: int = 1
+    whole: bool = False
     before: int = 0
 
     def fresh(self) -> CallState:

@@ -6,6 +6,7 @@
 
 An operation is drawn with the plain model's own shape, strides and dtype, so that it takes the same numbers from the
 generator and leaves it in the same state. Masks of zeros and ones are drawn as bool, which takes the same numbers.
+What runs once, on the whole batch, draws its numbers itself.
 
 Private torch interface: ``TorchDispatchMode``, since below autograd is the only place where all random operations pass
 (dropout, attention and recurrent layers included); tried on torch 2.11, 2.13 and 2.15.
@@ -13,13 +14,15 @@ Private torch interface: ``TorchDispatchMode``, since below autograd is the only
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.trace.graph import ROWS, NodeClass, TracedNode
@@ -33,12 +36,12 @@ from autosplit.trace.recording.draw_rules import (
 )
 from autosplit.trace.recording.random_watch import (
     Draw,
-    TensorSpec,
     draws_numbers,
     has_own_generator,
     is_composite,
     run_composite,
 )
+from autosplit.trace.scope import runs_only
 
 DRAWING = threading.RLock()
 """Held while somebody has the process's default generators for itself."""
@@ -109,7 +112,8 @@ class Tape:
         """For a tape that draws once more, the state before its next draw."""
         self._places = {node.name: place for place, node in enumerate(nodes)}
         self._next = 0
-        self._drawn: dict[str, list[torch.Tensor]] = {}
+        self._drawn: dict[str, list[Sequence[torch.Tensor]]] = {}
+        """Of each draw the parts of the microbatches, or the one of a node that runs once."""
         self._left = {node.name: len(self.sizes) if node.micro else 1 for node in nodes}
 
     def fresh(self) -> Tape:
@@ -118,8 +122,6 @@ class Tape:
 
     def again(self) -> Tape:
         """Return a tape that draws once more what this one drew; the generator stays as it is."""
-        if self._start is None:
-            return self.fresh()
         return Tape(self.nodes, self.sizes, self.lengths, self._start, here=self.here, among=self.among)
 
     def finish(self) -> None:
@@ -134,67 +136,73 @@ class Tape:
 
     def run(self, name: str, microbatch: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a random operation, or a module with several inside, with a microbatch's numbers."""
-        node = self.nodes[self._places[name]]
-        if node.draws is None:
-            return self._run_live(node, partial(function, *args, **kwargs))
-        numbers = self._numbers(node, microbatch)
-        with _Replay(name, node.draws, numbers):
-            return function(*args, **kwargs)
-
-    def _run_live(self, node: TapeNode, run: Callable[[], Any]) -> Any:
-        with DRAWING:
-            while self._next < self._places[node.name]:
-                self._draw_next()
-            self._next += 1
-            return run()
-
-    def _numbers(self, node: TapeNode, microbatch: int) -> list[torch.Tensor]:
-        """Return a microbatch's part of what a node drew."""
-        place = self._places[node.name]
+        place = self._places[name]
+        node = self.nodes[place]
         if place >= self._next:
             with DRAWING:
-                while place >= self._next:
+                while self._next < place:
                     self._draw_next()
-        whole = self._drawn[node.name]
+                if self._next == place and self._draws_itself(node):
+                    self._begin()
+                    self._next += 1
+                    return function(*args, **kwargs)
+                if self._next == place:
+                    self._draw_next()
+        drawn = self._drawn[name]
         if not node.again:
-            self._left[node.name] -= 1
-            if not self._left[node.name]:
-                del self._drawn[node.name]
-        if not node.micro:
-            return whole
-        before = self._before + sum(self.sizes[:microbatch])
-        return [
-            _rows(tensor, draw.out, self._rows, before, self.sizes[microbatch])
-            for tensor, draw in zip(whole, node.draws or (), strict=True)
-        ]
+            self._left[name] -= 1
+            if not self._left[name]:
+                del self._drawn[name]
+        numbers = [parts[microbatch if node.micro else 0] for parts in drawn]
+        dropped = _dropped(numbers, function, args, kwargs)
+        if dropped is not None:
+            return dropped
+        with _Replay(name, node.draws or (), numbers):
+            return function(*args, **kwargs)
+
+    def _draws_itself(self, node: TapeNode) -> bool:
+        """Tell whether a node whose turn has come draws what would be drawn for it, or cannot be drawn for."""
+        once = not node.again and (not node.micro or len(self.sizes) == 1)
+        alone = self.here is None and self.among is None and self._now is None and node.part is None
+        return node.draws is None or (once and alone)
+
+    def _begin(self) -> None:
+        if self._start is None:
+            self._start = torch.default_generator.get_state()
 
     def _draw_next(self) -> None:
-        node = self.nodes[self._next]
-        generator = torch.default_generator
+        node, generator = self.nodes[self._next], torch.default_generator
         if self._now is None:
-            if self._start is None:
-                self._start = generator.get_state()
-            self._drawn[node.name] = self._draw(node)
+            self._begin()
+            numbers = self._draw(node)
         else:
             outside = generator.get_state()
             generator.set_state(self._now)
             try:
-                self._drawn[node.name] = self._draw(node)
+                numbers = self._draw(node)
                 self._now = generator.get_state()
             finally:
                 generator.set_state(outside)
-        if self.here is not None and node.name not in self.here:
-            del self._drawn[node.name]
-        elif node.part is not None:
-            dim, runs = node.part
-            places = torch.cat([torch.arange(run.start, run.stop) for run in runs])
-            self._drawn[node.name] = [numbers.index_select(dim, places) for numbers in self._drawn[node.name]]
+        if self.here is None or node.name in self.here:
+            self._drawn[node.name] = [self._parts(node, *own) for own in zip(numbers, node.draws or (), strict=True)]
         self._next += 1
 
     @torch.no_grad()
     def _draw(self, node: TapeNode) -> list[torch.Tensor]:
         sizes = {**self.lengths, ROWS: self._rows}
         return [_rule(draw).draw(draw, sizes) for draw in node.draws or ()]
+
+    def _parts(self, node: TapeNode, numbers: torch.Tensor, draw: Draw) -> Sequence[torch.Tensor]:
+        """Return what each microbatch takes of a draw, or the one run of a node."""
+        if node.part is not None:
+            along, runs = node.part
+            numbers = numbers.index_select(along, torch.cat([torch.arange(run.start, run.stop) for run in runs]))
+        dim = batch_dim(draw.out)
+        if not node.micro or dim is None:
+            return [numbers] * len(self.sizes)
+        factor = numbers.shape[dim] // self._rows
+        rows = numbers.narrow(dim, self._before * factor, sum(self.sizes) * factor)
+        return rows.split([size * factor for size in self.sizes], dim)
 
 
 class _Replay(TorchDispatchMode):
@@ -237,13 +245,18 @@ def _rule(draw: Draw) -> Rule:
     return rule
 
 
-def _rows(tensor: torch.Tensor, out: TensorSpec, rows: int, before: int, count: int) -> torch.Tensor:
-    """Return a microbatch's part of a tensor along its batch dimension; all of it where there is none."""
-    dim = batch_dim(out)
-    if dim is None:
-        return tensor
-    factor = tensor.shape[dim] // rows
-    return tensor.narrow(dim, before * factor, count * factor)
+def _dropped(numbers: Sequence[torch.Tensor], function: Any, args: Any, kwargs: Any) -> Any:
+    """Return what torch's dropout makes of its mask, as it does it; None for other operations."""
+    if isinstance(function, nn.Dropout) and runs_only(function, nn.Dropout.forward):
+        kwargs = {**kwargs, "p": function.p, "training": function.training, "inplace": function.inplace}
+    elif function is not F.dropout:
+        return None
+    value, p, training, inplace = {**_DROPOUT, **dict(zip(_DROPOUT, args, strict=False)), **kwargs}.values()
+    if not (training and 0 < p < 1 and [value.shape] == [mask.shape for mask in numbers]):
+        return None
+    noise = numbers[0].to(value.dtype).div_(1 - p)
+    return value.mul_(noise) if inplace else value * noise
 
 
+_DROPOUT = {name: parameter.default for name, parameter in inspect.signature(F.dropout).parameters.items()}
 _SHAPED = (torch.Tensor, list, tuple, torch.Size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ import torch
 from autosplit.lower.split import named_state
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.loss.proof import WholeCheck
-from autosplit.runtime.norms import Use, update_statistics
-from autosplit.runtime.ops import CellContext, transfer
+from autosplit.runtime.norms import update_statistics
+from autosplit.runtime.ops import CallState, transfer
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.step.sums import Held, together
 from autosplit.runtime.step.train_cells import TrainCells
@@ -42,8 +41,6 @@ class StreamCells(TrainCells):
 
     def __init__(self, step: StreamStep, loss: Any, check: WholeCheck | None) -> None:
         super().__init__(step, loss, check)
-        apart = self.lowered.counts
-        self._states = [replace(step.state, statistics={}) if apart else step.state for _ in step.lowered.stages]
 
     def _trained(self, step: Step) -> Mapping[Held, Sequence[torch.Tensor]]:
         """Return none: each stage says which version it computes with."""
@@ -53,13 +50,12 @@ class StreamCells(TrainCells):
         """Return none: a stream's backwards are whole."""
         return set()
 
-    def context(self, stage: int, microbatch: int) -> CellContext:
-        """Return where operations of a cell draw and leave what norms see; a stage updates its own norms."""
-        return CellContext(self._states[stage], microbatch)
-
-    def statistics(self, stage: int) -> dict[str, Use]:
-        """Return what a stage's norms saw."""
-        return self._states[stage].statistics
+    def state(self, stage: int) -> CallState:
+        """Return a stage's state, with what the norms of all its replicas saw."""
+        first, *others = (Held(stage, replica) for replica in range(len(self.step.every_lane[stage])))
+        state = self.step.state_of(first)
+        self.step.add_statistics(state, {held: self.step.state_of(held) for held in others})
+        return state
 
     def named(self) -> dict[str, torch.Tensor]:
         """Return the model's state by name, where norms take statistics of it."""
@@ -68,7 +64,7 @@ class StreamCells(TrainCells):
     def end_forwards(self, stage: int) -> None:
         """Update a stage's running statistics, when its last forward is over."""
         if self.lowered.counts:
-            update_statistics(self._states[stage], self.step.stage_lanes)
+            update_statistics(self.state(stage), self.step.stage_lanes)
 
     def gradients(self, stage: int, lane: Lane) -> list[torch.Tensor | None]:
         """Return the gradients of a stage's weights on a lane, and let go of both."""

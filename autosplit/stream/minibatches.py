@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -20,6 +20,7 @@ from autosplit.recordings import Recordings
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.loss import parts
 from autosplit.runtime.loss.proof import Proofs, WholeCheck
+from autosplit.runtime.ops import CallState
 from autosplit.runtime.step import engine
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.step.sums import Held
@@ -57,6 +58,10 @@ class StreamStep(Step):
     def holder(self, stage: int, microbatch: int) -> Held:
         """Return which of a stage's replicas runs a microbatch: they take those of the stream in turn."""
         return Held(stage, (self.first + microbatch) % len(self.every_lane[stage]))
+
+    def state_of(self, held: Held) -> CallState:
+        """Return the state of a replica of a stage, which updates its own norms."""
+        return self.apart.setdefault(held, replace(self.state, statistics={}))
 
     @property
     def in_parts(self) -> bool:

@@ -102,16 +102,17 @@ Pieces = Mapping[str, Sequence[Sequence[int]]]
 
 @contextlib.contextmanager
 def updates_noted(model: nn.Module, uses: type) -> Iterator[Pieces]:
-    """Yield the parts of all updates of running means of a model, which are made by ``uses.update(use, parts)``."""
+    """Yield the parts of all updates of running means of a model, which ``uses.updates(use, each=...)`` returns."""
     names = {buffer.data_ptr(): name for name, buffer in model.named_buffers()}
     pieces: dict[str, list[list[int]]] = defaultdict(list)
-    plain = uses.__dict__["update"]
+    plain = uses.__dict__["updates"]
 
-    def update(use: Any, parts: Sequence[Any]) -> None:
-        pieces[names.get(use.running[0].data_ptr(), "")].append([part.count for part in parts])
-        plain(use, parts)
+    def updates(use: Any, *, each: bool) -> Any:
+        made = plain(use, each=each)
+        pieces[names.get(use.running[0].data_ptr(), "")] += [[part.values for part in parts] for parts in made]
+        return made
 
-    with patch.object(uses, "update", update):
+    with patch.object(uses, "updates", updates):
         yield pieces
 
 

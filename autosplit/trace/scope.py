@@ -120,6 +120,16 @@ def has_module_hooks() -> bool:
     return bool(_has_any_global_hook())
 
 
+def runs_only(module: nn.Module, forward: Any) -> bool:
+    """Tell whether a call of a module is a class's forward and nothing else; it may have no tables of hooks."""
+    if getattr(module.forward, "__func__", None) is not forward or has_module_hooks():
+        return False
+    own = vars(module).get
+    return not (
+        own("_forward_hooks") or own("_forward_pre_hooks") or own("_backward_hooks") or own("_backward_pre_hooks")
+    )
+
+
 def takes_fast_path(module: nn.Module) -> bool:
     """Tell whether torch may run an attention layer by its inference kernel, which rounds and pads in its own way."""
     if module.training or not torch.backends.mha.get_fastpath_enabled():

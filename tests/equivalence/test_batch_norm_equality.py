@@ -234,6 +234,7 @@ def norm(**options: Any) -> nn.Module:
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: net(lambda m, value: m.norm(value), norm=norm),
     "own python": lambda: net(lambda m, value: m.norm(value), norm=lambda: NormAct(WIDTH)),
+    "twice": lambda: net(twice, norm=norm),
     "twice, cumulative": lambda: net(twice, norm=lambda: norm(momentum=None)),
     "read behind it": lambda: net(read_behind, norm=norm),
     "buffers in a stack": lambda: net(
@@ -277,10 +278,28 @@ def test_the_first_norms_statistics_are_the_plain_models(name: str) -> None:
     assert [id(buffer) for buffer in model.buffers()] == own
 
 
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("name", [name for name in KINDS if "cumulative" not in name])
+def test_one_microbatch_leaves_the_plain_models_bits(name: str, recompute: str) -> None:
+    model, plain = build_kind(name), build_kind(name)
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=1, recompute=recompute)
+    for seed, rows in enumerate((8, 3, 5)):
+        value = numbers(rows, WIDTH, seed=seed).detach()
+        if seed == 1:
+            pipe(value).sum().backward()
+        else:
+            pipe.train_step(value, target=torch.zeros(rows, WIDTH).double(), loss_fn=F.mse_loss)
+        plain(value)
+        assert all(map(torch.equal, model.buffers(), plain.buffers()))
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("lanes", LANES)
-def test_a_step_that_fails_midway_leaves_buffers_as_they_were(lanes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_midway_leaves_buffers_as_they_were(
+    lanes: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), norm()).double()
-    pipe, value = autosplit(model, devices=["cpu"] * 2, chunks=3, lanes=lanes), numbers(8, WIDTH)
+    pipe, value = autosplit(model, devices=["cpu"] * 2, chunks=chunks, lanes=lanes), numbers(3 * chunks - 1, WIDTH)
     pipe(value)
     before = [(buffer.clone(), buffer._version) for buffer in model.buffers()]
     monkeypatch.setattr(nn.Tanh, "forward", _raise_at_two_rows)

@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 def test_microbatches_have_torchs_own_bits_and_the_statistics_are_the_plain_layers(kind: str) -> None:
     build, value = KINDS[kind]
     norm, plain, alone = build().double(), build().double(), build().double()
-    state = CallState()
+    state = CallState(microbatches=4)
     parts = tuple(part.detach().clone().requires_grad_() for part in value.tensor_split(4))
     for got, part in zip(one_by_one(norm, parts, state), parts, strict=True):
         own = part.detach().clone().requires_grad_()
@@ -74,7 +74,7 @@ def test_microbatches_have_torchs_own_bits_and_the_statistics_are_the_plain_laye
 
 
 def test_half_precision_values_with_single_precision_statistics() -> None:
-    norm, plain, state = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS), CallState()
+    norm, plain, state = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS), CallState(microbatches=4)
     value = values(12, CHANNELS, 4, 4, dtype=torch.bfloat16)
     parts = value.tensor_split(4)
     for got, part in zip(one_by_one(norm, parts, state), parts, strict=True):
@@ -125,7 +125,7 @@ def test_hooks_are_called_and_statistics_are_counted_once_per_use(kind: Any, mom
     norm.register_forward_hook(lambda module, given, output: seen.append(len(output)))
     counter = norm.num_batches_tracked
     for step in range(2):
-        value, state = values(9, CHANNELS, seed=step), CallState()
+        value, state = values(9, CHANNELS, seed=step), CallState(microbatches=2)
         for microbatch, part in enumerate(value.tensor_split(2)):
             for use, given in enumerate((part, part * 2 + 1)):
                 normalise(CellContext(state, microbatch), f"norm#{use}", norm, given)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from autosplit.runtime.tape import Tape, TapeNode
 from autosplit.trace.graph import NodeClass, Symbol, TracedNode, affine
@@ -60,6 +62,36 @@ def test_once_more_from_where_it_began() -> None:
     for again in (tape.again(), tape.again().again()):
         assert all(map(torch.equal, [masks(again, name) for name in "ab"], first))
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_runs_once_draws_by_itself() -> None:
+    torch.manual_seed(0)
+    expected = [mask(5) for _ in range(4)]
+    after = torch.get_rng_state()
+    for last in ("bdca", "abcd"):
+        torch.manual_seed(0)
+        tape = Tape([node("a"), node("b"), node("c", again=True), node("d", micro=False)], (5,), {})
+        found = {name: tape.run(name, 0, mask, (5,), {}) for name in last}
+        assert all(torch.equal(found[name], own) for name, own in zip("abcd", expected, strict=True))
+        assert torch.equal(torch.get_rng_state(), after)
+        assert all(torch.equal(tape.again().run(name, 0, mask, (5,), {}), found[name]) for name in "abcd")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("module", [False, True])
+def test_dropout_has_torchs_bits(dtype: torch.dtype, inplace: bool, module: bool) -> None:
+    torch.manual_seed(0)
+    value, slope = torch.randn(5, 4).to(dtype).requires_grad_(), torch.randn(5, 4).to(dtype)
+    expected = F.dropout(value * 1, 0.3, inplace=inplace)
+    (gradient,) = torch.autograd.grad(expected, value, slope)
+    torch.manual_seed(0)
+    torch.randn(5, 4), torch.randn(5, 4)
+    tape = Tape([TapeNode("a", (Draw(aten.bernoulli_.float, (NOISE, 0.7), (), NOISE),), True, False)], (3, 2), {})
+    function, kwargs = (nn.Dropout(0.3, inplace), {}) if module else (F.dropout, {"p": 0.3, "inplace": inplace})
+    parts = [tape.run("a", m, function, (part * 1,), kwargs) for m, part in enumerate(value.split([3, 2]))]
+    assert torch.equal(torch.cat(parts), expected)
+    assert torch.equal(torch.autograd.grad(torch.cat(parts), value, slope)[0], gradient)
 
 
 def test_other_operations_than_were_recorded_are_an_error() -> None:

@@ -54,7 +54,7 @@ class Step:
     replicas: Sequence[Any] = field(default=(), kw_only=True)
     """What runs the second replica of each stage that has one, the third, and so on."""
     apart: dict[Held, CallState] = field(default_factory=dict, kw_only=True)
-    """The call's state for replicas whose norms are copies: with statistics of their own."""
+    """The call's state for further replicas: with statistics of their own."""
 
     @property
     def schedule(self) -> Schedule:
@@ -115,18 +115,22 @@ class Step:
 
     def state_of(self, held: Held) -> CallState:
         """Return the call's state for a replica of a stage."""
-        if not held.replica or self.lane_of(held).device == self.lanes[held.stage].device:
-            return self.state
-        return self.apart.setdefault(held, replace(self.state, statistics={}))
+        return self.apart.setdefault(held, replace(self.state, statistics={})) if held.replica else self.state
 
     def join_statistics(self) -> None:
-        """Give norms what their copies saw too, and those of other processes."""
-        for held, state in self.apart.items():
-            for name, use in state.statistics.items():
-                for microbatch, part in use.parts.items():
-                    moved = Part(part.count, self.brought(held, part.mean), self.brought(held, part.variance))
-                    self.state.statistics[name].parts[microbatch] = moved
+        """Give norms what those of further replicas saw too, and those of other processes."""
+        self.add_statistics(self.state, self.apart)
         self.apart.clear()
+
+    def add_statistics(self, state: CallState, replicas: Mapping[Held, CallState]) -> None:
+        """Give norms what those of further replicas saw."""
+        for held, other in replicas.items():
+            for name, use in other.statistics.items():
+                own = state.statistics.setdefault(name, use)
+                own.moments = None
+                for microbatch, part in use.parts.items():
+                    moved = (self.brought(held, moment) for moment in part[1:])
+                    own.parts[microbatch] = Part(part.values, *moved)
 
     def perform(self, schedule: Schedule, cells: Any) -> None:
         """Perform a schedule's actions in the calling thread."""
