@@ -27,7 +27,6 @@ from autosplit.lower.text import Locate
 from autosplit.measured import Measured
 from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.request import sizes_of
 from autosplit.planning.timeline import StepTimeline
 from autosplit.recorded import (
     SHARED,
@@ -50,8 +49,7 @@ from autosplit.stream.flight import OpenStream
 from autosplit.stream.stream import Streaming
 from autosplit.tensor.part import refuse_parts
 from autosplit.trace.borrowed.state import eval_mode, random_state, random_state_on_refusal
-from autosplit.trace.graph import lengths_in
-from autosplit.trace.inputs.objects import leaves_of, take_apart
+from autosplit.trace.inputs.objects import call_apart, leaves_of
 from autosplit.trace.recording.recording import FirstCall
 
 
@@ -210,10 +208,10 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
     ) -> torch.Tensor:
         self._core.recordings.check_backward()
         engine.check_loss(target, loss_fn, reduction)
-        caller = lane_of_caller(leaves_of((args, kwargs)))
 
         def at_once(call: Callable[[], Any], why: str, lanes: Sequence[Lane] | None = None) -> torch.Tensor:
             """Run a step as one call and one backward."""
+            caller = lane_of_caller(leaves_of((args, kwargs)))
             return engine.whole_step(
                 call,
                 target=target,
@@ -334,11 +332,9 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
             lanes, leave = (*core.recordings.lanes, lane_of_caller(tensors)), core.recordings.leave_tree
             return PreparedTree(recorded, args, kwargs, lanes, leave)
         core.off_tape, core.stages = recorded.lowered.off_tape, recorded.lowered.stages
-        rows = recorded.kind.rows_in(key)
-        sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows, like=core.options.microbatches)
+        rows, sizes, lengths = recorded.sizes(key, core.options.chunks, core.options.microbatches)
         if runs:
             core.recordings.check_norms(recorded.traced, sizes)
-        lengths = lengths_in(recorded.traced.lengths, [tensor.shape for tensor in tensors])
         return PreparedStep(
             recorded.lowered,
             lambda *given: recorded.setup.forward(*given),
@@ -362,7 +358,7 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
     def _find(self, args: Any, kwargs: Any) -> FoundCall:
         """Return the recording of a call."""
         core = self._core
-        leaves, spec = take_apart((args, kwargs))
+        leaves, spec = call_apart(args, kwargs)
         refuse_tracers(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         key, sample = core.recordings.python.key_of(leaves, spec), Sample(*args, **kwargs)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from autosplit.lower.replicas import Replicas
 from autosplit.lower.split import Lowered
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.request import sizes_of
 from autosplit.runtime.lanes.ambient import is_transformed, without_callers_modes
 from autosplit.runtime.lanes.lanes import Lane, caller_lane
 from autosplit.runtime.ops import CallState, on_lane
@@ -27,17 +28,19 @@ from autosplit.runtime.tape import Tape
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.borrowed.holders import Place
 from autosplit.trace.borrowed.touched import BACKWARD, touched
-from autosplit.trace.graph import INFO, TracedGraph
+from autosplit.trace.graph import INFO, TracedGraph, lengths_in
 from autosplit.trace.inputs.inputs import has_uneven_list
-from autosplit.trace.inputs.lengths import without_rows
+from autosplit.trace.inputs.lengths import rows_of, without_rows
 from autosplit.trace.inputs.objects import leaves_of, mapped, take_apart, tensors_in
-from autosplit.trace.inputs.python_state import OutsideValues
-from autosplit.trace.inputs.signature import Key, Kind, key_of
+from autosplit.trace.inputs.signature import Key, Kind, Scope
+from autosplit.trace.inputs.token import Signatures
 from autosplit.trace.ladder import Trace
 from autosplit.trace.recording.run import PythonRun
 
 _SEED_BITS = 62
 _NUMBERS = 32
+_KINDS = 32
+"""How many kinds of calls a recording knows the sizes of."""
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range, type, enum.Enum)
 _CONSTANTS += (np.generic, np.ndarray, torch.dtype, torch.device, torch.layout, torch.memory_format)  # type: ignore
 """Inputs that are no tensors and tell by themselves what they are."""
@@ -110,6 +113,11 @@ class Recorded:
         return domain is not None and domain.single is None and one and self.kind.lengths_in(key) is not None
 
     @cached_property
+    def sizes(self) -> Callable[[Key, int, str], tuple[int, tuple[int, ...], dict[str, int]]]:
+        """Tells a call's rows, those of each of so many microbatches, and its lengths; the last answers are kept."""
+        return lru_cache(_KINDS)(partial(_sizes, self.traced, self.kind.batch_dims))
+
+    @cached_property
     def parts(self) -> dict[str, nn.Module]:
         """The modules that the program calls, each on its lane."""
         lowered, lanes = self.lowered, self.lanes
@@ -128,6 +136,14 @@ class Recorded:
     def ending(self) -> fx.GraphModule:
         """The part of the program behind the last cell."""
         return emit_ending(self.lowered, self.parts)
+
+
+def _sizes(
+    traced: TracedGraph, dims: Sequence[int | None], key: Key, chunks: int, like: str
+) -> tuple[int, tuple[int, ...], dict[str, int]]:
+    rows = rows_of(key.shapes, dims)
+    lengths = lengths_in(traced.lengths, [shape for shape in key.shapes if shape is not None])
+    return rows, sizes_of(rows, chunks, traced.min_rows, like=like), lengths
 
 
 class FoundCall(NamedTuple):
@@ -226,7 +242,7 @@ class Constants:
         if opaque is not None:
             raise TraceError(f"an input is a {type(opaque).__name__}: what it holds may differ from call to call")
         kinds = tuple(first for first, _ in key.rest.kinds)
-        values = self._numbers.setdefault(key.rest._replace(kinds=kinds), set())
+        values = self._numbers.setdefault(replace(key.rest, kinds=kinds), set())
         values.add(key.rest.kinds)
         if len(values) > _NUMBERS:
             raise TraceError(
@@ -277,13 +293,6 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)
 
 
-class _Attributes(NamedTuple):
-    """Those that recordings have read or set, None: not known yet; and those that opaque modules change themselves."""
-
-    touched: frozenset[Place] | None
-    inside: frozenset[Place]
-
-
 class PythonRuns:
     """Runs a model's own Python, and knows which attributes calls change time and again."""
 
@@ -291,24 +300,22 @@ class PythonRuns:
         self.model = model
         self._changed: frozenset[Place] = frozenset()
         """Where calls of the model have changed Python state."""
-        self._changing: frozenset[Place] = frozenset()
-        """Where they do so time and again."""
-        self._known: list[_Attributes] = [_Attributes(None, frozenset())]
+        self._known: list[Scope] = [Scope()]
         """What is known of attributes, again after each recording that told more."""
         self._touches: Mapping[tuple[str, ...], set[Place]] = {}
         """Attributes that the recording made last has read or set, by the modules that were being called."""
-        self._outside = OutsideValues()
+        self._signatures = Signatures(model)
 
     def key_of(self, leaves: Sequence[Any], spec: Any) -> Key:
-        """Return a call's signature, without attributes that calls change time and again or never touch."""
-        return self._key_of(leaves, spec, self._known[-1])
+        """Return a call's signature, without attributes that calls change time and again or never touch.
+
+        Calls that are alike get the same object.
+        """
+        return self._signatures.key_of(leaves, spec, self._known[-1])
 
     def earlier_keys(self, sample: Sample) -> list[Key]:
         """Return the signatures that a call had before the last recordings touched more attributes."""
-        return [self._key_of(*take_apart((sample.args, sample.kwargs)), known) for known in self._known[:-1]]
-
-    def _key_of(self, leaves: Sequence[Any], spec: Any, known: _Attributes) -> Key:
-        return key_of(self.model, leaves, spec, outside=self._outside, without=self._changing, **known._asdict())
+        return [self._signatures.key_of(*take_apart((sample.args, sample.kwargs)), known) for known in self._known[:-1]]
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -321,9 +328,15 @@ class PythonRuns:
             known = self._known[-1]
             self._learn(known._replace(touched=(known.touched or frozenset()).union(*self._touches.values())))
 
-    def _learn(self, known: _Attributes) -> None:
+    def _learn(self, known: Scope) -> None:
         if known != self._known[-1]:
             self._known.append(known)
+
+    def _leave_out(self, places: Collection[Place]) -> bool:
+        """Leave places out of all signatures from now on; tell whether that is new."""
+        if new := not self._known[-1].without.issuperset(places):
+            self._known = [known._replace(without=known.without.union(places)) for known in self._known]
+        return new
 
     def left_out(self, inside: Mapping[str, frozenset[Place]]) -> tuple[dict[Place, Any], dict[Place, Any]]:
         """Return `Recorded.left_out` and `Recorded.outside` of the recording that was made last.
@@ -345,13 +358,12 @@ class PythonRuns:
         self.called()
         for old, new in zip(before.rest.modules, self.key_of(leaves, spec).rest.modules, strict=False):
             known = dict(old.attributes)
-            self._changing |= {(new.path, name) for name, now in new.attributes if known.get(name, now) != now}
+            self._leave_out({(new.path, name) for name, now in new.attributes if known.get(name, now) != now})
         return self.key_of(leaves, spec)
 
     def called(self) -> bool:
         """Leave what a call has changed outside of the modules out of signatures; tell whether that is new."""
-        before, self._changing = self._changing, self._changing | self._outside.changed()
-        return self._changing != before
+        return self._leave_out(self._signatures.outside.changed())
 
     def run(self, recorded: Recorded, key: Key, sample: Sample) -> PythonRun | None:
         """Return what a call changes in Python, put back; None where that Python is not what was recorded."""
@@ -389,8 +401,8 @@ class PythonRuns:
         places, again = run.changes.places, None
         if key not in recorded.settled:
             again = self.run(recorded, key, sample)
-            self._changing |= frozenset() if again is None else again.changes.places
-        self._changing |= places & self._changed
+            self._leave_out(frozenset() if again is None else again.changes.places)
+        self._leave_out(places & self._changed)
         self._changed |= places
         recorded.settled[key] = False
         now = self.key_of(*take_apart((sample.args, sample.kwargs)))

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.trace.borrowed.contents import same_entries
-from autosplit.trace.borrowed.values import GONE
+from autosplit.trace.borrowed.values import GONE, is_same_content
 
 _TABLES = ("_parameters", "_buffers")
 _SWAPPING = threading.RLock()
@@ -123,7 +122,7 @@ class Surroundings:
     def _others(self) -> Iterator[tuple[Table, str, Any]]:
         """Yield where something else is now, and what was found there."""
         for table, found in self.tables:
-            if not same_entries(table, found):
+            if not is_same_content(found, table):
                 yield from ((table, name, found.get(name, GONE)) for name in {**table, **found})
         for table, name, value in self.places:
             if table.get(name) is not value:

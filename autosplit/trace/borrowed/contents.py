@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autosplit.trace.borrowed.values import GONE, defaults_of
+from autosplit.trace.borrowed.values import GONE, defaults_of, is_same_content
 
 CLASS = "__class__"
 """The entry of a module's content that is its class."""
@@ -32,24 +32,11 @@ def copied(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else list(value)
 
 
-def same_entries(now: Mapping[Any, Any], content: Mapping[Any, Any]) -> bool:
-    """Tell whether a dict has the same objects under the same keys, in the same order."""
-    return len(now) == len(content) and all(a is b and now[a] is content[b] for a, b in zip(now, content, strict=True))
-
-
 def refill(container: Any, content: Any) -> None:
     """Give a dict, list, set or deque a content; one that has it already is not touched."""
-    if isinstance(container, dict):
-        if not same_entries(container, content):
-            container.clear()
-            container.update(content)
-    elif isinstance(container, set):
-        if container != content:
-            container.clear()
-            container.update(content)
-    elif len(container) != len(content) or not all(a is b for a, b in zip(container, content, strict=True)):
+    if not is_same_content(content, container):
         container.clear()
-        container.extend(content)
+        (container.update if isinstance(container, (dict, set)) else container.extend)(content)
 
 
 def refill_module(module: nn.Module, content: dict[str, Any]) -> None:
@@ -90,7 +77,7 @@ def refill_cell(cell: types.CellType, content: list[Any]) -> None:
 
 def refill_defaults(function: types.FunctionType, content: dict[str, Any]) -> None:
     """Give a function its code and its defaults."""
-    if not same_entries(defaults_of(function), content):
+    if not is_same_content(content, defaults_of(function)):
         code, *entries = content.items()
         function.__code__, count = code[1], len(function.__defaults__ or ())
         function.__defaults__ = tuple(value for _, value in entries[:count])
@@ -122,7 +109,7 @@ def marks(parameters: dict[str, Any], name: str) -> dict[Any, Any]:
 def refill_marks(parameters: dict[str, Any], name: str, content: dict[Any, Any]) -> None:
     """Give the parameter that is in a table now attributes and hooks."""
     parameter, now = parameters.get(name), marks(parameters, name)
-    if parameter is None or same_entries(now, content):
+    if parameter is None or is_same_content(content, now):
         return
     hooks = [(*key, hook) for key, hook in content.items() if isinstance(key, tuple)]
     for table in _TENSOR_HOOKS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,11 +29,19 @@ def only_observes(hook: Callable[..., Any]) -> bool:
 
     One that makes outputs require gradients does more than that.
     """
+    return _returns_none(*code_of(hook))
+
+
+def code_of(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
+    """Return the Python module of the function that a hook calls, and its code where it has any."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = hook if hasattr(hook, "__code__") else getattr(hook, "__func__", None) or type(hook).__call__
-    home = str(getattr(function, "__module__", ""))
-    code = getattr(function, "__code__", None)
+    return str(getattr(function, "__module__", "")), getattr(function, "__code__", None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _returns_none(home: str, code: types.CodeType | None) -> bool:
     if home == "torch.utils.module_tracker":
         return True
     if code is None or home == COLLECTS or home.partition(".")[0] == "torch" or "requires_grad_" in code.co_names:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import operator
 import types
 import weakref
 from collections import deque
@@ -29,19 +30,21 @@ GONE: Any = object()
 
 def is_object(value: Any) -> bool:
     """Tell whether a value is a plain object with attributes of its own, such as a config."""
-    return bool(
-        type(value).__module__.partition(".")[0] not in _LIBRARIES
-        and not isinstance(value, _NOT_OBJECTS)
-        and (slots_of(value) or isinstance(getattr(value, "__dict__", None), dict))
-        and len(getattr(value, "__dict__", ())) <= ENTRIES
-    )
+    if type(value).__module__.partition(".")[0] in _LIBRARIES or isinstance(value, _NOT_OBJECTS):
+        return False
+    space = getattr(value, "__dict__", None)
+    return bool(isinstance(space, dict) or slots_of(value)) and len(space or ()) <= ENTRIES
 
 
 def slots_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object that are in slots of its classes, and have values."""
-    kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind)]
-    members = {n for kind in kinds for n, m in vars(kind).items() if isinstance(m, types.MemberDescriptorType)}
-    return {name: getattr(value, name) for name in sorted(members) if hasattr(value, name)}
+    return {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots_of(kind: Any) -> list[str]:
+    kinds = [base for base in kind.__mro__ if "__slots__" in vars(base)]
+    return sorted({n for each in kinds for n, m in vars(each).items() if isinstance(m, types.MemberDescriptorType)})
 
 
 def is_apart(value: Any, modules: Collection[int]) -> bool:
@@ -73,6 +76,14 @@ def parts_of(value: Any, modules: Collection[int]) -> list[tuple[Any, Any]] | No
     if is_object(value) or is_apart(value, modules):
         parts = [*(parts or ()), *getattr(value, "__dict__", {}).items(), *slots_of(value).items()]
     return parts
+
+
+def space_of(value: Any) -> dict[Any, Any] | None:
+    """Return the dict that has all parts of a value: of a dict itself, of a plain object its attributes; else None."""
+    others = (*_CONTAINERS, *_NOT_OBJECTS, functools.partial, staticmethod, classmethod, CACHED)
+    if type(value) is dict or isinstance(value, others) or _slots_of(type(value)):
+        return value if type(value) is dict else None
+    return getattr(value, "__dict__", None)
 
 
 def referent(value: Any) -> Any:
@@ -124,6 +135,15 @@ def is_same(before: Any, after: Any) -> bool:
     if isinstance(before, tuple):
         return len(before) == len(after) and all(map(is_same, before, after))
     return isinstance(before, ATOMIC) and repr(before) == repr(after)
+
+
+def is_same_content(before: Any, after: Any) -> bool:
+    """Tell whether what holds values has the same objects in the same order, or an equal state."""
+    if isinstance(after, dict):
+        before, after = [*before, *before.values()], [*after, *after.values()]
+    if isinstance(after, (list, tuple, deque)):
+        return len(before) == len(after) and all(map(operator.is_, before, after))
+    return bool(before == after)
 
 
 def difference(before: Any, after: Any) -> dict[Any, Any]:

@@ -9,6 +9,7 @@ registered with torch's pytree, whose own containers are taken apart as it says.
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 import types
 from collections import OrderedDict, UserDict, UserList
@@ -118,9 +119,10 @@ class Structure:
 
 
 class _Apart:
-    """A nested value, taken apart: its flat leaves, the steps to each, and its objects, each once."""
+    """A nested value, taken apart: its flat leaves, the steps to each if wanted, and its objects, each once."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, *, steps: bool = False) -> None:
+        self.steps = steps
         self.leaves: list[Any] = []
         self.paths: list[tuple[Any, ...]] = []
         self.objects: list[Any] = []
@@ -139,7 +141,12 @@ class _Apart:
             return Object(type(value), tuple(attributes), state, own)
         if isinstance(value, torch.Tensor):
             return self._leaf(value, path)
-        parts, spec = pytree.tree_flatten_with_path(value, is_leaf=is_object)
+        parts: Sequence[tuple[Any, Any]]
+        if self.steps:
+            parts, spec = pytree.tree_flatten_with_path(value, is_leaf=is_object)
+        else:
+            leaves, spec = pytree.tree_flatten(value, is_leaf=is_object)
+            parts = [((), leaf) for leaf in leaves]
         if len(parts) == 1 and parts[0][1] is value:
             return self._leaf(value, path)
         return Tree(spec, tuple(self.form(part, (*path, *below)) for below, part in parts))
@@ -156,6 +163,19 @@ def take_apart(value: Any) -> tuple[list[Any], Structure]:
     return apart.leaves, apart.structure
 
 
+def call_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
+    """Take the inputs of a call apart: the structure of those that are all tensors is the same object each time."""
+    leaves = [*args, *kwargs.values()]
+    if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return leaves, _of_tensors(len(args), tuple(kwargs))
+    return take_apart((args, kwargs))
+
+
+@functools.lru_cache(maxsize=64)
+def _of_tensors(count: int, names: tuple[str, ...]) -> Structure:
+    return take_apart(((None,) * count, dict.fromkeys(names)))[1]
+
+
 def leaves_of(value: Any) -> list[Any]:
     """Return the flat leaves of a nested value."""
     return _Apart(value).leaves
@@ -163,7 +183,7 @@ def leaves_of(value: Any) -> list[Any]:
 
 def with_paths(value: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Structure]:
     """Return the flat leaves with the steps that lead to them, as torch's pytree has them, and how they are built."""
-    apart = _Apart(value)
+    apart = _Apart(value, steps=True)
     return list(zip(apart.paths, apart.leaves, strict=True)), apart.structure
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import array
 import functools
-import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,13 +17,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autosplit.trace.borrowed.holders import Holder, Holders, Place
-from autosplit.trace.borrowed.values import ENTRIES, difference, parts_of, referent
+from autosplit.trace.borrowed.values import ENTRIES, difference, is_same_content, parts_of, referent
 
 _DEPTH = 3
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _EXACT = frozenset(_VALUES) - {float, complex}
 """Types whose values are equal only where nothing tells them apart."""
 _WRAPPERS = (tuple, functools.partial, types.MethodType, staticmethod, classmethod)
+_FIXED = frozenset((tuple, frozenset, torch.Size, type, types.ModuleType, types.MethodType, types.BuiltinFunctionType))
+"""Types whose values are what they were."""
 _STATES = (np.ndarray, bytearray, array.array)
 """What has a state of its own in the map, and no parts."""
 _LARGEST: dict[type, int] = {bytes: 8 * ENTRIES, frozenset: ENTRIES, list: ENTRIES, dict: ENTRIES}
@@ -55,6 +56,15 @@ class Identity:
         return isinstance(other, Identity) and (value := self.value()) is not None and value is other.value()
 
 
+class Look(NamedTuple):
+    """A value's class, the keys of its parts, told by equality, and these, by identity: what a walk finds in it."""
+
+    kind: type
+    keys: Any
+    """None: it has no parts that are looked at."""
+    parts: Sequence[Any]
+
+
 @dataclass(frozen=True)
 class Walk:
     """What a walk through Python values has come to.
@@ -63,12 +73,14 @@ class Walk:
         modules: the model's modules, by id.
         ties: numbers of modules, parameters and objects in the signature, by id.
         seen: the objects that were looked at already, by id: modules share configs.
+        looked: what may change in itself, with what `look` gave, by id; None where it may be gone.
         loose: whether numbers and tensors may be others, but for whole numbers where ``integers`` count.
     """
 
     modules: dict[int, nn.Module]
     ties: dict[int, int]
     seen: dict[int, Any] = field(default_factory=dict)
+    looked: dict[int, tuple[Any, Look] | None] = field(default_factory=dict)
     loose: bool = False
     integers: bool = True
 
@@ -92,31 +104,47 @@ def content(value: Any, walk: Walk, depth: int = _DEPTH) -> Any:
     """
     if type(value) in _EXACT and not walk.loose:
         return type(value), value
-    value = referent(value)
+    if (value := referent(holder := value)) is not holder:
+        walk.looked[id(holder)] = None
     if isinstance(value, _VALUES):
         return _known(value, walk)
     if isinstance(value, (np.ndarray, np.generic)):
-        small = value.size <= ENTRIES and not value.dtype.hasobject
-        return (value.dtype.str, value.shape, value.tobytes()) if small else None
+        walk.looked[id(value)] = value, (known := look(value, walk.modules))
+        return known.keys
     if id(value) in walk.seen or id(value) in walk.modules:
         return walk.ties.get(id(value))
     if isinstance(value, torch.Tensor):
         return held(value) if walk.loose and not isinstance(value, nn.Parameter) else (Identity(value), *held(value))
     if depth == 0:
         return None
-    parts = parts_of(value, walk.modules)
+    known = look(value, walk.modules)
+    if type(value) not in _FIXED:
+        walk.looked[id(value)] = value, known
     if isinstance(value, types.ModuleType):
         walk.seen[id(value)] = value
-    if parts is None:
+    if known.keys is None:
         return _whole(value)
     if not isinstance(value, (tuple, frozenset)):
         walk.seen[id(value)] = value
         walk.ties[id(value)] = len(walk.ties)
     if isinstance(value, types.FunctionType):
-        return value.__code__  # what it names, and its defaults, are outside
+        return value.__code__
     if isinstance(value, (set, frozenset)) or (walk.loose and isinstance(value, list)):  # a log that grows is the same
-        return type(value), frozenset(content(part, walk, depth - 1) for _, part in parts)
-    return type(value), tuple((str(key), content(part, walk, depth - 1)) for key, part in parts)
+        return type(value), frozenset(content(part, walk, depth - 1) for part in known.parts)
+    pairs = zip(known.keys, known.parts, strict=True)
+    return type(value), tuple((key, content(part, walk, depth - 1)) for key, part in pairs)
+
+
+def look(value: Any, modules: Collection[int]) -> Look:
+    """Return what a walk finds in a value itself: an array's contents, a function's code, or the parts of others."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        small = value.size <= ENTRIES and not value.dtype.hasobject
+        return Look(type(value), (value.dtype.str, value.shape, value.tobytes()) if small else None, ())
+    if isinstance(value, types.FunctionType):  # what it names, and its defaults, are outside
+        return Look(type(value), ("__code__",), (value.__code__,))
+    if (parts := parts_of(value, modules)) is None:
+        return Look(type(value), None, ())
+    return Look(type(value), [str(key) for key, _ in parts], [part for _, part in parts])
 
 
 def held(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -164,11 +192,12 @@ class OutsideValues:
         self._map = Holders(())
         self._contents: list[tuple[Holder, Any]] = []
         self._entries: list[_Entry] = []
+        self._told: dict[Collection[Place], tuple[Any, ...]] = {}
 
     def signature(
         self,
-        roots: tuple[Any, ...],
-        hooks: tuple[Any, ...] = (),
+        roots: Sequence[Any],
+        hooks: Sequence[Any] = (),
         *,
         without: Collection[Place] = (),
         skipped: Collection[int] = (),
@@ -178,33 +207,41 @@ class OutsideValues:
         Modules ``skipped`` are told by their ids: what is in them is looked at elsewhere.
         """
         every = (*roots, *hooks)
-        same = len(every) == len(self._roots) and all(map(operator.is_, every, self._roots))
-        if not same or any(self._changed(holder, content) for holder, content in self._contents):
+        if not is_same_content(self._roots, every) or any(map(self._counts, self._changes())):
             self._roots, self._map = every, Holders((), roots, skipped, hooks)
             self._read()
-        return tuple((entry.place, entry.content) for entry in self._entries if not entry.is_at(without))
+        if without not in self._told:
+            kept = (entry for entry in self._entries if not entry.is_at(without))
+            self._told[without] = tuple((entry.place, entry.content) for entry in kept)
+        return self._told[without]
 
     def left_out(self, without: Collection[Place]) -> tuple[Any, ...]:
         """Return what a signature leaves out of the values that recorded code, which runs no more, may read."""
         left = (entry for entry in self._entries if not entry.is_live and entry.is_at(without)) if without else ()
         return tuple((entry.place, entry.content) for entry in left)
 
-    def attributes(self, path: str, name: str, parameter: nn.Parameter, walk: Walk) -> tuple[Any, ...]:
-        """Return what tells the attributes of a parameter that walked code mentions from others."""
-        named = [(key, value) for key, value in vars(parameter).items() if self._map.may_name(key)]
-        return tuple(((path, f"{name}.{key}"), content(value, walk)) for key, value in named)
+    def may_name(self, name: str) -> bool:
+        """Tell whether code that was walked may take an attribute of this name."""
+        return self._map.may_name(name)
 
     def changed(self) -> frozenset[Place]:
         """Return the places where values are others than when the signature was read."""
-        found = [(holder, before, difference(before, holder.read())) for holder, before in self._contents]
-        return frozenset(place for holder, before, keys in found for place in holder.places(before, keys))
+        places = [holder.places(before, difference(before, now)) for holder, before, now in self._changes()]
+        return frozenset[Place]().union(*places)
 
-    def _changed(self, holder: Holder, before: Any) -> bool:
-        now = holder.read()
+    def _changes(self) -> Iterator[tuple[Holder, Any, Any]]:
+        """Yield the holders in which something is another object, with what was and what is in them."""
+        for holder, before in self._contents:
+            if not is_same_content(before, now := holder.read()):
+                yield holder, before, now
+
+    def _counts(self, change: tuple[Holder, Any, Any]) -> bool:
+        holder, before, now = change
         moved = isinstance(now, dict) and not holder.attributes and list(before) != list(now)
         return moved or any(self._map.may_read(holder, key) for key in difference(before, now))
 
     def _read(self) -> None:
+        self._told.clear()
         self._contents = [(holder, holder.read()) for holder in self._map.found]
         self._contents = [(h, now) for h, now in self._contents if len(now) <= _LARGEST[type(now)] and not h.draws]
         walk = Walk({}, {}, loose=self._loose, integers=self._integers)

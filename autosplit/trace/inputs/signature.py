@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -41,7 +41,8 @@ class ModuleEntry(NamedTuple):
     attributes: tuple[Any, ...]
 
 
-class Rest(NamedTuple):
+@dataclass(frozen=True)
+class Rest:
     """A signature but for the shapes of the inputs."""
 
     modes: GradAutocastState
@@ -54,6 +55,13 @@ class Rest(NamedTuple):
     """Of each input: dtype and the rest of a tensor, class and value of anything else."""
     same: Any
     """Which of the inputs are one tensor."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.modes, self.modules, self.outside, self.structure, self.kinds, self.same))
 
 
 @dataclass(frozen=True)
@@ -115,8 +123,7 @@ class GradAutocastState:
     @classmethod
     def current(cls) -> GradAutocastState:
         """Return the state of this thread."""
-        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-        states = (AutocastState(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+        states = [AutocastState(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _device_kinds()]
         return cls(torch.is_grad_enabled(), tuple(states))
 
     def differing(self, root: GradAutocastState) -> GradAutocastState:
@@ -124,71 +131,48 @@ class GradAutocastState:
         return GradAutocastState(self.grad, tuple(s for s in self.autocast if s not in root.autocast))
 
 
-def key_of(
-    model: nn.Module,
-    leaves: Sequence[Any],
-    spec: Any,
-    *,
-    outside: OutsideValues,
-    without: Collection[Place] = (),
-    inside: Collection[Place] = (),
-    touched: frozenset[Place] | None = None,
-) -> Key:
-    """Return a call's signature from the flattened inputs and their structure.
+@functools.cache
+def _device_kinds() -> tuple[str, ...]:
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
-    It covers grad mode and autocast; each module's type, mode, children, hooks and attributes; the parameters' and
-    buffers' dtypes, shapes and ties; the values ``outside`` of the modules that functions and classes name; the inputs'
-    structure, shapes, dtypes, devices, layouts and constants, and which of them are one tensor. Places ``without`` and
-    those ``inside`` of opaque modules are left out, and so are attributes that are not among those ``touched``, where
-    (path, "") is all of a module's and None all there are. What is inside is left out as it is and, among
-    what is outside, with numbers and tensors that may be others.
+
+class Call(NamedTuple):
+    """What a signature has of a call, whatever the model is."""
+
+    modes: GradAutocastState
+    structure: Any
+    kinds: tuple[tuple[Any, Any], ...]
+    same: Any
+    shapes: Shapes
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], structure: Any) -> Call:
+        """Return that of the call that is being made, of its flattened inputs and their structure."""
+        kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
+        shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
+        return cls(GradAutocastState.current(), structure, kinds, one_tensor(leaves), shapes)
+
+
+class Scope(NamedTuple):
+    """Which attributes signatures have.
+
+    Attributes:
+        touched: those that recordings have read or set; (path, "") is all of a module's, None all there are.
+        inside: those that opaque modules change themselves, which are left out: as they are and, among what is left
+            out outside of modules, with numbers and tensors that may be others.
+        without: what calls change time and again, which is left out too.
     """
-    entries: list[ModuleEntry] = []
-    left_out: list[tuple[Place, Any]] = []
-    loose: list[tuple[Place, Any]] = []
-    changing: list[Any] = []
-    marked: list[tuple[str, str, nn.Parameter]] = []
-    paths = list(model.named_modules())
-    walk = Walk.of(module for _, module in paths)
-    ties = walk.ties
-    names = None if touched is None else _by_path(touched)
-    for path, module in paths:
-        own = module.__dict__
-        hooks: list[Any] = []
-        for table in HOOK_TABLES:
-            if registered := own.get(table):
-                hooks += [getattr(hook, "__code__", type(hook)) for hook in registered.values()]
-                if path and table in _FORWARD:  # the model's own run behind the program, in every call
-                    changing += [hook for hook in registered.values() if not only_observes(hook)]
-        children = [(name, None if m is None else ties[id(m)]) for name, m in module._modules.items()]
-        parameters: list[Any] = []
-        for name, parameter in module._parameters.items():
-            tie = None if parameter is None else ties.setdefault(id(parameter), len(ties))
-            parameters.append((name, tie if parameter is None else (*held(parameter), tie)))
-            if parameter is not None and parameter.__dict__:
-                marked.append((path, name, parameter))
-        buffers = [(name, buffer if buffer is None else held(buffer)) for name, buffer in module._buffers.items()]
-        known = None if names is None else names.get(path, ())
+
+    touched: frozenset[Place] | None = None
+    inside: frozenset[Place] = frozenset()
+    without: frozenset[Place] = frozenset()
+
+    def names(self, path: str, space: Collection[str]) -> list[str]:
+        """Return the attributes of a module that are looked at, of all that are in its ``space``."""
+        known = None if self.touched is None else _by_path(self.touched).get(path, ())
         if known is None or "" in known:
-            known = [key for key in own if key not in _OWN]
-        attributes: list[Any] = []
-        for key in (key for key in known if key in own):
-            if (path, key) in inside:  # what else holds it counts there
-                left_out.append(((path, key), content(own[key], Walk(walk.modules, {}))))
-                loose.append(((path, key), content(own[key], Walk(walk.modules, {}, loose=True))))
-            elif (path, key) in without:
-                left_out.append(((path, key), content(own[key], replace(walk, ties={}))))  # nor its ties elsewhere
-            else:
-                attributes.append((key, content(own[key], walk)))
-        tables = map(tuple, (hooks, children, parameters, buffers, attributes))
-        entries.append(ModuleEntry(path, module.training, type(module), *tables))
-    values = outside.signature(walk.named(), tuple(changing), without=without, skipped=walk.modules)
-    for path, name, parameter in marked:
-        values += outside.attributes(path, name, parameter, walk)
-    shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
-    kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
-    rest = Rest(GradAutocastState.current(), tuple(entries), values, spec, kinds, one_tensor(leaves))
-    return Key(rest, shapes, tuple(left_out), (*outside.left_out(without), *loose))
+            return [name for name in space if name not in _OWN]
+        return [name for name in known if name in space]
 
 
 @functools.lru_cache(maxsize=16)
@@ -199,6 +183,79 @@ def _by_path(places: frozenset[Place]) -> Mapping[str, Collection[str]]:
         if name not in _OWN:
             found[path].append(name)
     return dict(found)
+
+
+class ModelWalk:
+    """A walk through a model: what signatures have of it, and what it came to.
+
+    Attributes:
+        entries: of each module, its type, mode, children, hooks, state and attributes.
+        values: those outside of the modules that functions and classes name, and attributes of parameters.
+        left_out: what signatures leave out of attributes that calls change time and again.
+        modules: the modules, by id.
+        marks: of each parameter that has attributes, its ``__dict__`` and the names that walked code mentions.
+        looked: see `Walk`.
+    """
+
+    def __init__(
+        self, modules: Iterable[tuple[str, nn.Module, Sequence[str]]], outside: OutsideValues, scope: Scope
+    ) -> None:
+        """``modules`` have their paths, and the names of the attributes that are looked at."""
+        self._outside, self._scope = outside, scope
+        self.left_out: list[tuple[Place, Any]] = []
+        self._hooks: list[Any] = []
+        marked: list[tuple[str, str, dict[str, Any]]] = []
+        walk = Walk.of(module for _, module, _ in modules)
+        self.modules, self.looked = walk.modules, walk.looked
+        self.entries = tuple(self._entry(walk, marked, *module) for module in modules)
+        self._roots = walk.named()
+        self._named = self._read_outside()
+        marks = [
+            (path, f"{name}.{key}", own, key) for path, name, own in marked for key in own if outside.may_name(key)
+        ]
+        self.values = (*self._named, *(((path, name), content(own[key], walk)) for path, name, own, key in marks))
+        self.marks = [(own, key) for *_, own, key in marks]
+
+    def same_outside(self) -> bool:
+        """Tell whether functions and classes name the same values as then."""
+        if same := (now := self._read_outside()) == self._named:
+            self._named = now  # the same objects are compared at once
+        return same
+
+    def _read_outside(self) -> tuple[Any, ...]:
+        return self._outside.signature(self._roots, self._hooks, without=self._scope.without, skipped=self.modules)
+
+    def _entry(
+        self,
+        walk: Walk,
+        marked: list[tuple[str, str, dict[str, Any]]],
+        path: str,
+        module: nn.Module,
+        names: Sequence[str],
+    ) -> ModuleEntry:
+        own, ties = module.__dict__, walk.ties
+        hooks: list[Any] = []
+        for table in HOOK_TABLES:
+            if registered := own.get(table):
+                hooks += [getattr(hook, "__code__", type(hook)) for hook in registered.values()]
+                if path and table in _FORWARD:  # the model's own run behind the program, in every call
+                    self._hooks += [hook for hook in registered.values() if not only_observes(hook)]
+        children = [(name, None if m is None else ties[id(m)]) for name, m in module._modules.items()]
+        parameters: list[Any] = []
+        for name, parameter in module._parameters.items():
+            tie = None if parameter is None else ties.setdefault(id(parameter), len(ties))
+            parameters.append((name, tie if parameter is None else (*held(parameter), tie)))
+            if parameter is not None and parameter.__dict__:
+                marked.append((path, name, parameter.__dict__))
+        buffers = [(name, buffer if buffer is None else held(buffer)) for name, buffer in module._buffers.items()]
+        attributes: list[Any] = []
+        for name in names:
+            if (path, name) in self._scope.without:  # nor its ties elsewhere
+                self.left_out.append(((path, name), content(own[name], replace(walk, ties={}))))
+            else:
+                attributes.append((name, content(own[name], walk)))
+        tables = map(tuple, (hooks, children, parameters, buffers, attributes))
+        return ModuleEntry(path, module.training, type(module), *tables)
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
