@@ -10,8 +10,7 @@
 The kernel computes both statistics anyway; with momentum 1 it writes them where it would write the running ones. Parts
 are joined in float64, and the variance is the unbiased one, so that the first norm of a model gets the plain model's
 numbers. A part that comes again, when a region runs again for its backward, is not counted again. Counters,
-to which sums over rows are added, go the same way. Where a microbatch is the whole batch the rows are copies of the
-running statistics, the momentum is the norm's, and the update puts the copies back: the plain model's bits.
+to which sums over rows are added, go the same way. Where a microbatch is the whole batch norms are called as they are.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class Use:
         batches: counter of updates, or None.
         averaged: the moments are averages over rows, as instance norm takes them, and are averaged further.
         added: the means are what the parts add to a counter.
-        calls: the one part is running statistics, updated by so many calls of the norm; 0: parts are moments.
         parts: by microbatch.
         rows: what the kernel writes to, a mean and a variance for each microbatch.
         moments: all of them, [microbatches, 2, channels]; None where parts lie elsewhere.
@@ -74,7 +72,6 @@ class Use:
     batches: torch.Tensor | None
     averaged: bool = False
     added: bool = False
-    calls: int = 0
     parts: dict[int, Part] = field(default_factory=dict)
     rows: Sequence[torch.Tensor] = ()
     moments: torch.Tensor | None = None
@@ -114,7 +111,7 @@ def _together(updates: Iterable[tuple[Use, list[Part]]]) -> list[list[tuple[Use,
         written = [*map(memory, use.running), id(use if use.batches is None else use.batches)]
         turn = max(turns[tensor] for tensor in written)
         turns.update(dict.fromkeys(written, turn + 1))
-        kind = use.momentum, use.batches is None, use.averaged, use.added, use.calls > 0
+        kind = use.momentum, use.batches is None, use.averaged, use.added
         found[turn, *kind, *[part.values for part in parts]].append((use, parts))
     return [found[key] for key in sorted(found, key=itemgetter(0))]
 
@@ -128,19 +125,16 @@ def _update(uses: Sequence[Use], parts: Sequence[Sequence[Part]]) -> None:
             counter.add_(reduce(torch.add, (part.mean for part in own)))
         return
     if counters:
-        torch._foreach_add_(counters, [use.calls or 1 for use in uses])
-    values = [*(part.mean for part, *_ in parts), *(part.variance for part, *_ in parts)]
-    if not first.calls:
-        widths = [value.numel() for value in values]
-        weight: float | torch.Tensor = 1.0 if first.momentum is None else first.momentum
-        if first.momentum is None and counters:  # not read by the host, which would wait for the device
-            shares = (1.0 / counter.double() for counter in counters)
-            weight = torch.cat([share.expand(width) for share, width in zip(shares, widths, strict=False)])
-        before = torch.cat([tensor.flatten() for tensor in running]).double().view(2, -1)
-        after = before * (1 - weight) + _seen(uses, parts, widths[: len(uses)]) * weight
-        pairs = zip(after.flatten().split(widths), running, strict=True)
-        values = [value if to.dim() == 1 else value.view_as(to) for value, to in pairs]
-    torch._foreach_copy_(running, values)
+        torch._foreach_add_(counters, 1)
+    widths = [tensor.numel() for tensor in running]
+    weight: float | torch.Tensor = 1.0 if first.momentum is None else first.momentum
+    if first.momentum is None and counters:  # not read by the host, which would wait for the device
+        shares = (1.0 / counter.double() for counter in counters)
+        weight = torch.cat([share.expand(width) for share, width in zip(shares, widths, strict=False)])
+    before = torch.cat([tensor.flatten() for tensor in running]).double().view(2, -1)
+    after = before * (1 - weight) + _seen(uses, parts, widths[: len(uses)]) * weight
+    pairs = zip(after.flatten().split(widths), running, strict=True)
+    torch._foreach_copy_(running, [value if to.dim() == 1 else value.view_as(to) for value, to in pairs])
 
 
 def _seen(uses: Sequence[Use], parts: Sequence[Sequence[Part]], widths: Sequence[int]) -> torch.Tensor:
@@ -181,8 +175,11 @@ def _on(device: torch.device, lanes: Sequence[Lane]) -> Iterator[None]:
 def normalise(key: CellContext, name: str, norm: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a norm on a microbatch: a module, ``F.batch_norm`` or ``F.instance_norm``, with its own arguments.
 
-    ``name`` is that of the call in the model's forward. A norm that takes no statistics is called as it is.
+    ``name`` is that of the call in the model's forward. A norm that takes no statistics is called as it is, and so are
+    all where the microbatch is the whole batch.
     """
+    if key.state.whole and not is_recomputing():
+        return norm(*args, **kwargs)
     if norm in _DEFAULTS:
         return _call(key, name, None, norm, _arguments(norm, args, kwargs))
     counter = norm.num_batches_tracked if isinstance(norm, _BatchNorm) else None
@@ -233,20 +230,14 @@ def _call(key: CellContext, name: str, counter: Any, function: Any, given: Seque
     value, mean, var, weight, bias, takes_statistics, momentum, eps = given
     if not takes_statistics or mean is None or var is None:
         return function(*given)
-    whole = state.whole and momentum is not None
     if is_recomputing():
         mean, var = torch.zeros_like(mean), torch.zeros_like(var)
     else:
-        known = (whole and mean.data_ptr()) or name
-        use = state.statistics.get(known)
+        use = state.statistics.get(name)
         if use is None:
-            use = state.statistics[known] = Use((mean, var), momentum, counter, averaged)
-            if whole:
-                use.rows = mean.clone(), var.clone()
-            else:
-                use.moments = mean.new_zeros(state.microbatches, 2, mean.numel())
-                use.rows = use.moments.flatten(0, 1).unbind()
+            use = state.statistics[name] = Use((mean, var), momentum, counter, averaged)
+            use.moments = mean.new_zeros(state.microbatches, 2, mean.numel())
+            use.rows = use.moments.flatten(0, 1).unbind()
         mean, var = use.rows[2 * microbatch : 2 * microbatch + 2]
         use.parts[microbatch] = Part(len(value) if averaged else value.numel() // value.shape[1], mean, var)
-        use.calls += whole
-    return function(value, mean, var, weight, bias, True, momentum if whole else 1.0, eps)
+    return function(value, mean, var, weight, bias, True, 1.0, eps)
