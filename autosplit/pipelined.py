@@ -27,6 +27,7 @@ from autosplit.lower.text import Locate
 from autosplit.measured import Measured
 from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.plan.plan import Plan
+from autosplit.planning.request import sizes_of
 from autosplit.planning.timeline import StepTimeline
 from autosplit.recorded import (
     SHARED,
@@ -49,6 +50,7 @@ from autosplit.stream.flight import OpenStream
 from autosplit.stream.stream import Streaming
 from autosplit.tensor.part import refuse_parts
 from autosplit.trace.borrowed.state import eval_mode, random_state, random_state_on_refusal
+from autosplit.trace.graph import lengths_in
 from autosplit.trace.inputs.objects import call_apart, leaves_of
 from autosplit.trace.recording.recording import FirstCall
 
@@ -332,9 +334,11 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
             lanes, leave = (*core.recordings.lanes, lane_of_caller(tensors)), core.recordings.leave_tree
             return PreparedTree(recorded, args, kwargs, lanes, leave)
         core.off_tape, core.stages = recorded.lowered.off_tape, recorded.lowered.stages
-        rows, sizes, lengths = recorded.sizes(key, core.options.chunks, core.options.microbatches)
+        rows = recorded.kind.rows_in(key)
+        sizes = sizes_of(rows, core.options.chunks, recorded.traced.min_rows, like=core.options.microbatches)
         if runs:
             core.recordings.check_norms(recorded.traced, sizes)
+        lengths = lengths_in(recorded.traced.lengths, [tensor.shape for tensor in tensors])
         return PreparedStep(
             recorded.lowered,
             lambda *given: recorded.setup.forward(*given),

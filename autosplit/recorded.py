@@ -6,7 +6,7 @@ import contextlib
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,6 @@ from autosplit.lower.replicas import Replicas
 from autosplit.lower.split import Lowered
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.request import sizes_of
 from autosplit.runtime.lanes.ambient import is_transformed, without_callers_modes
 from autosplit.runtime.lanes.lanes import Lane, caller_lane
 from autosplit.runtime.ops import CallState, on_lane
@@ -28,19 +27,18 @@ from autosplit.runtime.tape import Tape
 from autosplit.runtime.tree import TreeRun
 from autosplit.trace.borrowed.holders import Place
 from autosplit.trace.borrowed.touched import BACKWARD, touched
-from autosplit.trace.graph import INFO, TracedGraph, lengths_in
+from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.inputs.inputs import has_uneven_list
-from autosplit.trace.inputs.lengths import rows_of, without_rows
+from autosplit.trace.inputs.lengths import without_rows
 from autosplit.trace.inputs.objects import leaves_of, mapped, take_apart, tensors_in
-from autosplit.trace.inputs.signature import Key, Kind, Scope
-from autosplit.trace.inputs.token import Signatures
+from autosplit.trace.inputs.python_state import OutsideValues
+from autosplit.trace.inputs.signature import Call, Key, Kind, Scope
+from autosplit.trace.inputs.token import Token
 from autosplit.trace.ladder import Trace
 from autosplit.trace.recording.run import PythonRun
 
 _SEED_BITS = 62
 _NUMBERS = 32
-_KINDS = 32
-"""How many kinds of calls a recording knows the sizes of."""
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range, type, enum.Enum)
 _CONSTANTS += (np.generic, np.ndarray, torch.dtype, torch.device, torch.layout, torch.memory_format)  # type: ignore
 """Inputs that are no tensors and tell by themselves what they are."""
@@ -113,11 +111,6 @@ class Recorded:
         return domain is not None and domain.single is None and one and self.kind.lengths_in(key) is not None
 
     @cached_property
-    def sizes(self) -> Callable[[Key, int, str], tuple[int, tuple[int, ...], dict[str, int]]]:
-        """Tells a call's rows, those of each of so many microbatches, and its lengths; the last answers are kept."""
-        return lru_cache(_KINDS)(partial(_sizes, self.traced, self.kind.batch_dims))
-
-    @cached_property
     def parts(self) -> dict[str, nn.Module]:
         """The modules that the program calls, each on its lane."""
         lowered, lanes = self.lowered, self.lanes
@@ -136,14 +129,6 @@ class Recorded:
     def ending(self) -> fx.GraphModule:
         """The part of the program behind the last cell."""
         return emit_ending(self.lowered, self.parts)
-
-
-def _sizes(
-    traced: TracedGraph, dims: Sequence[int | None], key: Key, chunks: int, like: str
-) -> tuple[int, tuple[int, ...], dict[str, int]]:
-    rows = rows_of(key.shapes, dims)
-    lengths = lengths_in(traced.lengths, [shape for shape in key.shapes if shape is not None])
-    return rows, sizes_of(rows, chunks, traced.min_rows, like=like), lengths
 
 
 class FoundCall(NamedTuple):
@@ -304,18 +289,26 @@ class PythonRuns:
         """What is known of attributes, again after each recording that told more."""
         self._touches: Mapping[tuple[str, ...], set[Place]] = {}
         """Attributes that the recording made last has read or set, by the modules that were being called."""
-        self._signatures = Signatures(model)
+        self._outside = OutsideValues()
+        self._token: Token | None = None
+        self._keys: Callable[..., dict[Call, Key]] = lru_cache(_NUMBERS)(lambda *_: {})
+        """Keeps the signatures of calls by what these have of the model."""
 
     def key_of(self, leaves: Sequence[Any], spec: Any) -> Key:
         """Return a call's signature, without attributes that calls change time and again or never touch.
 
-        Calls that are alike get the same object.
+        Calls that are alike get the same object; what hangs on a kind of call may be kept by it.
         """
-        return self._signatures.key_of(leaves, spec, self._known[-1])
+        scope, token = self._known[-1], self._token
+        if token is None or token.scope is not scope or not token.holds():
+            token = self._token = Token(self.model, self._outside, scope)
+            token.keys = self._keys(token.entries, token.values)
+        return token.key(Call.of(leaves, spec))
 
     def earlier_keys(self, sample: Sample) -> list[Key]:
         """Return the signatures that a call had before the last recordings touched more attributes."""
-        return [self._signatures.key_of(*take_apart((sample.args, sample.kwargs)), known) for known in self._known[:-1]]
+        call = Call.of(*take_apart((sample.args, sample.kwargs)))
+        return [Token(self.model, self._outside, scope).key(call) for scope in self._known[:-1]]
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -363,7 +356,7 @@ class PythonRuns:
 
     def called(self) -> bool:
         """Leave what a call has changed outside of the modules out of signatures; tell whether that is new."""
-        return self._leave_out(self._signatures.outside.changed())
+        return self._leave_out(self._outside.changed())
 
     def run(self, recorded: Recorded, key: Key, sample: Sample) -> PythonRun | None:
         """Return what a call changes in Python, put back; None where that Python is not what was recorded."""

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -207,11 +207,9 @@ def _packed(use: Use, names: Mapping[int, str]) -> Use:
     """Return what a norm saw, with names for the tensors of the model."""
     running: Any = tuple(names[id(tensor)] for tensor in use.running)
     batches: Any = None if use.batches is None else names[id(use.batches)]
-    parts = {
-        m: Part(part.values, *(moment.to("cpu", copy=True) for moment in part[1:]))
-        for m, part in sorted(use.parts.items())
-    }
-    return replace(use, running=running, batches=batches, parts=parts, rows=(), moments=None)
+    cpu = partial(torch.Tensor.to, device="cpu", copy=True)
+    parts = {m: Part(part.values, *map(cpu, part[1:])) for m, part in sorted(use.parts.items())}
+    return replace(use, running=running, batches=batches, parts=parts, written=())
 
 
 def _unpacked(use: Any, tensors: Mapping[str, Tensor]) -> Use:

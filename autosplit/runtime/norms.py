@@ -10,15 +10,15 @@
 The kernel computes both statistics anyway; with momentum 1 it writes them where it would write the running ones. Parts
 are joined in float64, and the variance is the unbiased one, so that the first norm of a model gets the plain model's
 numbers. A part that comes again, when a region runs again for its backward, is not counted again. Counters,
-to which sums over rows are added, go the same way. Where a microbatch is the whole batch norms are called as they are.
+to which sums over rows are added, go the same way. Where a microbatch is the whole batch
+norms are called as they are: running statistics then move in the forward, as in the plain model.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import itemgetter
@@ -34,12 +34,10 @@ from autosplit.runtime.lanes.ambient import is_transformed
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import CallState, CellContext
 from autosplit.runtime.regions import is_recomputing
+from autosplit.trace.recording.recording import by_name
 from autosplit.trace.scope import runs_only
 
-_DEFAULTS = {
-    function: {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
-    for function in (F.batch_norm, F.instance_norm)
-}
+_FUNCTIONS = (F.batch_norm, F.instance_norm)
 _COUNTING = (torch.Tensor.add_, torch.Tensor.add, torch.Tensor.__float__)
 """What a module does with its counter."""
 
@@ -60,21 +58,18 @@ class Use:
         running: the running mean and variance, as the model holds them; twice the counter.
         momentum: weight of what was seen; None: the mean over all updates.
         batches: counter of updates, or None.
-        averaged: the moments are averages over rows, as instance norm takes them, and are averaged further.
-        added: the means are what the parts add to a counter.
+        kind: "values": parts are moments over values; "rows": averages of such over rows, as instance norm takes them;
+            "sums": their means are what is added to a counter.
         parts: by microbatch.
-        rows: what the kernel writes to, a mean and a variance for each microbatch.
-        moments: all of them, [microbatches, 2, channels]; None where parts lie elsewhere.
+        written: what the kernel writes to, a mean and a variance for each microbatch.
     """
 
     running: tuple[torch.Tensor, torch.Tensor]
-    momentum: float | None
-    batches: torch.Tensor | None
-    averaged: bool = False
-    added: bool = False
+    momentum: float | None = None
+    batches: torch.Tensor | None = None
+    kind: str = "sums"
     parts: dict[int, Part] = field(default_factory=dict)
-    rows: Sequence[torch.Tensor] = ()
-    moments: torch.Tensor | None = None
+    written: Sequence[torch.Tensor] = ()
 
     def updates(self, *, each: bool) -> list[list[Part]]:
         """Return the parts of each update: of all microbatches in order, or one by one."""
@@ -108,11 +103,11 @@ def _together(updates: Iterable[tuple[Use, list[Part]]]) -> list[list[tuple[Use,
     found, turns = defaultdict[Any, list[Any]](list), defaultdict[int, int](int)
     memory: Callable[[Any], int] = id if is_transformed() else torch.Tensor.data_ptr
     for use, parts in updates:
-        written = [*map(memory, use.running), id(use if use.batches is None else use.batches)]
-        turn = max(turns[tensor] for tensor in written)
-        turns.update(dict.fromkeys(written, turn + 1))
-        kind = use.momentum, use.batches is None, use.averaged, use.added
-        found[turn, *kind, *[part.values for part in parts]].append((use, parts))
+        changed = [*map(memory, use.running), id(use if use.batches is None else use.batches)]
+        turn = max(turns[tensor] for tensor in changed)
+        turns.update(dict.fromkeys(changed, turn + 1))
+        counts = [part.values for part in parts]
+        found[turn, use.kind, use.momentum, use.batches is None, *counts].append((use, parts))
     return [found[key] for key in sorted(found, key=itemgetter(0))]
 
 
@@ -120,7 +115,7 @@ def _update(uses: Sequence[Use], parts: Sequence[Sequence[Part]]) -> None:
     """Update running statistics by what their norms saw, or counters."""
     first, counters = uses[0], [use.batches for use in uses if use.batches is not None]
     running = [use.running[which].data for which in (0, 1) for use in uses]
-    if first.added:
+    if first.kind == "sums":
         for counter, own in zip(running, parts, strict=False):
             counter.add_(reduce(torch.add, (part.mean for part in own)))
         return
@@ -131,29 +126,25 @@ def _update(uses: Sequence[Use], parts: Sequence[Sequence[Part]]) -> None:
     if first.momentum is None and counters:  # not read by the host, which would wait for the device
         shares = (1.0 / counter.double() for counter in counters)
         weight = torch.cat([share.expand(width) for share, width in zip(shares, widths, strict=False)])
-    before = torch.cat([tensor.flatten() for tensor in running]).double().view(2, -1)
-    after = before * (1 - weight) + _seen(uses, parts, widths[: len(uses)]) * weight
-    pairs = zip(after.flatten().split(widths), running, strict=True)
-    torch._foreach_copy_(running, [value if to.dim() == 1 else value.view_as(to) for value, to in pairs])
-
-
-def _seen(uses: Sequence[Use], parts: Sequence[Sequence[Part]], widths: Sequence[int]) -> torch.Tensor:
-    """Return what norms saw in several parts: mean and unbiased variance over all values, [2, channels of all]."""
     counts = [part.values for part in parts[0]]
-    moments = [
-        torch.stack([moment for part in own for moment in part[1:]]).view(len(own), 2, -1)
-        if use.moments is None or len(use.moments) > len(own)
-        else use.moments
-        for use, own in zip(uses, parts, strict=True)
-    ]
-    means, variances = torch.cat(moments, 2).double().unbind(1)
+    values = [moment for place in (1, 2) for row in zip(*parts, strict=True) for moment in map(itemgetter(place), row)]
+    seen = _seen(torch.cat(values).view(2, len(counts), -1), counts, widths[: len(uses)], first.kind)
+    after = torch.cat([tensor.flatten() for tensor in running]).double().view(2, -1) * (1 - weight) + seen * weight
+    torch._foreach_copy_(
+        running, [new.view_as(to) for new, to in zip(after.flatten().split(widths), running, strict=True)]
+    )
+
+
+def _seen(moments: torch.Tensor, counts: Sequence[int], widths: Sequence[int], kind: str) -> torch.Tensor:
+    """Return mean and unbiased variance over all values of norms side by side, by those of their parts."""
+    means, variances = moments.double()
     count, total = torch.stack([means.new_full((1,), n) for n in counts]), sum(counts)  # not copied from the host
 
     def added(values: torch.Tensor) -> torch.Tensor:
         return torch.cat([own.sum(0) for own in values.split(widths, 1)])  # each to the bits that it has alone
 
     mean = added(means * (count / total))
-    if uses[0].averaged:
+    if kind == "rows":
         return torch.stack([mean, added(variances * (count / total))])
     squares = variances * (count - 1) + (means - mean).square() * count
     return torch.stack([mean, added(squares) / (total - 1)])
@@ -180,8 +171,8 @@ def normalise(key: CellContext, name: str, norm: Any, *args: Any, **kwargs: Any)
     """
     if key.state.whole and not is_recomputing():
         return norm(*args, **kwargs)
-    if norm in _DEFAULTS:
-        return _call(key, name, None, norm, _arguments(norm, args, kwargs))
+    if norm in _FUNCTIONS:
+        return _call(key, name, None, norm, by_name(norm, args, kwargs).values())
     counter = norm.num_batches_tracked if isinstance(norm, _BatchNorm) else None
     if counter is not None and norm.training and norm.track_running_stats and runs_only(norm, _BatchNorm.forward):
         state = norm.running_mean, norm.running_var, norm.weight, norm.bias
@@ -194,7 +185,7 @@ def normalise(key: CellContext, name: str, norm: Any, *args: Any, **kwargs: Any)
 def tally(key: CellContext, name: str, add: Any, counter: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Note what an in-place addition adds to a counter on a microbatch; ``name`` is that of the call."""
     part = add(torch.zeros_like(counter), *args, **kwargs)
-    use = key.state.statistics.setdefault(name, Use((counter, counter), None, None, added=True))
+    use = key.state.statistics.setdefault(name, Use((counter, counter)))
     use.parts.setdefault(key.microbatch, Part(1, part, part))
     return counter
 
@@ -205,39 +196,33 @@ class _Norms(TorchFunctionMode):
     What the module adds to its ``counter`` is left to the update of the step; an average over all updates reads one.
     """
 
-    def __init__(self, key: CellContext, name: str, counter: Any, changed: Mapping[str, Any]) -> None:
+    def __init__(self, key: CellContext, name: str, counter: Any, changed: dict[str, Any]) -> None:
         super().__init__()
         self.key, self.name, self.counter, self.changed = key, name, counter, changed
         self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _DEFAULTS:
+        if func in _FUNCTIONS:
             self.calls += 1
-            name, given = f"{self.name}/{self.calls}", _arguments(func, args, {**(kwargs or {}), **self.changed})
-            return _call(self.key, name, self.counter, func, given)
+            given = by_name(func, args, kwargs or {}) | self.changed
+            return _call(self.key, f"{self.name}/{self.calls}", self.counter, func, given.values())
         if func in _COUNTING and args[0] is self.counter:
             return 1.0 if func is torch.Tensor.__float__ else self.counter
         return func(*args, **(kwargs or {}))
 
 
-def _arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    return list({**_DEFAULTS[function], **dict(zip(_DEFAULTS[function], args, strict=False)), **kwargs}.values())
-
-
-def _call(key: CellContext, name: str, counter: Any, function: Any, given: Sequence[Any]) -> Any:
+def _call(key: CellContext, name: str, counter: Any, function: Any, given: Iterable[Any]) -> Any:
     """Call a functional norm, given all its arguments, with others in the place of its running statistics."""
-    (state, microbatch), averaged = key, function is F.instance_norm
     value, mean, var, weight, bias, takes_statistics, momentum, eps = given
     if not takes_statistics or mean is None or var is None:
-        return function(*given)
+        return function(value, mean, var, weight, bias, takes_statistics, momentum or 0.0, eps)
+    (state, microbatch), by_rows = key, function is F.instance_norm
     if is_recomputing():
         mean, var = torch.zeros_like(mean), torch.zeros_like(var)
     else:
-        use = state.statistics.get(name)
-        if use is None:
-            use = state.statistics[name] = Use((mean, var), momentum, counter, averaged)
-            use.moments = mean.new_zeros(state.microbatches, 2, mean.numel())
-            use.rows = use.moments.flatten(0, 1).unbind()
-        mean, var = use.rows[2 * microbatch : 2 * microbatch + 2]
-        use.parts[microbatch] = Part(len(value) if averaged else value.numel() // value.shape[1], mean, var)
+        if (use := state.statistics.get(name)) is None:
+            use = state.statistics[name] = Use((mean, var), momentum, counter, "rows" if by_rows else "values")
+            use.written = mean.new_zeros(2 * state.microbatches, mean.numel()).unbind()
+        mean, var = use.written[2 * microbatch : 2 * microbatch + 2]
+        use.parts[microbatch] = Part(len(value) if by_rows else value.numel() // value.shape[1], mean, var)
     return function(value, mean, var, weight, bias, True, 1.0, eps)

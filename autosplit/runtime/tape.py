@@ -14,7 +14,6 @@ Private torch interface: ``TorchDispatchMode``, since below autograd is the only
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from autosplit.trace.recording.random_watch import (
     is_composite,
     run_composite,
 )
+from autosplit.trace.recording.recording import by_name
 from autosplit.trace.scope import runs_only
 
 DRAWING = threading.RLock()
@@ -251,12 +251,11 @@ def _dropped(numbers: Sequence[torch.Tensor], function: Any, args: Any, kwargs: 
         kwargs = {**kwargs, "p": function.p, "training": function.training, "inplace": function.inplace}
     elif function is not F.dropout:
         return None
-    value, p, training, inplace = {**_DROPOUT, **dict(zip(_DROPOUT, args, strict=False)), **kwargs}.values()
+    value, p, training, inplace = by_name(F.dropout, args, kwargs).values()
     if not (training and 0 < p < 1 and [value.shape] == [mask.shape for mask in numbers]):
         return None
     noise = numbers[0].to(value.dtype).div_(1 - p)
     return value.mul_(noise) if inplace else value * noise
 
 
-_DROPOUT = {name: parameter.default for name, parameter in inspect.signature(F.dropout).parameters.items()}
 _SHAPED = (torch.Tensor, list, tuple, torch.Size)

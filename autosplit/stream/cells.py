@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from autosplit.lower.split import named_state
 from autosplit.runtime.lanes.lanes import Lane
-from autosplit.runtime.loss.proof import WholeCheck
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import CallState, transfer
 from autosplit.runtime.step.step import Step
@@ -38,9 +36,6 @@ class StreamCells(TrainCells):
     """The cells of one minibatch: every stage computes with that version of its weights which is the minibatch's."""
 
     step: StreamStep
-
-    def __init__(self, step: StreamStep, loss: Any, check: WholeCheck | None) -> None:
-        super().__init__(step, loss, check)
 
     def _trained(self, step: Step) -> Mapping[Held, Sequence[torch.Tensor]]:
         """Return none: each stage says which version it computes with."""

@@ -14,7 +14,6 @@ Private torch interface: ``TorchDispatchMode``, since below autograd is the only
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from autosplit.trace.borrowed.state import gradients_aside
 from autosplit.trace.check import cotangent, seed_all
 from autosplit.trace.inputs.objects import fresh, leaves_of, take_apart
 from autosplit.trace.recording.random_watch import named_arguments
+from autosplit.trace.recording.recording import by_name
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,6 @@ def _drawn() -> list[bytes]:
     return [state.numpy().tobytes() for state in states]
 
 
-_SIGNATURE = inspect.signature(F.batch_norm)
 Pieces = Mapping[str, Sequence[Sequence[int]]]
 """By running mean, for each update of it, how many values per channel were normalised at once, part by part."""
 
@@ -140,9 +139,7 @@ class CutNorms(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
-        bound = _SIGNATURE.bind(*args, **(kwargs or {}))
-        bound.apply_defaults()
-        named: dict[str, Any] = dict(bound.arguments)
+        named = by_name(func, args, kwargs or {})
         value, mean = named["input"], named["running_mean"]
         name, left = self._left.get(0 if mean is None else mean.data_ptr(), ("", iter(())))
         counts = next(left, ()) if named["training"] else ()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from autosplit.trace.borrowed.holders import HOOK_TABLES
 from autosplit.trace.borrowed.hooks import COLLECTS
 from autosplit.trace.recording.recording import Call
 
@@ -121,13 +122,9 @@ def has_module_hooks() -> bool:
 
 
 def runs_only(module: nn.Module, forward: Any) -> bool:
-    """Tell whether a call of a module is a class's forward and nothing else; it may have no tables of hooks."""
-    if getattr(module.forward, "__func__", None) is not forward or has_module_hooks():
-        return False
-    own = vars(module).get
-    return not (
-        own("_forward_hooks") or own("_forward_pre_hooks") or own("_backward_hooks") or own("_backward_pre_hooks")
-    )
+    """Tell whether a call of a module is that forward, of its class, and nothing else."""
+    alone = getattr(module.forward, "__func__", None) is forward and not has_module_hooks()
+    return alone and not any(map(vars(module).get, (*HOOK_TABLES, "_compiled_call_impl")))
 
 
 def takes_fast_path(module: nn.Module) -> bool:

@@ -127,7 +127,6 @@ class Step:
         for held, other in replicas.items():
             for name, use in other.statistics.items():
                 own = state.statistics.setdefault(name, use)
-                own.moments = None
                 for microbatch, part in use.parts.items():
                     moved = (self.brought(held, moment) for moment in part[1:])
                     own.parts[microbatch] = Part(part.values, *moved)

@@ -38,7 +38,7 @@ def is_object(value: Any) -> bool:
 
 def slots_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object that are in slots of its classes, and have values."""
-    return {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}
+    return {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,7 +81,7 @@ def parts_of(value: Any, modules: Collection[int]) -> list[tuple[Any, Any]] | No
 def space_of(value: Any) -> dict[Any, Any] | None:
     """Return the dict that has all parts of a value: of a dict itself, of a plain object its attributes; else None."""
     others = (*_CONTAINERS, *_NOT_OBJECTS, functools.partial, staticmethod, classmethod, CACHED)
-    if type(value) is dict or isinstance(value, others) or _slots_of(type(value)):
+    if type(value) is dict or isinstance(value, others) or _slots_of(type(value)):  # type: ignore[arg-type]
         return value if type(value) is dict else None
     return getattr(value, "__dict__", None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from autosplit.trace.graph import LEAST, Length
 
@@ -12,6 +13,7 @@ Shapes = tuple[Shape | None, ...]
 """Of each input; None for what is no tensor."""
 
 
+@lru_cache(maxsize=256)
 def rows_of(shapes: Shapes, dims: Sequence[int | None]) -> int:
     """Return the batch size, or 0 when the inputs disagree or are empty."""
     pairs = ((shape, d) for shape, d in zip(shapes, dims, strict=True) if shape is not None and d is not None)

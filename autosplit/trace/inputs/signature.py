@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ from autosplit.trace.inputs.python_state import Identity, OutsideValues, Walk, c
 _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 """Tables of hooks that may change what a forward computes; those that only observe are told by their code."""
 _OWN = frozenset(nn.Module().__dict__)
+_KEPT = 32
+"""How many signatures are kept for a model that is as it was."""
 
 
 class ModuleEntry(NamedTuple):
@@ -186,23 +188,25 @@ def _by_path(places: frozenset[Place]) -> Mapping[str, Collection[str]]:
 
 
 class ModelWalk:
-    """A walk through a model: what signatures have of it, and what it came to.
+    """A walk through a model, for what signatures have of it.
 
     Attributes:
         entries: of each module, its type, mode, children, hooks, state and attributes.
-        values: those outside of the modules that functions and classes name, and attributes of parameters.
-        left_out: what signatures leave out of attributes that calls change time and again.
+        values: what is outside of the modules that functions and classes name, and attributes of parameters.
         modules: the modules, by id.
         marks: of each parameter that has attributes, its ``__dict__`` and the names that walked code mentions.
         looked: see `Walk`.
+        keys: the signatures of calls for which the model is as it was.
     """
 
     def __init__(
-        self, modules: Iterable[tuple[str, nn.Module, Sequence[str]]], outside: OutsideValues, scope: Scope
+        self, modules: Sequence[tuple[str, nn.Module, Sequence[str]]], outside: OutsideValues, scope: Scope
     ) -> None:
         """``modules`` have their paths, and the names of the attributes that are looked at."""
-        self._outside, self._scope = outside, scope
-        self.left_out: list[tuple[Place, Any]] = []
+        self.scope, self._outside = scope, outside
+        self.keys: dict[Call, Key] = {}
+        self._left: list[tuple[Place, Any]] = []
+        self._inside: list[tuple[Place, dict[str, Any]]] = []
         self._hooks: list[Any] = []
         marked: list[tuple[str, str, dict[str, Any]]] = []
         walk = Walk.of(module for _, module, _ in modules)
@@ -210,11 +214,30 @@ class ModelWalk:
         self.entries = tuple(self._entry(walk, marked, *module) for module in modules)
         self._roots = walk.named()
         self._named = self._read_outside()
-        marks = [
-            (path, f"{name}.{key}", own, key) for path, name, own in marked for key in own if outside.may_name(key)
-        ]
-        self.values = (*self._named, *(((path, name), content(own[key], walk)) for path, name, own, key in marks))
-        self.marks = [(own, key) for *_, own, key in marks]
+        self.marks = [(own, [*filter(outside.may_name, own)]) for *_, own in marked]
+        marks = [(*mark, key) for mark, (_, keys) in zip(marked, self.marks, strict=True) for key in keys]
+        self.values = (
+            *self._named,
+            *(((path, f"{name}.{key}"), content(own[key], walk)) for path, name, own, key in marks),
+        )
+
+    def key(self, call: Call) -> Key:
+        """Return the signature of a call, with what is left out as it is now."""
+        left, loose = (
+            [(place, content(own[place[1]], Walk(self.modules, {}, loose=loose))) for place, own in self._inside]
+            for loose in (False, True)
+        )  # what else holds it counts there
+        left_out, outside = (*self._left, *left), (*self._outside.left_out(self.scope.without), *loose)
+        key = self.keys.get(call)
+        if key is None:
+            rest = Rest(call.modes, self.entries, self.values, call.structure, call.kinds, call.same)
+            key = Key(rest, call.shapes, left_out, outside)
+            if len(self.keys) >= _KEPT:
+                self.keys.clear()
+        elif (key.left_out, key.outside) != (left_out, outside):
+            key = replace(key, left_out=left_out, outside=outside)
+        self.keys[call] = key
+        return key
 
     def same_outside(self) -> bool:
         """Tell whether functions and classes name the same values as then."""
@@ -223,16 +246,9 @@ class ModelWalk:
         return same
 
     def _read_outside(self) -> tuple[Any, ...]:
-        return self._outside.signature(self._roots, self._hooks, without=self._scope.without, skipped=self.modules)
+        return self._outside.signature(self._roots, self._hooks, without=self.scope.without, skipped=self.modules)
 
-    def _entry(
-        self,
-        walk: Walk,
-        marked: list[tuple[str, str, dict[str, Any]]],
-        path: str,
-        module: nn.Module,
-        names: Sequence[str],
-    ) -> ModuleEntry:
+    def _entry(self, walk: Walk, marked: list[Any], path: str, module: nn.Module, names: Sequence[str]) -> ModuleEntry:
         own, ties = module.__dict__, walk.ties
         hooks: list[Any] = []
         for table in HOOK_TABLES:
@@ -250,8 +266,10 @@ class ModelWalk:
         buffers = [(name, buffer if buffer is None else held(buffer)) for name, buffer in module._buffers.items()]
         attributes: list[Any] = []
         for name in names:
-            if (path, name) in self._scope.without:  # nor its ties elsewhere
-                self.left_out.append(((path, name), content(own[name], replace(walk, ties={}))))
+            if (path, name) in self.scope.inside:
+                self._inside.append(((path, name), own))
+            elif (path, name) in self.scope.without:  # nor its ties elsewhere
+                self._left.append(((path, name), content(own[name], replace(walk, ties={}))))
             else:
                 attributes.append((name, content(own[name], walk)))
         tables = map(tuple, (hooks, children, parameters, buffers, attributes))

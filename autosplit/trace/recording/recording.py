@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import os
 import sys
 import traceback
@@ -208,6 +210,17 @@ def under(ambient: GradAutocastState, function: Callable[..., Any], *args: Any, 
         for state in ambient.autocast:
             stack.enter_context(torch.autocast(state.device_type, dtype=state.dtype, enabled=state.enabled))
         return function(*args, **kwargs)
+
+
+def by_name(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call of a Python function, defaults included, in its order."""
+    defaults = _defaults(function)
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+
+
+@functools.cache
+def _defaults(function: Callable[..., Any]) -> Mapping[str, Any]:
+    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
 
 
 def invoke(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

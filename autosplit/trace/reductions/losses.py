@@ -6,8 +6,6 @@ BY_CLASS       a value per target, classes in the second dimension; a mean divid
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from autosplit.trace.graph import Size
+from autosplit.trace.recording.recording import by_name
 
 ELEMENTWISE = (
     F.mse_loss,
@@ -69,8 +68,7 @@ class LossCall:
         """Return a call of a loss; None for any other function, and for a loss that is not reduced."""
         if not is_loss(function):
             return None
-        defaults = _defaults(function)
-        given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+        given = by_name(function, args, kwargs)
         if given.get("size_average") is not None or given.get("reduce") is not None:
             return None  # deprecated ways to say it
         own_distance = given.get("distance_function") is not None
@@ -131,11 +129,6 @@ class LossCall:
             first = shape_of(self.first)
             return None if first is None else tuple(first[:-1])
         return _broadcast([shape_of(self.given[name]) for name in _OPERANDS if name in self.given])
-
-
-@functools.cache
-def _defaults(function: Callable[..., Any]) -> Mapping[str, Any]:
-    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
 
 
 def class_weights(target: torch.Tensor, ignore_index: int | None, weight: torch.Tensor | None) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
-from autosplit.trace.recording.recording import apply_function, invoke, under
+from autosplit.trace.recording.recording import apply_function, by_name, invoke, under
 from autosplit.trace.scope import STATEFUL_LEAVES, has_hooks, is_layer
 
 REARRANGING = frozenset(
@@ -171,7 +170,7 @@ class NormsInEval(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
-        return func(**inspect.signature(func).bind(*args, **(kwargs or {})).arguments | {"training": False})
+        return func(**by_name(func, args, kwargs or {}) | {"training": False})
 
 
 def normalises_rows_apart(node: fx.Node, root: nn.Module) -> bool:
