@@ -159,8 +159,7 @@ def autosplit(
         pinned=pinned,
     )
     options = Options(
-        devices=resolved,
-        **(asked | {"replicas": each, "batch_dims": batch_dims}),
+        **(asked | {"devices": resolved, "replicas": each, "batch_dims": batch_dims}),
         compile=resolve_compile(compile),
         lanes=resolve_lanes(lanes, resolved) if world is None else "inline",
         processes=world is not None,

@@ -20,7 +20,7 @@ from autosplit.distributed.replicas import Share
 from autosplit.distributed.world import World, as_known, attempt
 from autosplit.errors import InputError
 from autosplit.ranks.loss import RankLoss
-from autosplit.ranks.prepared import Agreed, PreparedRankStep
+from autosplit.ranks.prepared import Agreed, PreparedRankStep, is_checked
 from autosplit.trace.inputs.lengths import without_rows
 from autosplit.trace.inputs.objects import tensors_in
 
@@ -57,7 +57,7 @@ class Agreement:
         One that has another ``word`` than then, compares values, or calls the model's own Python meets the others.
         """
         agreed, drawn = step.agreed, _random_state() if step.lowered.random else 0
-        if not self._votes or step.python is not None or self._compares(agreed):
+        if not self._votes or step.python is not None or self.compares(agreed.calls):
             return False
         known = agreed.number and agreed.words[self._world.number] == word
         agreed.calls += (stands := bool(known) and self._world.vote(doing, agreed.number, drawn))
@@ -72,11 +72,11 @@ class Agreement:
             agreed.number = self._meetings
             agreed.messages.clear()
 
-    def _compares(self, agreed: Agreed) -> bool:
-        """Tell whether a call compares the batch's values."""
+    def compares(self, number: int) -> bool:
+        """Tell whether a call of a kind, by its number, compares the batch's values."""
         if self._check_inputs is None:
-            return agreed.is_checked
-        return self._check_inputs > 0 and agreed.calls % self._check_inputs == 0
+            return is_checked(number)
+        return self._check_inputs > 0 and number % self._check_inputs == 0
 
     def facts(
         self, step: PreparedRankStep, args: Any, kwargs: Any, loss: RankLoss | None
@@ -89,7 +89,7 @@ class Agreement:
         }
         own: dict[str, Any] = {"the call": call}
         if self._feed == "all":
-            if self._check_inputs != 0 and (self._votes or self._compares(step.agreed)):
+            if self._check_inputs != 0 and (self._votes or self.compares(step.agreed.calls)):
                 own |= {BATCH: checksum(step.tensors), "the target": checksum(tensors_in(loss and loss.target))}
             if loss is not None:
                 own["the target's shapes"] = str(loss.kind[0])

@@ -33,7 +33,7 @@ from autosplit.ranks.agreement import Agreement
 from autosplit.ranks.call import WholeCall
 from autosplit.ranks.loss import Elsewhere, RankLoss, Word
 from autosplit.ranks.parallelize import Parallelize, check_plain
-from autosplit.ranks.prepared import PreparedRankStep
+from autosplit.ranks.prepared import PreparedRankStep, is_checked
 from autosplit.ranks.recordings import RankRecordings
 from autosplit.ranks.shards import total_norm
 from autosplit.ranks.state import RankState
@@ -72,8 +72,11 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         own_plan: bool = False,
     ) -> None:
         """``parallelize`` wraps this rank's part of the model; None: it stays as it is."""
-        ways: dict[str, Any] = {"feed": feed, "outputs": outputs}
-        ways["parallelize"] = parallelize.name if parallelize else ""
+        ways: dict[str, Any] = {
+            "feed": feed,
+            "outputs": outputs,
+            "parallelize": parallelize.name if parallelize else "",
+        }
         _, error = attempt(lambda: check_plain(model))
         timeout_s, wrong = attempt(lambda: seconds_of(timeout, world.device))
         agreement, unlike = attempt(lambda: Agreement(world, model, feed, check_inputs))
@@ -231,6 +234,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
                 f"an input of shape {list(wanting.shape)} requires a gradient; ranks give gradients to parameters only"
             )
         agreed = self._agreement.known(doing, step, loss)
+        checked = is_checked(agreed.calls)
         made = PreparedRankStep(
             **vars(step),
             world=self._world,
@@ -240,9 +244,9 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
             trained=lambda: [own for own in (*self.parameters(), *self.buffers()) if own.requires_grad],
             messages=agreed.messages,
             agreed=agreed,
-            elsewhere=cache(self._elsewhere) if agreed.is_checked else None,
+            elsewhere=cache(self._elsewhere) if checked else None,
             part=self._recordings.part,
-            scaled=agreed.scaled and not agreed.is_checked,
+            scaled=agreed.scaled and not checked,
         )
         single = max(map(len, made.ranks)) == self._world.replicas == 1
         made.state = replace(step.state, whole=step.state.whole and single)

@@ -14,7 +14,10 @@ from autosplit.ranks.loss import ReadsHere
 from autosplit.ranks.parallelize import Part
 from autosplit.recorded import PreparedStep, Recorded
 
-_FIRST, _EVERY = 3, 100
+
+def is_checked(number: int) -> bool:
+    """Tell whether a call of a kind, by its number, is looked at closely: the first three, and every hundredth."""
+    return number < 3 or number % 100 == 0
 
 
 @dataclass(eq=False)
@@ -40,11 +43,6 @@ class Agreed:
     words: list[Any] = field(default_factory=list)
     messages: dict[Any, Descriptions] = field(default_factory=dict)
     scaled: bool = False
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether the next call is looked at closely: the first three are, and then every hundredth."""
-        return self.calls < _FIRST or self.calls % _EVERY == 0
 
 
 @dataclass(kw_only=True)

@@ -14,8 +14,8 @@ import pickle
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -30,6 +30,7 @@ from autosplit.errors import InputError
 from autosplit.lower.split import named_state
 from autosplit.options import Sample
 from autosplit.ranks.loss import ReadsHere
+from autosplit.ranks.prepared import is_checked
 from autosplit.ranks.recordings import RankRecordings
 from autosplit.recorded import FoundCall, Recorded
 from autosplit.runtime.lanes.threads import Turn
@@ -78,13 +79,13 @@ class RankStreamStep(StreamStep, RankStep):
         minibatch: its number in the stream of this pipe.
         said: what ranks have to say alike of it.
         posted: the messages of all minibatches in flight whose receives are posted.
-        elsewhere: the names of parameters that other ranks have, by their identity.
+        elsewhere: the names of parameters that other ranks have, by their identity; None: it is not looked at.
     """
 
     minibatch: int
     said: str
     posted: dict[tuple[int, Way], Incoming]
-    elsewhere: dict[int, str] = field(default_factory=dict)
+    elsewhere: dict[int, str] | None
 
     def _described(self) -> dict[str, Any]:
         """Return by what messages are described, each for itself."""
@@ -122,7 +123,7 @@ class RankStreamStep(StreamStep, RankStep):
 
     def losing(self) -> AbstractContextManager[Any]:
         """Return what a loss is called in: it reads no parameter of another rank."""
-        return ReadsHere(self.elsewhere)
+        return nullcontext() if self.elsewhere is None else ReadsHere(self.elsewhere)
 
 
 class RankSegment(Segment):
@@ -331,12 +332,16 @@ class RankStream(Stream):
         return made
 
     def _step(self, found: FoundCall, program: StreamProgram, target: Any) -> RankStreamStep:
-        number = self._taken
-        said = f"minibatch {number} with checksum {checksum((*found.tensors, *tensors_in(target)))}"
+        number, tensors, elsewhere = self._taken, (*found.tensors, *tensors_in(target)), None
+        said = f"minibatch {number} of {[[*tensor.shape] for tensor in tensors]}"
+        if self._pipe._agreement.compares(number):
+            said += f" with checksum {checksum(tensors)}"
+        if is_checked(number):
+            named, is_own = named_state(self._core.model), self._recordings.is_own
+            elsewhere = {id(tensor): name for name, tensor in named if not is_own(name)}
         if program.lowered.random:
             said += f", random state {zlib.crc32(torch.get_rng_state().numpy().data)}"
         self._taken += 1
-        named, own = named_state(self._core.model), self._recordings.is_own
         return RankStreamStep(
             **vars(super()._step(found, program, target)),
             world=self._world,
@@ -345,7 +350,7 @@ class RankStream(Stream):
             minibatch=number,
             said=said,
             posted=self._posted,
-            elsewhere={id(tensor): name for name, tensor in named if not own(name)},
+            elsewhere=elsewhere,
         )
 
     def _whole(self, sample: Sample) -> NoReturn:

@@ -24,6 +24,7 @@ ITERATORS += (type(iter([])), type(iter(())), type(iter(range(0))))
 _LIBRARIES = frozenset("torch builtins logging functools weakref abc typing threading".split())
 _NOT_OBJECTS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
 _CONTAINERS = (list, tuple, deque, dict, set, frozenset)
+_WRAPPERS = (functools.partial, staticmethod, classmethod, CACHED)
 GONE: Any = object()
 """Stands for a value that is no more."""
 
@@ -38,7 +39,8 @@ def is_object(value: Any) -> bool:
 
 def slots_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object that are in slots of its classes, and have values."""
-    return {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}  # type: ignore[arg-type]
+    kind: Any = type(value)
+    return {name: getattr(value, name) for name in _slots_of(kind) if hasattr(value, name)}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -80,9 +82,9 @@ def parts_of(value: Any, modules: Collection[int]) -> list[tuple[Any, Any]] | No
 
 def space_of(value: Any) -> dict[Any, Any] | None:
     """Return the dict that has all parts of a value: of a dict itself, of a plain object its attributes; else None."""
-    others = (*_CONTAINERS, *_NOT_OBJECTS, functools.partial, staticmethod, classmethod, CACHED)
-    if type(value) is dict or isinstance(value, others) or _slots_of(type(value)):  # type: ignore[arg-type]
-        return value if type(value) is dict else None
+    kind: Any = type(value)
+    if kind is dict or isinstance(value, (*_CONTAINERS, *_NOT_OBJECTS, *_WRAPPERS)) or _slots_of(kind):
+        return value if kind is dict else None
     return getattr(value, "__dict__", None)
 
 

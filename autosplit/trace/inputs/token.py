@@ -35,6 +35,10 @@ _PLAIN: dict[str, type] = {"training": object, **dict.fromkeys(_TABLES, dict)}
 _SPACE, _FORM = attrgetter("__dict__"), attrgetter("dtype", "shape", "requires_grad")
 
 
+class _Tensor(weakref.ref[torch.Tensor]):
+    """Holds a tensor as it was, weakly."""
+
+
 class _Dicts:
     """Dicts as they were: their keys, and the values of some; tensors among these are held by weak references."""
 
@@ -42,7 +46,7 @@ class _Dicts:
         self._dicts: list[dict[Any, Any]] = []
         self._versions: list[int] = []
         self._contents: list[tuple[tuple[Any, ...], list[Any], list[Any]]] = []
-        self.tensors: list[weakref.ref[torch.Tensor]] = []
+        self.tensors: list[_Tensor] = []
 
     def watch(self, content: dict[Any, Any], names: Iterable[Any]) -> None:
         """Note what a dict has under some names."""
@@ -52,8 +56,8 @@ class _Dicts:
 
     def kept(self, values: Iterable[Any]) -> list[Any]:
         """Return values as `_are` takes them."""
-        kept = [weakref.ref(value) if isinstance(value, torch.Tensor) else value for value in values]
-        self.tensors += [one for one in kept if type(one) is weakref.ref]
+        kept = [_Tensor(value) if isinstance(value, torch.Tensor) else value for value in values]
+        self.tensors += [value for value in kept if type(value) is _Tensor]
         return kept
 
     def are_same(self) -> bool:
@@ -74,7 +78,7 @@ def _are(kept: Sequence[Any], values: Sequence[Any]) -> bool:
 
 
 def _is(kept: Any, value: Any) -> bool:
-    return kept is value or (type(kept) is weakref.ref and value is not None and kept() is value)
+    return kept is value or (type(kept) is _Tensor and value is not None and kept() is value)
 
 
 class Token(ModelWalk):
