@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
-import random
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
-
-from autosplit.recorded import PythonRuns
-from autosplit.trace.inputs.objects import call_apart
-from autosplit.trace.inputs.python_state import OutsideValues
-from autosplit.trace.inputs.signature import Call, Key, Scope
-from autosplit.trace.inputs.token import Token
 
 FACTOR = 1.0
 TABLE = {"a": [1, 2], "b": 2.0}
@@ -229,6 +220,6 @@ SAME: dict[str, Callable[[Model], Any]] = {
 }
 UNTOUCHED: dict[str, Callable[[Model], Any]] = {
     "a counter": lambda m: put(m, "counter", lambda c: c + 1),
-    "an attribute set to and fro": lambda m: [put(m, "counter", lambda c: c + by) for by in (1, -1)],
+    "an attribute set to and fro": lambda m: [put(m, "counter", lambda c, by=by: c + by) for by in (1, -1)],
     "another list": lambda m: m.queue.append(1),
 }
