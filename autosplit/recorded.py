@@ -30,7 +30,7 @@ from autosplit.trace.borrowed.touched import BACKWARD, touched
 from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.inputs.inputs import has_uneven_list
 from autosplit.trace.inputs.lengths import without_rows
-from autosplit.trace.inputs.objects import leaves_of, mapped, take_apart, tensors_in
+from autosplit.trace.inputs.objects import leaves_of, take_apart, tensors_in
 from autosplit.trace.inputs.python_state import OutsideValues
 from autosplit.trace.inputs.signature import Call, Key, Kind, Scope
 from autosplit.trace.inputs.token import Token
@@ -257,21 +257,6 @@ def refusal(traced: TracedGraph, tensors: Sequence[torch.Tensor], model: nn.Modu
             continue
         return f"the model changes its input {traced.inputs[place].name!r} in place, {why}"
     return ""
-
-
-def as_called(sample: Sample) -> Sample:
-    """Return a sample as a recording, which has gradients on, takes it: without them leaves may be changed in place."""
-    if torch.is_grad_enabled():
-        return sample
-
-    def taken(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not (leaf.requires_grad and leaf.is_leaf) or leaf.is_inference():
-            return leaf
-        return leaf.view_as(leaf)
-
-    with torch.enable_grad(), torch.inference_mode(False):
-        args, kwargs = mapped(taken, (sample.args, sample.kwargs))
-    return Sample(*args, **kwargs)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -32,7 +32,7 @@ from autosplit.planning.request import sizes_of
 from autosplit.planning.search.make import make_plan, recosted
 from autosplit.planning.tree import plan_tree
 from autosplit.progress import shown
-from autosplit.recorded import Constants, FoundCall, PreparedStep, PythonRuns, Recorded, as_called, refusal, tree_of
+from autosplit.recorded import Constants, FoundCall, PreparedStep, PythonRuns, Recorded, refusal, tree_of
 from autosplit.runtime.lanes.ambient import is_transformed, without_callers_modes
 from autosplit.runtime.lanes.lanes import Lane, lane
 from autosplit.runtime.tree import TreeRun
@@ -41,7 +41,7 @@ from autosplit.trace.borrowed.state import attributes
 from autosplit.trace.inputs.differences import apart, nearest
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.inputs.lengths import Shapes, without_rows
-from autosplit.trace.inputs.objects import take_apart, tensors_in
+from autosplit.trace.inputs.objects import as_called, take_apart, tensors_in
 from autosplit.trace.inputs.signature import Key, Kind
 from autosplit.trace.ladder import Trace, for_all_rows, trace, widen, widen_to_one_row
 from autosplit.trace.recording.recording import FirstCall

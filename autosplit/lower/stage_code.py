@@ -87,9 +87,9 @@ class StageCode:
     def module(self, root: nn.Module, path: str) -> nn.Module:
         """Return the module at a path."""
         for name in path.split(".") if path else ():
-            child = root._modules[name]
-            assert child is not None
-            self._modules[id(root), name] = root._modules, name, child
+            table = root._modules if name in root._modules else vars(root)
+            child: Any = table[name]
+            self._modules[id(root), name] = table, name, child
             root = child
         return root
 

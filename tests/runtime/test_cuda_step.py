@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from autosplit.backward import donate_gradients
 from autosplit.runtime import ops, transport
 from autosplit.runtime.lanes.lanes import StreamLane
+from autosplit.runtime.step import leaves
 from autosplit.runtime.step import step as steps
-from autosplit.runtime.step import train_cells
 from autosplit.runtime.step.cells import Cells
 from autosplit.runtime.transport import Message, SharedMemory, Way
 from tests.pairwise import in_turn
@@ -262,8 +262,8 @@ def test_a_call_that_does_not_leave_its_lanes_is_found() -> None:
 
 
 def test_gradients_for_two_cards_reach_leaves_on_their_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_root = mock.Mock(side_effect=lambda tensors, gradients: [donate_gradients(tensors, gradients)])
-    monkeypatch.setattr(train_cells.TrainCells, "_roots_by_device", one_root)
+    one_root = mock.Mock(side_effect=lambda tensors, gradients, lanes: [donate_gradients(tensors, gradients)])
+    monkeypatch.setattr(leaves, "roots_by_device", one_root)
     run = RecordedPipe(Chain(), *PLACES["two cards"])
     run.train(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), nn.MSELoss())
     assert one_root.called

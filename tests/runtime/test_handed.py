@@ -8,7 +8,7 @@ from torch import nn
 
 from autosplit import autosplit
 from autosplit.backward import apart, donate_gradients, gradients
-from autosplit.runtime.step import cells
+from autosplit.runtime.step import leaves as handed
 
 
 def leaves(count: int) -> list[torch.Tensor]:
@@ -60,7 +60,7 @@ def test_a_step_hands_its_sums_over_without_a_copy(monkeypatch, lanes):
         places.extend(gradient.data_ptr() for gradient in gradients)
         return donate_gradients(tensors, gradients)
 
-    monkeypatch.setattr(cells, "donate_gradients", watched)
+    monkeypatch.setattr(handed, "donate_gradients", watched)
     step(pipe, batch)
     assert sorted(parameter.grad.data_ptr() for parameter in model.parameters()) == sorted(places)
 

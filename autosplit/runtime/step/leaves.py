@@ -15,12 +15,23 @@ from autosplit.runtime.step.step import Pairs
 def hand(pairs: Pairs, lanes: Sequence[Lane], *, alone: bool) -> None:
     """Give tensors their gradients; the list is empty afterwards.
 
-    ``lanes`` are those of a step. ``alone``: no gradient lies in another's memory. The engine takes all roots to be
-    made on one stream: a node per device puts each device's gradients on the caller's stream there.
+    ``lanes`` are those of a step; ``alone``: no gradient lies in another's memory.
     """
     tensors, gradients = [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
     pairs.clear()
-    gradients = gradients if alone else apart(gradients)
+    if not alone:
+        gradients = apart(gradients)
+    torch.autograd.backward(roots_by_device(tensors, gradients, lanes))
+
+
+def roots_by_device(
+    tensors: list[torch.Tensor], gradients: list[torch.Tensor], lanes: Sequence[Lane]
+) -> list[torch.Tensor]:
+    """Return a root per device that hands over its leaves' gradients; ``gradients`` is empty afterwards.
+
+    The engine takes all roots to be made on one stream; a node per device puts each device's gradients on the caller's
+    stream there.
+    """
     first, single = lanes[0], len({lane.device for lane in lanes}) == 1
     devices = [first.device if single else first.origin(tensor).device for tensor in tensors]
     entries = list(zip(devices, tensors, gradients, strict=True))
@@ -30,7 +41,7 @@ def hand(pairs: Pairs, lanes: Sequence[Lane], *, alone: bool) -> None:
         there = [tensor for place, tensor, _ in entries if place == device]
         roots.append(donate_gradients(there, [gradient for place, _, gradient in entries if place == device]))
         entries = [entry for entry in entries if entry[0] != device]
-    torch.autograd.backward(roots)
+    return roots
 
 
 @contextlib.contextmanager

@@ -24,6 +24,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx.node import map_aggregate
 
+from autosplit.options import Sample
+
 _HEAP_TYPE = 1 << 9
 """The flag of a class that a ``class`` statement made."""
 _WHOLE = (
@@ -301,3 +303,18 @@ def one_tensor(leaves: Sequence[Any]) -> tuple[int, ...]:
         first.setdefault(id(leaf), position) if isinstance(leaf, torch.Tensor) else position
         for position, leaf in enumerate(leaves)
     )
+
+
+def as_called(sample: Sample) -> Sample:
+    """Return a sample as a recording, which has gradients on, takes it: without them leaves may be changed in place."""
+    if torch.is_grad_enabled():
+        return sample
+
+    def taken(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not (leaf.requires_grad and leaf.is_leaf) or leaf.is_inference():
+            return leaf
+        return leaf.view_as(leaf)
+
+    with torch.enable_grad(), torch.inference_mode(False):
+        args, kwargs = mapped(taken, (sample.args, sample.kwargs))
+    return Sample(*args, **kwargs)
