@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from autosplit.lower.region import ROOT, RegionModule
 from autosplit.trace.borrowed.holders import HOOK_TABLES
+from autosplit.trace.recording.recording import apply_function, under
 from autosplit.trace.scope import has_module_hooks, is_layer
 
 _TABLES = ("_parameters", "_buffers")
@@ -125,6 +126,12 @@ def _is_product(called: Any) -> bool:
     return isinstance(called, _LAYERS) or any(called is product for product in _PRODUCTS)
 
 
+def _is_users(node: fx.Node) -> bool:
+    """Tell whether a call runs Python of the model, such as an autograd function: it sees the parameter itself."""
+    called = node.args[1] if node.target is under else node.target
+    return node.op == "call_function" and str(getattr(called, "__module__", None)).startswith(apply_function.__module__)
+
+
 class _Writer:
     """Writes the function of a region."""
 
@@ -152,7 +159,7 @@ class _Writer:
     def _line(self, node: fx.Node) -> str | None:
         self._names[node] = node.name
         if node.op == "get_attr":
-            self._names[node] = self._attribute(str(node.target))
+            self._names[node] = self._attribute(node)
         if node.op in ("placeholder", "get_attr"):
             return None
         args = [*map(self._text, node.args), *(f"{name}={self._text(value)}" for name, value in node.kwargs.items())]
@@ -176,8 +183,9 @@ class _Writer:
             self._layers[path] = self._code.stand_in(self._code.module(self._region.root, path))
         return self._layers[path]
 
-    def _attribute(self, target: str) -> str:
+    def _attribute(self, node: fx.Node) -> str:
         """Return the text for a value that the graph takes of the model, or of the region."""
+        target = str(node.target)
         if not target.startswith(f"{ROOT}."):
             return self._named(vars(self._region)[target])
         path, _, name = target.removeprefix(f"{ROOT}.").rpartition(".")
@@ -185,7 +193,8 @@ class _Writer:
         if name in holder._modules:
             return self._named(self._layer(f"{path}.{name}".lstrip(".")))
         tables = (*(vars(holder)[table] for table in _TABLES), vars(holder))
-        if (table := next((table for table in tables if isinstance(table.get(name), torch.Tensor)), None)) is None:
+        table = next((table for table in tables if isinstance(table.get(name), torch.Tensor)), None)
+        if table is None or any(map(_is_users, node.users)):
             return f"{self._named(holder)}.{name}"
         place = self._named(None, name)
         self._code.add_slot(partial(self._space.__setitem__, place), table, name)

@@ -155,8 +155,7 @@ class Sums:
 def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a leaf of a tensor's memory; it has the same attributes, for functions that look for them."""
     leaf = tensor.detach().requires_grad_(tensor.requires_grad)
-    if attributes := vars(tensor):
-        leaf.__dict__ = attributes
+    leaf.__dict__ = vars(tensor)
     return leaf
 
 
