@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import copy
 import functools
+import gc
+import random
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
+
+from autosplit.recorded import PythonRuns
+from autosplit.trace.inputs.objects import call_apart
+from autosplit.trace.inputs.python_state import OutsideValues
+from autosplit.trace.inputs.signature import Key
 
 FACTOR = 1.0
 TABLE = {"a": [1, 2], "b": 2.0}
@@ -108,11 +119,6 @@ def observer(module: nn.Module, args: Any, output: Tensor) -> None:
     pass
 
 
-def swap(model: Model) -> None:
-    other = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
-    torch.utils.swap_tensors(model.parts[0].layer.weight, other)
-
-
 def reorder(table: dict[Any, Any]) -> None:
     first = next(iter(table))
     table[first] = table.pop(first)
@@ -175,7 +181,6 @@ NOTICED: dict[str, Callable[[Model], Any]] = {
     "data of another order": lambda m: put(m.parts[0].layer.weight, "data", lambda d: d[:, :2]),
     "all of another dtype": lambda m: m.double(),
     "a tie": lambda m: setattr(m.parts[0].layer, "weight", m.parts[1].layer.weight),
-    "swapped tensors": swap,
     "a parameter's attribute that code mentions": lambda m: setattr(m.parts[0].layer.weight, MARKED, 1.0),
     "a constant of another shape": lambda m: setattr(m, "constant", torch.ones(3)),
     "another constant": lambda m: setattr(m, "constant", torch.ones(2)),
@@ -210,7 +215,6 @@ SAME: dict[str, Callable[[Model], Any]] = {
     "the same mode": lambda m: m.train(),
     "modes to and fro": lambda m: m.eval().train(),
     "a value deeper than the walk": lambda m: setattr(m.config.deep.inner.last, "value", 2),
-    "an attribute of a parameter that nothing mentions": lambda m: setattr(m.parts[0].layer.weight, "seen", 1),
     "a like buffer": lambda m: setattr(m, "table", torch.zeros(3)),
     "a like parameter": lambda m: setattr(m.parts[0].layer, "weight", nn.Parameter(torch.zeros(4, 4))),
     "a like child": lambda m: m.parts.__setitem__(1, Part(m.config)),
@@ -223,3 +227,84 @@ UNTOUCHED: dict[str, Callable[[Model], Any]] = {
     "an attribute set to and fro": lambda m: [put(m, "counter", lambda c, by=by: c + by) for by in (1, -1)],
     "another list": lambda m: m.queue.append(1),
 }
+
+
+@pytest.fixture(autouse=True)
+def _globals_as_they_were() -> Iterator[None]:
+    """Put back what changes of globals, classes and functions leave."""
+    kept = {name: copy.deepcopy(globals()[name]) for name in ("FACTOR", "TABLE")}
+    forward, code, defaults = Part.forward, power.__code__, power.__defaults__
+    yield
+    globals().update(kept)
+    Model.bias, Part.forward = 0.0, forward  # type: ignore[method-assign]
+    power.__code__, power.__defaults__ = code, defaults
+
+
+def signature(runs: PythonRuns) -> Key:
+    return runs.key_of(*call_apart((torch.ones(2, 4),), {}))
+
+
+def walked(runs: PythonRuns) -> Key:
+    """Return the signature that a walk gives that nothing was kept for."""
+    runs = copy.copy(runs)
+    runs._token, runs._outside, runs._keys = None, OutsideValues(), lambda *_: {}
+    return signature(runs)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("change", NOTICED)
+def test_what_a_walk_notices_is_noticed(change: str) -> None:
+    model = Model()
+    runs = PythonRuns(model)
+    before = signature(runs)
+    assert signature(runs) is before
+    NOTICED[change](model)
+    after = signature(runs)
+    assert after == walked(runs)
+    assert after != before
+    assert signature(runs) is after
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_what_a_walk_does_not_notice_keeps_the_signature(change: str) -> None:
+    model = Model()
+    runs = PythonRuns(model)
+    before = signature(runs)
+    SAME[change](model)
+    assert signature(runs) == walked(runs) == before
+
+
+@pytest.mark.parametrize("change", UNTOUCHED)
+def test_what_recordings_do_not_touch_needs_no_walk(change: str) -> None:
+    model = Model()
+    runs = PythonRuns(model)
+    with runs.watched():
+        model(torch.ones(2, 4))
+    before, token = signature(runs), runs._token
+    UNTOUCHED[change](model)
+    assert signature(runs) is before
+    assert runs._token is token
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("seed", range(20))
+def test_signatures_of_many_changes_are_those_of_walks(seed: int) -> None:
+    model, draw = Model(), random.Random(seed)
+    runs = PythonRuns(model)
+    changes = {**NOTICED, **SAME, **UNTOUCHED}
+    for name in draw.choices(sorted(changes), k=30):
+        with contextlib.suppress(AttributeError, IndexError, KeyError, RuntimeError, TypeError):  # gone by then
+            changes[name](model)
+        assert signature(runs) == walked(runs), name
+
+
+def test_a_signature_keeps_no_value_alive_that_the_model_holds_weakly() -> None:
+    model, config = Model(), Config()
+    model.reference = weakref.ref(config)  # type: ignore[assignment]
+    runs = PythonRuns(model)
+    before = signature(runs)
+    gone = weakref.ref(config)
+    del config
+    gc.collect()
+    assert gone() is None
+    assert signature(runs) != before

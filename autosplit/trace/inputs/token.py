@@ -102,11 +102,14 @@ class Token(ModelWalk):
                 self._dicts.watch(table, () if name == "_buffers" else table)
         super().__init__(modules, outside, scope)
         self._can_hold = plain and self._note()
+        self.looked.clear()  # a token that cannot hold keeps no value alive
         self._told, self._values = self._read(held)
         self._can_hold &= not any(form and form[1] is None for form in self._told[0])
 
     def _note(self) -> bool:
         """Note what the walk came to in attributes, and in those of parameters; tell whether all of it stays."""
+        if None in self.looked.values():
+            return False
         self._empty += [space for tensor in self._dicts.tensors if not (space := vars(tensor()))]
         for space, names in self.marks:
             self._dicts.watch(space, names)
@@ -117,7 +120,7 @@ class Token(ModelWalk):
                 self._objects += [] if content is value else [value]
             else:
                 self._looks.append((value, known._replace(parts=()), self._dicts.kept(known.parts)))
-        return None not in self.looked.values()
+        return True
 
     def _read(self, form: Callable[[torch.Tensor], Any]) -> tuple[list[Any], list[Any]]:
         """Return what has no version: some of it is told by equality, the other by identity."""
