@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from autosplit.lower.region import ROOT, RegionModule
 from autosplit.trace.borrowed.holders import HOOK_TABLES
 from autosplit.trace.recording.recording import apply_function, under
-from autosplit.trace.scope import has_module_hooks, is_layer
+from autosplit.trace.scope import CALLS, has_module_hooks, is_called_as_torchs, is_layer
 
 _TABLES = ("_parameters", "_buffers")
 _PLAIN = (bool, int, str, type(None), type(Ellipsis))
@@ -53,19 +53,27 @@ class StageCode:
         """The modules on the way to what is called: the table of children, the name in it, and the module."""
         self._hooks: list[Mapping[Any, Any]] = []
         """Tables of hooks that are empty."""
+        self._as_they_are: set[int] = set()
+        """The modules, by identity, that are called as they are, and those in them."""
+        self._stood_for: list[nn.Module] = []
+        self._attributes: list[tuple[str, ...]] = []
+        """The modules that stand-ins stand for, and the names of their attributes then."""
         self.space: dict[str, Any] = {}
         """What the function names."""
         self.is_entered = run is region and not region.units and not has_module_hooks()
         self.function = _Writer(region, self).function() if self.is_entered else run
         slots = {(id(table), name) for _, table, name in self._slots}
-        tables = [(vars(holder)[table], name) for _, table, name, holder in region.places()]
-        self._others = [(table, name) for table, name in tables if (id(table), name) not in slots]
+        tables = [(vars(holder)[table], name, id(holder)) for _, table, name, holder in region.places()]
+        self._others = [(t, n) for t, n, own in tables if (id(t), n) not in slots or own in self._as_they_are]
         """Where the model has parameters and buffers that the stage reads in other ways."""
 
     def holds(self) -> bool:
-        """Tell whether it still does what the stage does: the modules are the same, and have no new hooks."""
+        """Tell whether it still does what the stage does: the modules are the same, and calls of them do no more."""
         same = all(table.get(name) is module for table, name, module in self._modules.values())
-        return same and not any(map(len, self._hooks)) and not (self.is_entered and has_module_hooks())
+        if not same or any(map(len, self._hooks)) or (self.is_entered and has_module_hooks()):
+            return False
+        kinds = set(map(type, self._stood_for))
+        return [*map(tuple, map(vars, self._stood_for))] == self._attributes and all(map(is_called_as_torchs, kinds))
 
     def read(self) -> list[torch.Tensor | None]:
         """Return the model's parameters and buffers for the slots."""
@@ -99,10 +107,12 @@ class StageCode:
         attributes = vars(module)
         names = tuple(name for table in _TABLES for name in attributes[table])
         hooks = [attributes[table] for table in HOOK_TABLES]
-        changed = any(hooks) or "forward" in attributes or module._compiled_call_impl is not None
-        if changed or attributes["_modules"] or not is_layer(module) or isinstance(module, nn.RNNBase):
+        if any(hooks) or attributes["_modules"] or isinstance(module, nn.RNNBase) or not _is_torchs(module, names):
+            self._as_they_are.update(map(id, module.modules()))
             return module
         self._hooks += hooks
+        self._stood_for.append(module)
+        self._attributes.append(tuple(attributes))
         kind = _stand_in_class(type(module), names)  # type: ignore[arg-type]
         stand: nn.Module = object.__new__(kind)
         object.__setattr__(stand, "__dict__", attributes)
@@ -110,6 +120,12 @@ class StageCode:
             for name in attributes[table]:
                 self.add_slot(partial(vars(kind)[name].__set__, stand), attributes[table], name)
         return stand
+
+
+def _is_torchs(module: nn.Module, names: Sequence[str]) -> bool:
+    """Tell whether a call of a module is the forward of one of torch's layers, on the tensors of these ``names``."""
+    own = vars(module).keys().isdisjoint((*names, "forward", *CALLS)) and module._compiled_call_impl is None
+    return own and is_layer(module) and is_called_as_torchs(type(module))
 
 
 @functools.cache

@@ -38,6 +38,9 @@ _STATISTICS = {
     torch.instance_norm: ("use_input_stats", 5),
     torch.native_batch_norm: ("training", 5),
 }
+CALLS = ("_wrapped_call_impl", "_call_impl")
+"""What a call of a module goes through, which may be replaced."""
+_CALLED = nn.Module.__call__, nn.Module._wrapped_call_impl, nn.Module._call_impl
 _ATTENTION = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
 
 
@@ -124,7 +127,13 @@ def has_module_hooks() -> bool:
 def runs_only(module: nn.Module, forward: Any) -> bool:
     """Tell whether a call of a module is that forward, of its class, and nothing else."""
     alone = getattr(module.forward, "__func__", None) is forward and not has_module_hooks()
-    return alone and not any(map(vars(module).get, (*HOOK_TABLES, "_compiled_call_impl")))
+    more = any(map(vars(module).get, (*HOOK_TABLES, *CALLS, "_compiled_call_impl")))
+    return alone and not more and is_called_as_torchs(type(module))
+
+
+def is_called_as_torchs(kind: type[nn.Module]) -> bool:
+    """Tell whether modules of a class are called as torch's are: nobody has replaced how."""
+    return (kind.__call__, kind._wrapped_call_impl, kind._call_impl) == _CALLED
 
 
 def takes_fast_path(module: nn.Module) -> bool:

@@ -93,16 +93,36 @@ def _evaluate(model: Any) -> None:
     model.norm.eval()
 
 
-@pytest.mark.parametrize("change", [_hook, _replace, _assign, _swap, _patch, _freeze, _evaluate])
-def test_what_is_done_to_modules_between_steps_counts(change: Callable[[Any], None]) -> None:
+def _observe(model: Any) -> None:
+    model.first.register_forward_hook(lambda module, args, output: None)
+
+
+def _shadow(model: Any) -> None:
+    vars(model.second)["weight"] = torch.ones(WIDTH, WIDTH).double()
+
+
+def _call(model: Any) -> None:
+    call = model.second._call_impl
+    model.second._call_impl = lambda x: call(x) * 2
+
+
+CHANGES = [_hook, _replace, _assign, _swap, _patch, _freeze, _evaluate, _observe, _shadow, _call]
+
+
+@pytest.mark.parametrize("at", [0, 2], ids=["before", "between"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_done_to_modules_before_and_between_steps_counts(change: Callable[[Any], None], at: int) -> None:
     torch.manual_seed(0)
     plain = Net().double()
     plain.drop.p = 0.0
     model = copy.deepcopy(plain)
+    if at == 0:
+        change(plain)
+        change(model)
     pipe = autosplit(model, ["cpu"] * 2, CHUNKS, schedule="1f1b", lanes="inline", batch_norm="full")
     x, y = torch.randn(ROWS, WIDTH).double(), torch.randn(ROWS, WIDTH).double()
     for step in range(4):
-        if step == 2:
+        if step == at > 0:
             change(plain)
             change(model)
         plain.zero_grad(set_to_none=True)
@@ -112,7 +132,20 @@ def test_what_is_done_to_modules_between_steps_counts(change: Callable[[Any], No
         loss = pipe.train_step(x, target=y, loss_fn=nn.MSELoss())
         torch.testing.assert_close(loss, expected.detach())
         for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(
+                dict(model.named_parameters())[name].grad, parameter.grad, rtol=1e-10, atol=1e-12
+            )
+
+
+def test_calls_of_a_class_that_were_replaced_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x, call = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), torch.randn(ROWS, WIDTH), nn.Module._call_impl
+    pipe = autosplit(model, ["cpu"] * 2, CHUNKS, lanes="inline")
+    for _ in range(3):
+        torch.testing.assert_close(
+            pipe.train_step(x, target=x, loss_fn=nn.MSELoss()), nn.MSELoss()(model(x), x).detach()
+        )
+        monkeypatch.setattr(nn.Linear, "_call_impl", lambda module, value: call(module, value) * 2)
 
 
 def test_a_failed_step_leaves_gradients_and_the_next_one_is_right() -> None:
