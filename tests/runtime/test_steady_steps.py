@@ -110,11 +110,17 @@ CHANGES = [_hook, _replace, _assign, _swap, _patch, _freeze, _evaluate, _observe
 
 
 @pytest.mark.parametrize("at", [0, 2], ids=["before", "between"])
+@pytest.mark.filterwarnings("ignore:2 devices were given")
+@pytest.mark.parametrize("mixes", [True, False], ids=["norm", "no norm"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_done_to_modules_before_and_between_steps_counts(change: Callable[[Any], None], at: int) -> None:
+def test_what_is_done_to_modules_before_and_between_steps_counts(
+    change: Callable[[Any], None], mixes: bool, at: int
+) -> None:
     torch.manual_seed(0)
-    plain = Net().double()
+    plain: Any = Net().double()
     plain.drop.p = 0.0
+    if not mixes:  # then all layers are in stages
+        plain.norm = nn.Identity()
     model = copy.deepcopy(plain)
     if at == 0:
         change(plain)
