@@ -247,7 +247,7 @@ class Segment:
 
     def _forward(self, held: Held, cell: StreamAction, cells: StreamCells) -> None:
         try:
-            cells.sums[held].use(self._stages[held.stage].take(held.replica, cell.update))
+            self._stages[held.stage].take(cells.sums[held], cell.update)
             cells.act(Action(held.stage, "F", cell.place))
         except Exception as error:
             self._fail(cell.minibatch, error)
@@ -274,11 +274,12 @@ class Segment:
         self.losses.put(loss)
 
     def _backward(self, held: Held, cell: StreamAction, cells: StreamCells) -> None:
-        weights = self._stages[held.stage]
-        weights.take(held.replica, cell.update)
+        weights, sums = self._stages[held.stage], cells.sums[held]
+        if sums.reads_modules:
+            weights.take(sums, cell.update)
         cells.act(Action(held.stage, "B", cell.place))
         if cell.microbatch + self._replicas[held.stage] > cell.last:  # its last one of the round
-            weights.release(held.replica)
+            weights.release(sums)
 
     def _update(self, stage: int, cell: StreamAction) -> None:
         """Step by the minibatches of a round that are not dropped."""

@@ -317,6 +317,8 @@ class Stream(Iterator[torch.Tensor]):
                 own.load_state_dict(saved)
             self._loaded = None
         for name, parameter in core.model.named_parameters():
+            if not parameter.requires_grad:  # nor in minibatches in flight where it is to be trained from now on
+                parameter = nn.Parameter(parameter.data, requires_grad=False)
             for module, attribute in chain(*self._places.get(name, ())):
                 setattr(module, attribute, parameter)
         self._before = self.minibatches

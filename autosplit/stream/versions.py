@@ -4,12 +4,12 @@
     optimizer steps  a minibatch in flight uses 3: the parameter gets a copy first, and 3 keeps its memory
                      none does: in place
 
-Replicas of the stage use the same leaves.
+Replicas of the stage have leaves of their own of the same memory, whose ``.grad`` is their sum of a minibatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from autosplit.backward import donate_gradients
 from autosplit.errors import InputError
 from autosplit.runtime.lanes.lanes import Lane, lane
+from autosplit.runtime.step.sums import Sums
 from autosplit.stream.lowering import Places
 from autosplit.stream.optimizers import Settings, StageOptimizer
 
@@ -48,15 +49,17 @@ class StageWeights:
         """
         self._parameters, self._optimizer, self._behind = parameters, optimizer, behind
         self._places, self._lanes = places, lanes
+        self._in_modules = False
+        """Whether a minibatch has needed its version where modules have their parameters."""
         self.lane = lanes[0] if len(lanes) == 1 else lane(lanes[0].device)
-        self._versions: dict[int, tuple[Any, dict[str, nn.Parameter]]] = {}
-        """By version the event behind its making, and its leaves by name."""
+        self._versions: dict[int, tuple[Any, list[dict[int, nn.Parameter]]]] = {}
+        """By version the event behind its making, and each replica's leaves by the identity of the parameters."""
         self.updates = self.minibatches = 0
         self._keep_newest()
         self.most = 1
 
     def _keep_newest(self) -> None:
-        leaves = {name: nn.Parameter(own.data) for name, own in self._parameters.items()}
+        leaves = [{id(own): nn.Parameter(own.data) for own in self._parameters.values()} for _ in self._lanes]
         self._versions[self.updates] = self.lane.record(), leaves
         self._changes = {name: own._version for name, own in self._parameters.items()}
         """How often each parameter was changed in place, when the newest version was made."""
@@ -83,24 +86,31 @@ class StageWeights:
         """The bytes of the weights beside the newest, when there were most versions."""
         return (self.most - 1) * sum(own.numel() * own.element_size() for own in self._parameters.values())
 
-    def take(self, replica: int, update: int) -> list[torch.Tensor]:
-        """Put the version of what an update takes in where a replica reads it, and return it."""
+    def take(self, sums: Sums, update: int) -> None:
+        """Have a replica compute with the version of what an update takes in."""
         ready, leaves = self._versions[self._used(update)]
+        replica = sums.held.replica
         self._lanes[replica].wait(ready)
-        self._put(replica, leaves)
-        return list(leaves.values())
+        self._in_modules |= sums.reads_modules
+        if self._in_modules:
+            self._put(replica, leaves[replica].values())
+        sums.compute_with(leaves[replica])
+        if sums.reads_modules:
+            sums.ask()
 
-    def _put(self, replica: int, leaves: Mapping[str, nn.Parameter]) -> None:
-        for name, leaf in leaves.items():
+    def _put(self, replica: int, leaves: Iterable[nn.Parameter]) -> None:
+        for name, leaf in zip(self._parameters, leaves, strict=True):
             for module, attribute in self._places[name][replica]:
                 if type(module).__setattr__ is nn.Module.__setattr__:
                     module._parameters[attribute] = leaf
                 else:  # recurrent layers keep lists of their weights
                     setattr(module, attribute, leaf)
 
-    def release(self, replica: int) -> None:
-        """Have a replica's stand-ins hold no older version."""
-        self._put(replica, self._parameters)
+    def release(self, sums: Sums) -> None:
+        """Keep what a replica has added up of a minibatch, and have its stand-ins hold no older version."""
+        if self._in_modules:
+            self._put(sums.held.replica, self._parameters.values())
+        sums.ask()
 
     def step(
         self, gradients: Sequence[torch.Tensor | None], settings: Mapping[int, Settings], *, minibatches: int
@@ -132,14 +142,14 @@ class StageWeights:
 
     def _forget(self, version: int) -> None:
         """Let go of a version; its memory is used again behind what this lane has waited for."""
-        _, leaves = self._versions.pop(version)
+        _, (leaves, *_) = self._versions.pop(version)
         for leaf in leaves.values():
             self.lane.keep(leaf)
 
     def end(self) -> None:
         """Keep the newest version only."""
         for replica in range(len(self._lanes)):
-            self.release(replica)
+            self._put(replica, self._parameters.values())
         self._versions.clear()
 
 
