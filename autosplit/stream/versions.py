@@ -27,6 +27,7 @@ class StageWeights:
     """A stage's parameters, what steps them, and their versions since the pipeline was filled.
 
     Attributes:
+        parameters: the stage's parameters.
         updates: how many updates were made since the pipeline was filled: the newest version.
         minibatches: how many minibatches went into them.
         most: how many versions there were at once.
@@ -48,7 +49,7 @@ class StageWeights:
         used version ``u - behind``.
         """
         self._parameters, self._optimizer, self._behind = parameters, optimizer, behind
-        self._places, self._lanes = places, lanes
+        self.parameters, self._places, self._lanes = list(parameters.values()), places, lanes
         self._in_modules = False
         """Whether a minibatch has needed its version where modules have their parameters."""
         self.lane = lanes[0] if len(lanes) == 1 else lane(lanes[0].device)
@@ -59,7 +60,7 @@ class StageWeights:
         self.most = 1
 
     def _keep_newest(self) -> None:
-        leaves = [{id(own): nn.Parameter(own.data) for own in self._parameters.values()} for _ in self._lanes]
+        leaves = [{id(own): nn.Parameter(own.data) for own in self.parameters} for _ in self._lanes]
         self._versions[self.updates] = self.lane.record(), leaves
         self._changes = {name: own._version for name, own in self._parameters.items()}
         """How often each parameter was changed in place, when the newest version was made."""
@@ -73,18 +74,13 @@ class StageWeights:
                     "stream.drain() before that, or change it in a hook of the optimizer (register_step_post_hook)"
                 )
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The stage's parameters."""
-        return list(self._parameters.values())
-
     def _used(self, update: int) -> int:
         return max(0, update - self._behind)
 
     @property
     def version_bytes(self) -> int:
         """The bytes of the weights beside the newest, when there were most versions."""
-        return (self.most - 1) * sum(own.numel() * own.element_size() for own in self._parameters.values())
+        return (self.most - 1) * sum(own.numel() * own.element_size() for own in self.parameters)
 
     def take(self, sums: Sums, update: int) -> None:
         """Have a replica compute with the version of what an update takes in."""
@@ -101,15 +97,12 @@ class StageWeights:
     def _put(self, replica: int, leaves: Iterable[nn.Parameter]) -> None:
         for name, leaf in zip(self._parameters, leaves, strict=True):
             for module, attribute in self._places[name][replica]:
-                if type(module).__setattr__ is nn.Module.__setattr__:
-                    module._parameters[attribute] = leaf
-                else:  # recurrent layers keep lists of their weights
-                    setattr(module, attribute, leaf)
+                setattr(module, attribute, leaf)
 
     def release(self, sums: Sums) -> None:
         """Keep what a replica has added up of a minibatch, and have its stand-ins hold no older version."""
         if self._in_modules:
-            self._put(sums.held.replica, self._parameters.values())
+            self._put(sums.held.replica, self.parameters)
         sums.ask()
 
     def step(
@@ -124,12 +117,10 @@ class StageWeights:
         for version in [version for version in self._versions if version < min(later, self.updates)]:
             self._forget(version)
         if later <= self.updates:  # a minibatch needs the newest as it is
-            for parameter in self._parameters.values():
+            for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
         found = [
-            (own, gradient)
-            for own, gradient in zip(self._parameters.values(), gradients, strict=True)
-            if gradient is not None
+            (own, gradient) for own, gradient in zip(self.parameters, gradients, strict=True) if gradient is not None
         ]
         if found and self._optimizer is not None:
             self._optimizer.step(_through_hooks(found), settings)
@@ -149,7 +140,7 @@ class StageWeights:
     def end(self) -> None:
         """Keep the newest version only."""
         for replica in range(len(self._lanes)):
-            self._put(replica, self._parameters.values())
+            self._put(replica, self.parameters)
         self._versions.clear()
 
 
