@@ -37,8 +37,9 @@ class StreamCells(TrainCells):
 
     step: StreamStep
 
-    def _trained(self, step: Step) -> None:
-        """Return None: each stage says which version it computes with."""
+    def _trained(self, step: Step) -> Mapping[Held, Sequence[torch.Tensor]]:
+        """Return none: each stage says which version it computes with."""
+        return {}
 
     def _split_stages(self) -> set[int]:
         """Return none: a stream's backwards are whole."""

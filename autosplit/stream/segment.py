@@ -168,10 +168,8 @@ class Segment:
     def wait(self) -> torch.Tensor | None:
         """Return the next loss; None when the lanes are done."""
         while True:
-            try:
+            with contextlib.suppress(Empty):
                 return self.losses.get(timeout=_LOOK_S)
-            except Empty:
-                continue
 
     # -- the lanes' side -----------------------------------------------------------------------------------------
     def _microbatches(self, minibatch: int) -> int | None:
@@ -326,8 +324,6 @@ def _mean(parts: Sequence[tuple[int, list[torch.Tensor | None]]]) -> list[torch.
     total = sum(rows for rows, _ in parts)
     found: list[torch.Tensor | None] = []
     for each in zip(*(gradients for _, gradients in parts), strict=True):
-        own = [
-            gradient * (rows / total) for (rows, _), gradient in zip(parts, each, strict=True) if gradient is not None
-        ]
+        own = [g * (rows / total) for (rows, _), g in zip(parts, each, strict=True) if g is not None]
         found.append(reduce(plus, own) if own else None)
     return found

@@ -333,17 +333,9 @@ class Stream(Iterator[torch.Tensor]):
             for stage in step.stages
         }
         segment = self._segment(step)
-        flight = self._flight = Flight(
-            core.stream,
-            segment,
-            list(self._stages.values()),
-            self._optimizers,
-            [*step.stage_lanes, step.lanes[-1]],
-            self._losses,
-            before=self._before,
-            under=under,
-            ahead=ahead(self._staleness, replicas),
-        )
+        lanes, far = [*step.stage_lanes, step.lanes[-1]], ahead(self._staleness, replicas)
+        given = core.stream, segment, list(self._stages.values()), self._optimizers, lanes, self._losses
+        flight = self._flight = Flight(*given, before=self._before, under=under, ahead=far)
         flight.watch([core.model, *self.optimizers])
         self._left.detach()
         self._left = weakref.finalize(self, flight.leave)

@@ -119,9 +119,7 @@ class StageWeights:
         if later <= self.updates:  # a minibatch needs the newest as it is
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
-        found = [
-            (own, gradient) for own, gradient in zip(self.parameters, gradients, strict=True) if gradient is not None
-        ]
+        found = [(p, g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]
         if found and self._optimizer is not None:
             self._optimizer.step(_through_hooks(found), settings)
         if later > self.updates:

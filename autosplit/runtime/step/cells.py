@@ -53,14 +53,13 @@ class CellState:
 class Cells:
     """Runs forwards and backwards of one step's cells and adds up the gradients.
 
-    ``parameters`` are those of each replica of each stage, none where no backward follows; None: each is told later
-    what it computes with.
+    ``parameters`` are those of each replica of each stage, none where no backward follows.
     With ``detached=False`` values go from cell to cell as they are: nothing is kept for :meth:`backward`, and autograd,
     where it is on, sees the whole graph.
     """
 
     def __init__(
-        self, step: Step, start: Start, parameters: Mapping[Held, Sequence[torch.Tensor]] | None, *, detached: bool
+        self, step: Step, start: Start, parameters: Mapping[Held, Sequence[torch.Tensor]], *, detached: bool
     ) -> None:
         self.step = step
         self.transport = start.transport or step.transport(detached=detached)
@@ -76,7 +75,7 @@ class Cells:
         self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}
         """By stage, microbatch and position in the stage's bundle of inputs."""
         self.sums = {held: self._sums_of(held) for held in step.held}
-        for held in step.codes if parameters is not None else ():
+        for held in step.codes:
             self.sums[held].use(parameters.get(held, ()))
         self._replicas = [self.replicas(stage) for stage in range(self.last + 1)]
 

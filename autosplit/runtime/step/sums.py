@@ -71,11 +71,9 @@ class Sums:
         """Compute with what the model has now, and add up the gradients of these parameters, again or from now on."""
         if parameters and len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters)):
             return
-        others = set(map(id, self._code.others()))
+        self.parameters, others = parameters, set(map(id, self._code.others()))
+        self.by_engine &= others.isdisjoint(map(id, parameters))
         self.compute_with({id(p): p if id(p) in others else leaf_of(p) for p in parameters})
-        self.parameters = parameters
-        if not others.isdisjoint(map(id, parameters)):
-            self.by_engine = False
 
     def compute_with(self, leaves: Mapping[int, torch.Tensor]) -> None:
         """Compute with leaves, by the identity of the parameters that they stand for, and add up their gradients."""

@@ -89,7 +89,7 @@ class TrainCells(Cells):
         """The stages that give the loss something, and the slots of that."""
         self._outputs = Outputs(step)
 
-    def _trained(self, step: Step) -> Mapping[Held, Sequence[torch.Tensor]] | None:
+    def _trained(self, step: Step) -> Mapping[Held, Sequence[torch.Tensor]]:
         """Return the parameters whose gradients are added up, when the step has started."""
         return parameters(step)
 
