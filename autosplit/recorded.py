@@ -275,7 +275,8 @@ class PythonRuns:
         self._touches: Mapping[tuple[str, ...], set[Place]] = {}
         """Attributes that the recording made last has read or set, by the modules that were being called."""
         self._outside = OutsideValues()
-        self._token: Token | None = None
+        self.token: Token | None = None
+        """Of the last call: another one where its walk through the model may come to something else."""
         self._keys: Callable[..., dict[Call, Key]] = lru_cache(_NUMBERS)(lambda *_: {})
         """Keeps the signatures of calls by what these have of the model."""
 
@@ -284,9 +285,9 @@ class PythonRuns:
 
         Calls that are alike get the same object; what hangs on a kind of call may be kept by it.
         """
-        scope, token = self._known[-1], self._token
+        scope, token = self._known[-1], self.token
         if token is None or token.scope is not scope or not token.holds():
-            token = self._token = Token(self.model, self._outside, scope)
+            token = self.token = Token(self.model, self._outside, scope)
             token.keys = self._keys(token.entries, token.values)
         return token.key(Call.of(leaves, spec))
 

@@ -158,13 +158,13 @@ def stream_actions(
     def update(cell: StreamAction, begin: int, end: int) -> StreamAction:
         others = range(max(begin, cell.last + 1 - count), end)
         backwards: Needs = tuple(("B", other) for other in others if other % count != replica)
-        own = cell._replace(kind="U", microbatch=cell.last, needs=updates(cell.update) + backwards)
+        needs = updates(cell.update) + backwards
         updates(cell.update + 1)
-        return own
+        return StreamAction("U", cell.minibatch, cell.place, cell.last, cell.update, cell.last, needs)
 
     def back() -> Iterator[StreamAction]:
         cell = flying.popleft()
-        yield cell._replace(kind="B", needs=())
+        yield StreamAction("B", *cell[1:-1])
         if cell.microbatch == cell.last:
             yield update(cell, cell.microbatch - cell.place if size == 1 else cell.last + 1 - count, cell.last)
 

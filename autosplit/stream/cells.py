@@ -63,10 +63,7 @@ class StreamCells(TrainCells):
 
     def gradients(self, stage: int, lane: Lane) -> list[torch.Tensor | None]:
         """Return the gradients of a stage's weights on a lane, and let go of both."""
-        used = [own for own in self.replicas(stage) if own.parameters]
+        used = [own for own in self.replicas(stage) if own.leaves]
         for own in used:
             transfer(tuple(own.totals()), self.step.lane_of(own.held), lane)  # on one device: it waits for them
-        found = together(used, (), self.step.brought)
-        for own in used:
-            own.use(())
-        return found
+        return together(used, (), self.step.brought)

@@ -138,9 +138,10 @@ class Flight:
 
     def receive(self) -> None:
         """Take the next loss, or end."""
-        with torch.inference_mode(False), torch.enable_grad(), self.state.autocast():
-            while self.rounds is not None and (self.segment.losses.empty() or self.segment.goes_on):
-                next(self.rounds, None)
+        if self.rounds is not None:
+            with torch.inference_mode(False), torch.enable_grad(), self.state.autocast():
+                while self.segment.losses.empty() or self.segment.goes_on:
+                    next(self.rounds, None)
         loss = self.segment.wait()
         leave(self._caller, self._lanes, [loss])
         if loss is not None:

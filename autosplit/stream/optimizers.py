@@ -6,6 +6,7 @@ Private torch interface: ``Optimizer._opt_called``, by which schedulers of learn
 from __future__ import annotations
 
 import inspect
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -155,8 +156,5 @@ def stage_optimizers(
 
 def _is(groups: Mapping[int, Sequence[nn.Parameter]], optimizer: Optimizer, stage: Mapping[str, nn.Parameter]) -> bool:
     """Tell whether a stage's groups are those that an optimizer has of it."""
-
-    def named(own: Mapping[int, Sequence[nn.Parameter]]) -> dict[int, list[int]]:
-        return {place: list(map(id, mine)) for place, mine in own.items()}
-
-    return named(groups) == named(groups_of(optimizer, stage.values()))
+    here = groups, groups_of(optimizer, stage.values())
+    return operator.eq(*({place: list(map(id, mine)) for place, mine in own.items()} for own in here))

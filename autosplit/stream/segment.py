@@ -168,10 +168,8 @@ class Segment:
     def wait(self) -> torch.Tensor | None:
         """Return the next loss; None when the lanes are done."""
         while True:
-            try:
+            with contextlib.suppress(Empty):
                 return self.losses.get(timeout=_LOOK_S)
-            except Empty:
-                continue
 
     # -- the lanes' side -----------------------------------------------------------------------------------------
     def _microbatches(self, minibatch: int) -> int | None:
@@ -247,7 +245,7 @@ class Segment:
 
     def _forward(self, held: Held, cell: StreamAction, cells: StreamCells) -> None:
         try:
-            cells.sums[held].use(self._stages[held.stage].take(held.replica, cell.update))
+            self._stages[held.stage].take(cells.sums[held], cell.update)
             cells.act(Action(held.stage, "F", cell.place))
         except Exception as error:
             self._fail(cell.minibatch, error)
@@ -274,11 +272,12 @@ class Segment:
         self.losses.put(loss)
 
     def _backward(self, held: Held, cell: StreamAction, cells: StreamCells) -> None:
-        weights = self._stages[held.stage]
-        weights.take(held.replica, cell.update)
+        weights, sums = self._stages[held.stage], cells.sums[held]
+        if sums.reads_modules:
+            weights.take(sums, cell.update)
         cells.act(Action(held.stage, "B", cell.place))
         if cell.microbatch + self._replicas[held.stage] > cell.last:  # its last one of the round
-            weights.release(held.replica)
+            weights.release(sums)
 
     def _update(self, stage: int, cell: StreamAction) -> None:
         """Step by the minibatches of a round that are not dropped."""
@@ -325,8 +324,6 @@ def _mean(parts: Sequence[tuple[int, list[torch.Tensor | None]]]) -> list[torch.
     total = sum(rows for rows, _ in parts)
     found: list[torch.Tensor | None] = []
     for each in zip(*(gradients for _, gradients in parts), strict=True):
-        own = [
-            gradient * (rows / total) for (rows, _), gradient in zip(parts, each, strict=True) if gradient is not None
-        ]
+        own = [g * (rows / total) for (rows, _), g in zip(parts, each, strict=True) if g is not None]
         found.append(reduce(plus, own) if own else None)
     return found

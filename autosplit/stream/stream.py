@@ -110,6 +110,8 @@ class Stream(Iterator[torch.Tensor]):
         self._left = weakref.finalize(self, int)
         """What is done with the minibatches in flight when the stream is dropped, or the interpreter ends."""
         self._loaded: Mapping[str, Any] | None = None
+        self._walked: tuple[Any, list[int]] = (None, [])
+        """The last token of the model, and the parameters to train there were then."""
         self._before = 0
         """How many minibatches came before the pipeline was last filled."""
 
@@ -286,8 +288,9 @@ class Stream(Iterator[torch.Tensor]):
     def _trained_by(self) -> Any:
         """Return which parameters are trained, and the groups of an optimizer for all stages, by identities."""
         groups = self._given.param_groups if isinstance(self._given, Optimizer) else ()
-        trained = [id(own) for own in self._core.model.parameters() if own.requires_grad]
-        return len(self._stage_of), trained, [list(map(id, group["params"])) for group in groups]
+        if self._walked[0] is not (token := self._core.recordings.python.token):
+            self._walked = token, [id(own) for own in self._core.model.parameters() if own.requires_grad]
+        return len(self._stage_of), self._walked[1], [list(map(id, group["params"])) for group in groups]
 
     def _fill(self, step: StreamStep, under: tuple[Any, ThreadState]) -> Flight:
         """Begin to fill the pipeline; raise InputError where its stages cannot be trained one by one."""
@@ -317,6 +320,9 @@ class Stream(Iterator[torch.Tensor]):
                 own.load_state_dict(saved)
             self._loaded = None
         for name, parameter in core.model.named_parameters():
+            if not parameter.requires_grad:  # nor in minibatches in flight where it is to be trained from now on
+                attributes, parameter = vars(parameter), nn.Parameter(parameter.data, requires_grad=False)
+                parameter.__dict__ = attributes
             for module, attribute in chain(*self._places.get(name, ())):
                 setattr(module, attribute, parameter)
         self._before = self.minibatches
@@ -327,17 +333,9 @@ class Stream(Iterator[torch.Tensor]):
             for stage in step.stages
         }
         segment = self._segment(step)
-        flight = self._flight = Flight(
-            core.stream,
-            segment,
-            list(self._stages.values()),
-            self._optimizers,
-            [*step.stage_lanes, step.lanes[-1]],
-            self._losses,
-            before=self._before,
-            under=under,
-            ahead=ahead(self._staleness, replicas),
-        )
+        lanes, far = [*step.stage_lanes, step.lanes[-1]], ahead(self._staleness, replicas)
+        given = core.stream, segment, list(self._stages.values()), self._optimizers, lanes, self._losses
+        flight = self._flight = Flight(*given, before=self._before, under=under, ahead=far)
         flight.watch([core.model, *self.optimizers])
         self._left.detach()
         self._left = weakref.finalize(self, flight.leave)

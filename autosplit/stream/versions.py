@@ -4,12 +4,12 @@
     optimizer steps  a minibatch in flight uses 3: the parameter gets a copy first, and 3 keeps its memory
                      none does: in place
 
-Replicas of the stage use the same leaves.
+Replicas of the stage have leaves of their own of the same memory, whose ``.grad`` is their sum of a minibatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from autosplit.backward import donate_gradients
 from autosplit.errors import InputError
 from autosplit.runtime.lanes.lanes import Lane, lane
+from autosplit.runtime.step.sums import Sums
 from autosplit.stream.lowering import Places
 from autosplit.stream.optimizers import Settings, StageOptimizer
 
@@ -26,6 +27,7 @@ class StageWeights:
     """A stage's parameters, what steps them, and their versions since the pipeline was filled.
 
     Attributes:
+        parameters: the stage's parameters.
         updates: how many updates were made since the pipeline was filled: the newest version.
         minibatches: how many minibatches went into them.
         most: how many versions there were at once.
@@ -47,16 +49,18 @@ class StageWeights:
         used version ``u - behind``.
         """
         self._parameters, self._optimizer, self._behind = parameters, optimizer, behind
-        self._places, self._lanes = places, lanes
+        self.parameters, self._places, self._lanes = list(parameters.values()), places, lanes
+        self._in_modules = False
+        """Whether a minibatch has needed its version where modules have their parameters."""
         self.lane = lanes[0] if len(lanes) == 1 else lane(lanes[0].device)
-        self._versions: dict[int, tuple[Any, dict[str, nn.Parameter]]] = {}
-        """By version the event behind its making, and its leaves by name."""
+        self._versions: dict[int, tuple[Any, list[dict[int, nn.Parameter]]]] = {}
+        """By version the event behind its making, and each replica's leaves by the identity of the parameters."""
         self.updates = self.minibatches = 0
         self._keep_newest()
         self.most = 1
 
     def _keep_newest(self) -> None:
-        leaves = {name: nn.Parameter(own.data) for name, own in self._parameters.items()}
+        leaves = [{id(own): nn.Parameter(own.data) for own in self.parameters} for _ in self._lanes]
         self._versions[self.updates] = self.lane.record(), leaves
         self._changes = {name: own._version for name, own in self._parameters.items()}
         """How often each parameter was changed in place, when the newest version was made."""
@@ -70,37 +74,36 @@ class StageWeights:
                     "stream.drain() before that, or change it in a hook of the optimizer (register_step_post_hook)"
                 )
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The stage's parameters."""
-        return list(self._parameters.values())
-
     def _used(self, update: int) -> int:
         return max(0, update - self._behind)
 
     @property
     def version_bytes(self) -> int:
         """The bytes of the weights beside the newest, when there were most versions."""
-        return (self.most - 1) * sum(own.numel() * own.element_size() for own in self._parameters.values())
+        return (self.most - 1) * sum(own.numel() * own.element_size() for own in self.parameters)
 
-    def take(self, replica: int, update: int) -> list[torch.Tensor]:
-        """Put the version of what an update takes in where a replica reads it, and return it."""
+    def take(self, sums: Sums, update: int) -> None:
+        """Have a replica compute with the version of what an update takes in."""
         ready, leaves = self._versions[self._used(update)]
+        replica = sums.held.replica
         self._lanes[replica].wait(ready)
-        self._put(replica, leaves)
-        return list(leaves.values())
+        self._in_modules |= sums.reads_modules
+        if self._in_modules:
+            self._put(replica, leaves[replica].values())
+        sums.compute_with(leaves[replica])
+        if sums.reads_modules:
+            sums.ask()
 
-    def _put(self, replica: int, leaves: Mapping[str, nn.Parameter]) -> None:
-        for name, leaf in leaves.items():
+    def _put(self, replica: int, leaves: Iterable[nn.Parameter]) -> None:
+        for name, leaf in zip(self._parameters, leaves, strict=True):
             for module, attribute in self._places[name][replica]:
-                if type(module).__setattr__ is nn.Module.__setattr__:
-                    module._parameters[attribute] = leaf
-                else:  # recurrent layers keep lists of their weights
-                    setattr(module, attribute, leaf)
+                setattr(module, attribute, leaf)
 
-    def release(self, replica: int) -> None:
-        """Have a replica's stand-ins hold no older version."""
-        self._put(replica, self._parameters)
+    def release(self, sums: Sums) -> None:
+        """Keep what a replica has added up of a minibatch, and have its stand-ins hold no older version."""
+        if self._in_modules:
+            self._put(sums.held.replica, self.parameters)
+        sums.ask()
 
     def step(
         self, gradients: Sequence[torch.Tensor | None], settings: Mapping[int, Settings], *, minibatches: int
@@ -114,13 +117,9 @@ class StageWeights:
         for version in [version for version in self._versions if version < min(later, self.updates)]:
             self._forget(version)
         if later <= self.updates:  # a minibatch needs the newest as it is
-            for parameter in self._parameters.values():
+            for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
-        found = [
-            (own, gradient)
-            for own, gradient in zip(self._parameters.values(), gradients, strict=True)
-            if gradient is not None
-        ]
+        found = [(p, g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]
         if found and self._optimizer is not None:
             self._optimizer.step(_through_hooks(found), settings)
         if later > self.updates:
@@ -132,14 +131,14 @@ class StageWeights:
 
     def _forget(self, version: int) -> None:
         """Let go of a version; its memory is used again behind what this lane has waited for."""
-        _, leaves = self._versions.pop(version)
+        _, (leaves, *_) = self._versions.pop(version)
         for leaf in leaves.values():
             self.lane.keep(leaf)
 
     def end(self) -> None:
         """Keep the newest version only."""
         for replica in range(len(self._lanes)):
-            self.release(replica)
+            self._put(replica, self.parameters)
         self._versions.clear()
 
 

@@ -12,11 +12,12 @@ after the other, as in one backward of all cells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from autosplit.backward import begin_at_sums
 from autosplit.runtime.lanes.lanes import Lane
@@ -70,14 +71,20 @@ class Sums:
         """Compute with what the model has now, and add up the gradients of these parameters, again or from now on."""
         if parameters and len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters)):
             return
-        tensors, others = self._code.read(), set(map(id, self._code.others()))
-        leaves = {id(p): leaf_of(p) for p in parameters if id(p) not in others}
-        self.parameters = parameters
-        self._stand_ins = [leaves.get(id(parameter), parameter) for parameter in parameters]
-        self._in_slots = [leaves.get(id(tensor), tensor) for tensor in tensors]
+        self.parameters, others = parameters, set(map(id, self._code.others()))
+        self.by_engine &= others.isdisjoint(map(id, parameters))
+        self.compute_with({id(p): p if id(p) in others else leaf_of(p) for p in parameters})
+
+    def compute_with(self, leaves: Mapping[int, torch.Tensor]) -> None:
+        """Compute with leaves, by the identity of the parameters that they stand for, and add up their gradients."""
+        self._stand_ins = list(leaves.values())
+        self._in_slots = [leaves.get(id(tensor), tensor) for tensor in self._code.read()]
         self.leaves = [leaf for leaf in (*self.given, *self._stand_ins, *self.free) if leaf.requires_grad]
-        if len(leaves) < len(parameters):
-            self.by_engine = False
+
+    @property
+    def reads_modules(self) -> bool:
+        """Whether the stage's code reads parameters where modules have them."""
+        return any(isinstance(tensor, nn.Parameter) for tensor in self._code.others())
 
     def fill(self, results: list[Any]) -> None:
         """Have the stage's code compute with this; it leaves its layers' ``results`` where backwards are split."""

@@ -191,6 +191,8 @@ def with_paths(value: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Structure
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Return a nested value with ``function`` of each leaf in its place; its objects are new ones."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
     leaves, structure = take_apart(value)
     return structure([function(leaf) for leaf in leaves])
 
