@@ -52,6 +52,16 @@ class Receive(_End):
         return f"receive {_text(self.way)} for stage {self.way.target}"
 
 
+@dataclass(frozen=True)
+class Reduce:
+    """A rank begins to add its gradients of a stage to those of the other replicas of the pipeline."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}REDUCE_GRAD"
+
+
 Item = Action | _End
 
 
@@ -116,6 +126,20 @@ def step_order(
 def of_rank(order: Iterable[Entry], rank: int) -> tuple[Item, ...]:
     """Return what one rank does, in order."""
     return tuple(item for owner, item in order if owner == rank)
+
+
+def with_reductions(items: Sequence[Item]) -> tuple[Item | Reduce, ...]:
+    """Return what a rank does with the sums of its stages' gradients: each behind the last backward of the stage.
+
+    They are begun in descending order of the stages, on every replica, however many microbatches it has.
+    """
+    last = {item.stage: place for place, item in enumerate(items) if isinstance(item, Action) and item.kind in "BW"}
+    behind: dict[int, list[Reduce]] = defaultdict(list)
+    place = 0
+    for stage in sorted(last, reverse=True):
+        place = max(place, last[stage])
+        behind[place].append(Reduce(stage))
+    return tuple(chain.from_iterable((item, *behind[place]) for place, item in enumerate(items)))
 
 
 def arrivals(order: Iterable[Entry], rank: int) -> dict[Way, tuple[Way, ...]]:
