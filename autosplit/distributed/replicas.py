@@ -27,6 +27,7 @@ from autosplit.parallel import BUCKET_BYTES
 from autosplit.runtime.norms import Part, Use
 from autosplit.runtime.ops import plus
 from autosplit.runtime.step.leaves import held_back
+from autosplit.runtime.step.sums import Sums
 
 _SPARSE = -256
 """Stands for a sparse gradient where dense ones count 1: the sum is below zero where there is any."""
@@ -54,6 +55,13 @@ class _Begun:
     work: Any
 
 
+class _Waiting:
+    """Leaves whose gradients are added up together, when none is missing."""
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self.leaves, self.missing = leaves, len(leaves)
+
+
 class Reductions:
     """Sums of gradients over the replicas. All replicas begin the same ones in the same order.
 
@@ -64,19 +72,46 @@ class Reductions:
         self._world = world
         self._begun: list[_Begun] = []
 
-    def begin(self, leaves: Sequence[Tensor], gradients: list[Tensor | None]) -> None:
-        """Begin to add up gradients, None where this replica has none; the list is empty then.
+    @contextmanager
+    def beside(self, parameters: Sequence[Tensor], sums: Sums) -> Iterator[None]:
+        """Begin to add up the gradients of a stage's parameters while its last backward makes them, bucket by bucket.
 
-        They lie in buckets from then on: beside them there is never more than one bucket.
+        Those of later layers come first. What is not complete until the end is begun there.
         """
-        given = dict(zip(map(id, leaves), gradients, strict=True))
+        waiting = [_Waiting(bucket) for bucket in _buckets(reversed(parameters))]
+        buckets = {id(leaf): bucket for bucket in waiting for leaf in sums.stand_ins_of(bucket.leaves)}
+
+        def begin(*, all_of_them: bool) -> None:
+            while waiting and (all_of_them or not waiting[0].missing):
+                leaves = waiting.pop(0).leaves
+                self.begin(leaves, sums.take_out(leaves))
+
+        def comes(leaf: Tensor) -> None:
+            buckets[id(leaf)].missing -= 1
+            begin(all_of_them=False)
+
+        leaves = sums.stand_ins_of(parameters) if sums.by_engine else ()
+        handles = [leaf.register_post_accumulate_grad_hook(comes) for leaf in leaves]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        with sums.lane.active():
+            begin(all_of_them=True)
+
+    def begin(self, leaves: Sequence[Tensor], gradients: list[Tensor | None]) -> None:
+        """Begin to add up gradients of one dtype, None where this replica has none; the list is empty then.
+
+        They lie in one bucket from then on.
+        """
+        flat = _in_a_row(leaves, gradients)
+        sparse = {
+            id(leaf): own for leaf, own in zip(leaves, gradients, strict=True) if own is not None and own.is_sparse
+        }
+        all_dense = not sparse and not any(own is None for own in gradients)
         gradients.clear()
-        for bucket in _buckets(leaves):
-            found = {id(leaf): given.pop(id(leaf)) for leaf in bucket}
-            flat = _in_a_row(bucket, [*found.values()])
-            sparse = {key: own for key, own in found.items() if own is not None and own.is_sparse}
-            all_dense = not sparse and None not in found.values()
-            self._begun.append(_Begun(bucket, flat, sparse, all_dense, self._world.begin_to_add(flat)))
+        self._begun.append(_Begun(leaves, flat, sparse, all_dense, self._world.begin_to_add(flat)))
 
     def finish(self) -> dict[int, Tensor | None]:
         """Wait for all sums, and return them by the identity of the leaf; None where no replica has a gradient."""

@@ -124,15 +124,20 @@ class RankStep(Step):
         key = "order", schedule.name, schedule.microbatches, late, described
         items, transport.arrivals, transport.ordered = self.once(key, own)
         for item in items:
-            if isinstance(item, Action):
-                self.world.watch.doing(item)
-                cells.act(item)
+            if isinstance(item, Reduce):
+                with self._reducing(cells.replicas(item.stage)[0]):
+                    if item.beside is not None:
+                        self._act(cells, item.beside)
+            elif isinstance(item, Action):
+                self._act(cells, item)
             elif isinstance(item, Receive):
                 transport.expect(item.way)
-            elif isinstance(item, Reduce):
-                self._reduce(cells.replicas(item.stage)[0])
             else:
                 transport.release(item.way)
+
+    def _act(self, cells: Any, action: Action) -> None:
+        self.world.watch.doing(action)
+        cells.act(action)
 
     @property
     def overlaps(self) -> bool:
@@ -144,12 +149,10 @@ class RankStep(Step):
         """The sums over the replicas that are under way."""
         return Reductions(self.world)
 
-    def _reduce(self, sums: Sums) -> None:
+    def _reducing(self, sums: Sums) -> AbstractContextManager[None]:
         """Begin to add up the gradients of a stage's parameters, but for those that may get more behind the actions."""
         shared = {id(tensor) for tensor in self._shared_parameters()}
-        own = [parameter for parameter in sums.parameters if id(parameter) not in shared]
-        with sums.lane.active():
-            self.reductions.begin(own, sums.take_out(own))
+        return self.reductions.beside([own for own in sums.parameters if id(own) not in shared], sums)
 
     def _shared_parameters(self) -> list[torch.Tensor]:
         """Return the parameters that are tied between stages, or read by what runs once per step."""
@@ -301,7 +304,8 @@ class RankStep(Step):
             for stage in reversed(self.stages) if self.overlaps else ():
                 sums = Sums(Held(stage, 0), self.codes[Held(stage, 0)], self.lanes[stage], (), None)
                 sums.use(parameters(self)[sums.held])
-                self._reduce(sums)
+                with self._reducing(sums):
+                    pass
             value: torch.Tensor = self.outcome(lambda: None)
             with self.adding_gradients():
                 pass

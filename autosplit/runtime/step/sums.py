@@ -136,10 +136,14 @@ class Sums:
         """Return the sums of the parameters, of ``free`` leaves and of what is given; there are none afterwards."""
         return self._taken((*self._stand_ins, *free, *self.given))
 
+    def stand_ins_of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what stands for some of the parameters in cells' graphs."""
+        stand_ins = dict(zip(map(id, self.parameters), self._stand_ins, strict=True))
+        return [stand_ins[id(parameter)] for parameter in parameters]
+
     def take_out(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the sums of some of the parameters, which are complete; there are none of them afterwards."""
-        stand_ins = dict(zip(map(id, self.parameters), self._stand_ins, strict=True))
-        return self._taken([stand_ins[id(parameter)] for parameter in parameters])
+        return self._taken(self.stand_ins_of(parameters))
 
     def _taken(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         if not self.by_engine:
