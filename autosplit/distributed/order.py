@@ -52,6 +52,20 @@ class Receive(_End):
         return f"receive {_text(self.way)} for stage {self.way.target}"
 
 
+@dataclass(frozen=True)
+class Reduce:
+    """A rank begins to add its gradients of a stage to those of the other replicas of the pipeline.
+
+    ``beside``: the stage's last backward, which makes them meanwhile; None: they are complete.
+    """
+
+    stage: int
+    beside: Action | None = None
+
+    def __str__(self) -> str:
+        return f"{self.beside or ''} {self.stage}REDUCE_GRAD".strip()
+
+
 Item = Action | _End
 
 
@@ -116,6 +130,24 @@ def step_order(
 def of_rank(order: Iterable[Entry], rank: int) -> tuple[Item, ...]:
     """Return what one rank does, in order."""
     return tuple(item for owner, item in order if owner == rank)
+
+
+def with_reductions(items: Sequence[Item]) -> tuple[Item | Reduce, ...]:
+    """Return what a rank does with the sums of its stages' gradients: each beside the last backward of the stage.
+
+    Where weights' gradients come last, it stands behind these. Sums are begun in descending order of the stages, on
+    every replica, however many microbatches it has.
+    """
+    last = {item.stage: place for place, item in enumerate(items) if isinstance(item, Action) and item.kind in "BW"}
+    found: list[list[Item | Reduce]] = [[item] for item in items]
+    place = 0
+    for stage in sorted(last, reverse=True):
+        place = max(place, last[stage])
+        if found[place] == [action := items[place]] and isinstance(action, Action) and action[:2] == (stage, "B"):
+            found[place] = [Reduce(stage, action)]
+        else:
+            found[place].append(Reduce(stage))
+    return tuple(chain.from_iterable(found))
 
 
 def arrivals(order: Iterable[Entry], rank: int) -> dict[Way, tuple[Way, ...]]:

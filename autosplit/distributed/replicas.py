@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -25,7 +25,9 @@ from autosplit.backward import donate_gradients
 from autosplit.distributed.world import World
 from autosplit.parallel import BUCKET_BYTES
 from autosplit.runtime.norms import Part, Use
+from autosplit.runtime.ops import plus
 from autosplit.runtime.step.leaves import held_back
+from autosplit.runtime.step.sums import Sums
 
 _SPARSE = -256
 """Stands for a sparse gradient where dense ones count 1: the sum is below zero where there is any."""
@@ -40,11 +42,106 @@ class Share(NamedTuple):
     word: Any
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A sum over the replicas of the gradients of some leaves that is under way: one after the other in one tensor."""
+
+    leaves: Sequence[Tensor]
+    flat: Tensor
+    sparse: Mapping[int, Tensor]
+    """This replica's sparse gradients, by the identity of the leaf."""
+    all_dense: bool
+    """Whether this replica has a dense gradient of each."""
+    work: Any
+
+
+class _Waiting:
+    """Leaves whose gradients are added up together, when none is missing."""
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self.leaves, self.missing = leaves, len(leaves)
+
+
+class Reductions:
+    """Sums of gradients over the replicas. All replicas begin the same ones in the same order.
+
+    Sums that are under way go on beside what the replica does until it asks for them.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._begun: list[_Begun] = []
+
+    @contextmanager
+    def beside(self, parameters: Sequence[Tensor], sums: Sums) -> Iterator[None]:
+        """Begin to add up the gradients of a stage's parameters while its last backward makes them, bucket by bucket.
+
+        Those of later layers come first. What is not complete until the end is begun there.
+        """
+        waiting = [_Waiting(bucket) for bucket in _buckets(reversed(parameters))]
+        buckets = {id(leaf): bucket for bucket in waiting for leaf in sums.stand_ins_of(bucket.leaves)}
+
+        def begin(*, all_of_them: bool) -> None:
+            while waiting and (all_of_them or not waiting[0].missing):
+                leaves = waiting.pop(0).leaves
+                self.begin(leaves, sums.take_out(leaves))
+
+        def comes(leaf: Tensor) -> None:
+            buckets[id(leaf)].missing -= 1
+            begin(all_of_them=False)
+
+        leaves = sums.stand_ins_of(parameters) if sums.by_engine else ()
+        handles = [leaf.register_post_accumulate_grad_hook(comes) for leaf in leaves]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        with sums.lane.active():
+            begin(all_of_them=True)
+
+    def begin(self, leaves: Sequence[Tensor], gradients: list[Tensor | None]) -> None:
+        """Begin to add up gradients of one dtype, None where this replica has none; the list is empty then.
+
+        They lie in one bucket from then on.
+        """
+        flat = _in_a_row(leaves, gradients)
+        sparse = {
+            id(leaf): own for leaf, own in zip(leaves, gradients, strict=True) if own is not None and own.is_sparse
+        }
+        all_dense = not sparse and not any(own is None for own in gradients)
+        gradients.clear()
+        self._begun.append(_Begun(leaves, flat, sparse, all_dense, self._world.begin_to_add(flat)))
+
+    def finish(self) -> dict[int, Tensor | None]:
+        """Wait for all sums, and return them by the identity of the leaf; None where no replica has a gradient."""
+        found: dict[int, Tensor | None] = {}
+        for begun in self._begun:
+            self._world.wait_for("gradients of other replicas", begun.work)
+            leaves, flat = begun.leaves, begun.flat
+            counts = [1] * len(leaves) if begun.all_dense else flat[-len(leaves) :].real.tolist()
+            sums = flat[: -len(leaves)].split([leaf.numel() for leaf in leaves])
+            for leaf, total, count in zip(leaves, sums, counts, strict=True):
+                if count < 0:
+                    found[id(leaf)] = _sparse_sum(self._world.across, leaf, begun.sparse.get(id(leaf)))
+                else:
+                    found[id(leaf)] = _shaped(leaf, total) if count else None
+        self._begun.clear()
+        return found
+
+    def tensors(self) -> list[Tensor]:
+        """Return what sums are made in."""
+        return [begun.flat for begun in self._begun]
+
+
 @contextmanager
-def adding_gradients(world: World, leaves: Sequence[Tensor], takers: Sequence[Tensor]) -> Iterator[None]:
+def adding_gradients(
+    reductions: Reductions, world: World, leaves: Sequence[Tensor], takers: Sequence[Tensor], *, again: bool
+) -> Iterator[None]:
     """Take the gradients that come to leaves inside, add those of all replicas, and give the sums to ``takers``.
 
-    These are the leaves themselves, or shards of them.
+    These are the leaves themselves, or shards of them. Where sums of leaves were begun before, their replicas have no
+    more for them inside, unless ``again``.
     """
     before = [leaf.grad for leaf in leaves]
     try:
@@ -52,22 +149,43 @@ def adding_gradients(world: World, leaves: Sequence[Tensor], takers: Sequence[Te
             for leaf in leaves:
                 leaf.grad = None
             yield
-            found = [leaf.grad for leaf in leaves]
+            found = {id(taker): leaf.grad for leaf, taker in zip(leaves, takers, strict=True)}
     finally:
         for leaf, gradient in zip(leaves, before, strict=True):
             leaf.grad = gradient
-    own = {id(taker): (leaf, gradient) for leaf, taker, gradient in zip(leaves, takers, found, strict=True)}
-    del found
+    early = reductions.finish()
+    if not again and any(found[id(taker)] is not None for taker in takers if id(taker) in early):
+        raise RuntimeError("a parameter got a gradient behind its last action, when its sum had begun")
     shards = [taker for taker in takers if isinstance(taker, DTensor)]
-    for bucket in list(_buckets(taker for taker in takers if not isinstance(taker, DTensor))):
-        _give(bucket, _added(world, bucket, [own.pop(id(leaf))[1] for leaf in bucket]))
-    there = torch.tensor([own[id(shard)][1] is not None for shard in shards], dtype=torch.int32)
-    if shards:
-        world.add_up("which gradients other replicas have", there)
+    dense = [taker for taker in takers if not isinstance(taker, DTensor) and (again or id(taker) not in early)]
+    for bucket in list(_buckets(dense)):
+        reductions.begin(bucket, [found.pop(id(taker)) for taker in bucket])
+        late = reductions.finish()
+        _give(bucket, [_both(early.pop(id(taker), None), late.pop(id(taker))) for taker in bucket])
+    there = [taker for taker in takers if id(taker) in early]
+    _give(there, [early.pop(id(taker)) for taker in there])
+    _scatter(world, shards, {id(taker): leaf for leaf, taker in zip(leaves, takers, strict=True)}, found)
+
+
+def _both(first: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if first is None or other is None:
+        return other if first is None else first
+    return plus(first, other)
+
+
+def _scatter(
+    world: World, shards: Sequence[DTensor], leaves: Mapping[int, Tensor], found: dict[int, Tensor | None]
+) -> None:
+    """Give shards theirs of the sums of gradients, by the identity of the shard, as of what they are shards of."""
+    if not shards:
+        return
+    there = torch.tensor([found[id(shard)] is not None for shard in shards], dtype=torch.int32)
+    world.add_up("which gradients other replicas have", there)
     for shard, count in zip(shards, there.tolist(), strict=True):
-        leaf, gradient = own.pop(id(shard))
+        gradient = found.pop(id(shard))
         if count:
-            _give([shard], [_scattered(shard, torch.zeros_like(leaf) if gradient is None else gradient)])
+            whole = torch.zeros_like(leaves[id(shard)]) if gradient is None else gradient
+            _give([shard], [_scattered(shard, whole)])
 
 
 def _give(leaves: Sequence[Tensor], gradients: list[Tensor | None]) -> None:
@@ -86,19 +204,6 @@ def _scattered(shard: DTensor, gradient: Tensor) -> Tensor:
     return DTensor.from_local(dense, mesh, [Partial()] * mesh.ndim).redistribute(placements=shard.placements)
 
 
-def _added(world: World, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the sums over the replicas; None where no replica has a gradient."""
-    flat = _in_a_row(leaves, gradients)
-    world.add_up("gradients of other replicas", flat)
-    counts = flat[-len(leaves) :].real.tolist()
-    sums = flat[: -len(leaves)].split([leaf.numel() for leaf in leaves])
-    found = zip(leaves, gradients, sums, counts, strict=True)
-    return [
-        _sparse_sum(world.across, leaf, own) if count < 0 else _sum(leaf, own, total) if count else None
-        for leaf, own, total, count in found
-    ]
-
-
 def _sparse_sum(group: Any, leaf: Tensor, gradient: Tensor | None) -> Tensor:
     """Return the sum of sparse gradients over the ranks of a group, added in their order."""
     every: list[Any] = [None] * group.size()
@@ -114,9 +219,11 @@ def _in_a_row(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> T
     return torch.cat([*parts, leaves[0].new_tensor(there, requires_grad=False)])
 
 
-def _sum(leaf: Tensor, own: Tensor | None, total: Tensor) -> Tensor:
-    """Return a sum in the memory of the replica's own gradient, where there is one."""
-    return (torch.empty_like(leaf) if own is None else own).copy_(total.view(leaf.shape))
+def _shaped(leaf: Tensor, total: Tensor) -> Tensor:
+    """Return a sum as the gradient of a leaf: in the memory that it is in, where that has the leaf's order."""
+    if leaf.is_contiguous():
+        return total.view(leaf.shape).data  # no view to autograd: `grad.detach_()` works
+    return torch.empty_like(leaf).copy_(total.view(leaf.shape))
 
 
 def _buckets(leaves: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -162,7 +269,7 @@ def added_in_order(group: Any, leaves: Sequence[Tensor], gradients: Sequence[Ten
             total = None
             for row in (row for row, has in zip(rows, there, strict=True) if has[place]):
                 total = row[place] if total is None else total + row[place]
-            sums[id(leaf)] = None if total is None else _sum(leaf, None, total)
+            sums[id(leaf)] = None if total is None else _shaped(leaf, total)
     return [sums.get(id(leaf)) for leaf in leaves]
 
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from torch.distributed.tensor import DTensor
 
 from autosplit.distributed.messages import Descriptions, Messages, Sent, arrived
-from autosplit.distributed.order import Receive, Send, arrivals, of_rank, step_order
-from autosplit.distributed.replicas import Share, added_in_order, adding_gradients, join_statistics
+from autosplit.distributed.order import Receive, Reduce, Send, arrivals, of_rank, step_order, with_reductions
+from autosplit.distributed.replicas import Reductions, Share, added_in_order, adding_gradients, join_statistics
 from autosplit.distributed.start import RankStart, begin
 from autosplit.distributed.world import World, as_known, attempt, known_to_all
 from autosplit.errors import DeviceError, InputError
 from autosplit.lower.split import named_state
 from autosplit.runtime.norms import update_statistics
+from autosplit.runtime.step.cells import parameters
 from autosplit.runtime.step.step import Step
+from autosplit.runtime.step.sums import Held, Sums
 from autosplit.runtime.tape import Tape
 from autosplit.runtime.transport import Way
 from autosplit.schedule.action import Action, Schedule
@@ -46,6 +49,7 @@ class RankStep(Step):
         shares: the rows of each replica, where there are several.
         alone: whether the other replicas do not make this call.
         scaled: whether a ``GradScaler`` scales the loss.
+        again: whether the loss reads parameters itself, which get more when the sums of their stage's have begun.
     """
 
     world: World
@@ -61,6 +65,7 @@ class RankStep(Step):
     shares: Sequence[int] = ()
     alone: bool = False
     scaled: bool = False
+    again: bool = False
 
     @cached_property
     def takers(self) -> Sequence[torch.Tensor]:
@@ -113,18 +118,47 @@ class RankStep(Step):
         def own() -> Any:
             order = step_order(schedule, cells.sources, late, described=described)
             items = of_rank(order, self.world.rank)
-            return items, arrivals(order, self.world.rank), {item.way for item in items if isinstance(item, Send)}
+            sent = {item.way for item in items if isinstance(item, Send)}
+            return with_reductions(items) if self.overlaps else items, arrivals(order, self.world.rank), sent
 
         key = "order", schedule.name, schedule.microbatches, late, described
         items, transport.arrivals, transport.ordered = self.once(key, own)
         for item in items:
-            if isinstance(item, Action):
-                self.world.watch.doing(item)
-                cells.act(item)
+            if isinstance(item, Reduce):
+                with self._reducing(cells.replicas(item.stage)[0]):
+                    if item.beside is not None:
+                        self._act(cells, item.beside)
+            elif isinstance(item, Action):
+                self._act(cells, item)
             elif isinstance(item, Receive):
                 transport.expect(item.way)
             else:
                 transport.release(item.way)
+
+    def _act(self, cells: Any, action: Action) -> None:
+        self.world.watch.doing(action)
+        cells.act(action)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether sums over the replicas begin behind a stage's last backward; those of shards wait for the step."""
+        return self.world.replicas > 1 and self.gathered is None
+
+    @cached_property
+    def reductions(self) -> Reductions:
+        """The sums over the replicas that are under way."""
+        return Reductions(self.world)
+
+    def _reducing(self, sums: Sums) -> AbstractContextManager[None]:
+        """Begin to add up the gradients of a stage's parameters, but for those that may get more behind the actions."""
+        shared = {id(tensor) for tensor in self._shared_parameters()}
+        return self.reductions.beside([own for own in sums.parameters if id(own) not in shared], sums)
+
+    def _shared_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that are tied between stages, or read by what runs once per step."""
+        root = self.lowered.traced.root
+        names = self.once("shared parameters", lambda: self.lowered.layout.read_once())
+        return [attrgetter(name)(root) for name in names]
 
     @property
     def known(self) -> Descriptions:
@@ -160,6 +194,7 @@ class RankStep(Step):
 
     def check_free(self, leaves: Sequence[torch.Tensor]) -> None:
         """Raise InputError where the loss has parameters of its own: every rank has others."""
+        self.again |= bool(leaves)
         held = {id(leaf) for leaf in self.leaves} if leaves and len(self.ranks[-1]) == 1 else set()
         for leaf in leaves:
             if id(leaf) not in held:
@@ -177,16 +212,17 @@ class RankStep(Step):
         makes = self.world.rank == self.last and self.rows > 0
         value, error = attempt(make) if makes else (None, None)
         read = self.world.device.type == "cpu" or self.world.pipelines > 1  # else it stays on its device
-        number = None if value is None else (value.dtype, value.item() if read else 0, self.scaled)
+        number = None if value is None else (value.dtype, value.item() if read else 0, self.scaled, self.again)
         if self.world.pipelines > 1:
             words = self.world.agree("has a loss", {}, error, number)
             said = [words[members[self.last]] for members in self.world.layout]
         else:  # one word for all takes less than one of each
             said = [self.world.told(self.last, number, error)]
         numbers = [one for one in said if one is not None]
-        self.scaled = any(scaled for *_, scaled in numbers)
+        self.scaled = any(scaled for _, _, scaled, _ in numbers)
+        self.again = any(again for *_, again in numbers)
         if value is None or self.world.replicas > 1:
-            value = torch.tensor(sum(n for _, n, _ in numbers), dtype=numbers[0][0], device=self.world.device)
+            value = torch.tensor(sum(n for _, n, *_ in numbers), dtype=numbers[0][0], device=self.world.device)
         if not read:
             self.world.broadcast(value.detach().view(1), self.last)
         return value
@@ -247,7 +283,7 @@ class RankStep(Step):
         """Add the gradients that come to this rank's parameters inside to those of the other replicas."""
         if self.world.replicas == 1 and self.gathered is None:
             return nullcontext()
-        return adding_gradients(self.world, self.leaves, self.takers)
+        return adding_gradients(self.reductions, self.world, self.leaves, self.takers, again=self.again)
 
     def has_rows(self, replica: int) -> bool:
         """Tell whether a replica has rows of the batch."""
@@ -265,6 +301,11 @@ class RankStep(Step):
     def stand_by(self) -> torch.Tensor:
         """Take part in a step of which this replica has no rows; return its loss."""
         with torch.inference_mode(False), torch.enable_grad():
+            for stage in reversed(self.stages) if self.overlaps else ():
+                sums = Sums(Held(stage, 0), self.codes[Held(stage, 0)], self.lanes[stage], (), None)
+                sums.use(parameters(self)[sums.held])
+                with self._reducing(sums):
+                    pass
             value: torch.Tensor = self.outcome(lambda: None)
             with self.adding_gradients():
                 pass

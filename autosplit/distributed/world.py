@@ -181,12 +181,19 @@ class World:
         """Return the other ranks of the pipeline."""
         return tuple(rank for rank in range(self.size) if rank != self.rank)
 
+    def begin_to_add(self, tensor: torch.Tensor) -> Any:
+        """Begin to add a tensor's values over the replicas, in place; return what `wait_for` takes."""
+        return dist.all_reduce(tensor, group=self.across, async_op=True) if self.replicas > 1 else None
+
+    def wait_for(self, what: str, work: Any) -> None:
+        """Wait for the other replicas until values have been added."""
+        if work is not None:
+            with self._waiting(what, tuple(self.holders(self.rank) - {self.number})):
+                work.wait()
+
     def add_up(self, what: str, tensor: torch.Tensor) -> None:
         """Add a tensor's values over the replicas, in place."""
-        if self.replicas == 1:
-            return
-        with self._waiting(what, tuple(self.holders(self.rank) - {self.number})):
-            dist.all_reduce(tensor, group=self.across)
+        self.wait_for(what, self.begin_to_add(tensor))
 
     def with_others(self) -> AbstractContextManager[None]:
         """Say that this rank waits for those with which it shares tensors."""

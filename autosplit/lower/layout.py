@@ -78,6 +78,18 @@ class Layout:
     forked: set[str] = field(default_factory=set)
     merged: dict[str, int] = field(default_factory=dict)
 
+    def read_once(self) -> list[str]:
+        """Return the names of parameters and buffers that are tied between stages, or that shared nodes read."""
+        root, names = self.traced.root, {name: None for name in self.given if name in self.home}
+        for node in (node for prologue in self.prologues for node in prologue.nodes):
+            names.update((str(own.target), None) for own in tensor_operands(node) if own.op == "get_attr")
+            if node.op == "call_module":
+                module = root.get_submodule(str(node.target))
+                names.update(
+                    (f"{node.target}.{name}", None) for name, _ in (*module.named_parameters(), *module.named_buffers())
+                )
+        return list(names)
+
     def alias(self, value: str, consumer: str) -> Slot:
         """Return the alias of a given or shared value that a consumer takes."""
         return Slot(value, self.alias_of[value, consumer])

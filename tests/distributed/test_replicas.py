@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.distributed import checkpoint
-from autosplit.distributed.replicas import adding_gradients
+from autosplit.distributed.replicas import Reductions, adding_gradients
 from autosplit.distributed.world import World
 from tests.distributed.models import TRAININGS, WIDTH, Dropping, MixesRows, Pictures, Relative, mlp, pictures
 from tests.distributed.processes import Pool
@@ -213,19 +214,44 @@ class _Averaged(nn.Module):
 class _Alone:
     """The only replica: what it adds up stays as it is."""
 
-    def add_up(self, what: str, tensor: Tensor) -> None:
+    def begin_to_add(self, tensor: Tensor) -> None:
         """Add nothing."""
 
+    def wait_for(self, what: str, work: None) -> None:
+        """Wait for nobody."""
 
-def test_sums_of_gradients_are_not_copied():
-    """Every parameter gets its sum in the memory of the replica's own gradient."""
+
+def test_sums_of_gradients_lie_in_buckets() -> None:
+    """Every parameter gets its sum where it was made; the replica's own gradients are gone by then."""
     leaves = [torch.nn.Parameter(torch.zeros(2048, 1024 + n)) for n in range(5)]
-    places = []
-    with adding_gradients(cast(World, _Alone()), leaves, leaves):
+    world, gone = cast(World, _Alone()), []
+    with adding_gradients(Reductions(world), world, leaves, leaves, again=False):
         for leaf in leaves:
             leaf.grad = torch.ones_like(leaf)
-            places.append(leaf.grad.data_ptr())
-    assert [leaf.grad.data_ptr() for leaf in leaves if leaf.grad is not None] == places
+            gone.append(weakref.ref(leaf.grad))
+    sums = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    assert len({own.untyped_storage().data_ptr() for own in sums}) == 2
+    assert [own() for own in gone] == [None] * 5
+    for leaf, own in zip(leaves, sums, strict=True):
+        own.detach_()
+        assert torch.equal(own, torch.ones_like(leaf))
+
+
+def test_a_gradient_behind_a_sum_that_has_begun_is_an_error_unless_it_was_announced() -> None:
+    world, leaf = cast(World, _Alone()), torch.nn.Parameter(torch.zeros(3))
+
+    def add(*, again: bool) -> None:
+        reductions = Reductions(world)
+        reductions.begin([leaf], [torch.ones(3)])
+        with adding_gradients(reductions, world, [leaf], [leaf], again=again):
+            leaf.grad = torch.full((3,), 2.0)
+
+    with pytest.raises(RuntimeError, match="when its sum had begun"):
+        add(again=False)
+    assert leaf.grad is None
+    add(again=True)
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [3.0] * 3
 
 
 # -- what they refuse --------------------------------------------------------------------------------------------------

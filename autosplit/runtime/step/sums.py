@@ -141,7 +141,18 @@ class Sums:
 
     def hand_over(self, free: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the sums of the parameters, of ``free`` leaves and of what is given; there are none afterwards."""
-        leaves = (*self._stand_ins, *free, *self.given)
+        return self._taken((*self._stand_ins, *free, *self.given))
+
+    def stand_ins_of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what stands for some of the parameters in cells' graphs."""
+        stand_ins = dict(zip(map(id, self.parameters), self._stand_ins, strict=True))
+        return [stand_ins[id(parameter)] for parameter in parameters]
+
+    def take_out(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return the sums of some of the parameters, which are complete; there are none of them afterwards."""
+        return self._taken(self.stand_ins_of(parameters))
+
+    def _taken(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         if not self.by_engine:
             return [self._totals.pop(id(leaf), None) for leaf in leaves]
         own, found = set(map(id, self.leaves)), list[torch.Tensor | None]()

@@ -1,0 +1,156 @@
+"""How much of the sums over replicas is hidden: two replicas of a pipeline of two stages, over gloo, with a slow link.
+
+    python -m benchmarks.overlap [--json FILE] [--repeats 9]
+
+Layers wait 2.5 ms forward and backward, eight to a stage, and the link between replicas carries one sum at a time and
+takes as long for a layer's: so a stage's sum is as long as its backward. Waiting needs no core. Three contenders take
+turns, on all ranks: sums that take no time, sums as the runtime begins them (bucket by bucket, beside a stage's last
+backward), and the same sums behind the last action. What the second takes longer than the first is not hidden. Each
+layer is a bucket. Asked: at least 80% hidden, and a step of at most 1.05 times the simulated one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from autosplit import autosplit
+from autosplit.distributed import replicas
+from autosplit.distributed.step import RankStep
+from autosplit.distributed.world import World
+from autosplit.schedule.catalog import build
+from autosplit.schedule.simulate import simulate
+from benchmarks import pairs
+from benchmarks.replicas import Waiting
+
+STAGES, LAYERS, CHUNKS, WAIT_S = 2, 8, 8, 0.0025
+ASKED_HIDDEN, ASKED_STEP = 0.8, 1.05
+FREE, BESIDE, BEHIND = "sums take no time", "sums beside the backward", "sums behind the step"
+
+
+class _Slow:
+    """A sum that a link carries when it has carried those before."""
+
+    def __init__(self, sums: Future[None], work: Any) -> None:
+        self._sum, self._work = sums, work
+
+    def wait(self) -> None:
+        """Wait until it has arrived."""
+        self._sum.result()
+        self._work.wait()
+
+
+@contextmanager
+def slow_link(*, beside: bool) -> Iterator[None]:
+    """Have each sum over replicas take as long as a layer."""
+    begin = World.begin_to_add
+    with ThreadPoolExecutor(1) as link:
+
+        def begins(world: World, tensor: Tensor) -> _Slow:
+            return _Slow(link.submit(time.sleep, WAIT_S), begin(world, tensor))
+
+        with mock.patch.object(World, "begin_to_add", begins), mock.patch.object(RankStep, "overlaps", beside):
+            yield
+
+
+def simulated_s() -> float:
+    """Return the simulated step: the sum of a stage begins beside its last backward, its last bucket behind it."""
+    stage_s = LAYERS * WAIT_S
+    schedule = build("1f1b", stages=STAGES, microbatches=CHUNKS)
+    timeline = simulate(schedule, forward_s=[stage_s] * STAGES, backward_s=[stage_s] * STAGES)
+    return timeline.step_s + WAIT_S
+
+
+def steps() -> dict[str, Callable[[], Any]]:
+    """Return this rank's contenders."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, STAGES), mesh_dim_names=("dp", "pp"))
+    model = nn.Sequential(*(Waiting(WAIT_S) for _ in range(STAGES * LAYERS)))
+    value, target = torch.randn(2, CHUNKS, 4)
+    pipe = autosplit(model, mesh=mesh, chunks=CHUNKS, schedule="1f1b", sample=value)
+
+    def step() -> None:
+        pipe.zero_grad()
+        pipe.train_step(value, target=target, loss_fn=F.mse_loss)
+
+    def slow(*, beside: bool) -> None:
+        with slow_link(beside=beside):
+            step()
+
+    return {FREE: step, BESIDE: lambda: slow(beside=True), BEHIND: lambda: slow(beside=False)}
+
+
+def measure(repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each contender's steps, of the rank that took longest."""
+    found: dict[str, list[float]] = {}
+    contenders = steps()
+    for turn in range(repeats + 1):
+        for name in pairs.rotated(list(contenders), turn):
+            dist.barrier()
+            seconds = torch.tensor(pairs.read(contenders[name]).wall_s)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            if turn:
+                found.setdefault(name, []).append(float(seconds))
+    return found
+
+
+def report(found: dict[str, list[float]], options: argparse.Namespace) -> None:
+    """Print what was measured, and write it."""
+    machine, sum_s = pairs.facts(), LAYERS * WAIT_S
+    longer = [own - free for own, free in zip(found[BESIDE], found[FREE], strict=True)]
+    hidden = 1 - statistics.median(longer) / sum_s
+    over = statistics.median(found[BESIDE]) / simulated_s()
+    checks = [
+        pairs.at_least("part of the sum that is hidden", ASKED_HIDDEN, hidden),
+        pairs.at_most("step over the simulated one", ASKED_STEP, over),
+    ]
+    figures = [{"contender": name, "seconds": pairs.Spread.of(seconds)} for name, seconds in found.items()]
+    figures.append({"contender": "simulated", "seconds": pairs.Spread.of([simulated_s()])})
+    print(pairs.facts_text(machine))
+    print(pairs.table([{"contender": own["contender"], "ms": own["seconds"].text(4)} for own in figures]))
+    print(pairs.checks_text(checks))
+    if options.json:
+        settings = {"stages": STAGES, "layers": LAYERS, "chunks": CHUNKS, "wait_s": WAIT_S, "repeats": options.repeats}
+        pairs.write(
+            options.json, benchmark="overlap", settings=settings, machine=machine, figures=figures, checks=checks
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Time what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--repeats", type=int, default=9, help="rounds")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if not dist.is_torchelastic_launched():
+        start = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(2 * STAGES), "--module"]
+        command = [sys.executable, "-m", *start, "benchmarks.overlap", *(sys.argv[1:] if argv is None else argv)]
+        return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
+    dist.init_process_group("gloo")
+    with mock.patch.object(replicas, "BUCKET_BYTES", 1):
+        found = measure(options.repeats)
+    if dist.get_rank() == 0:
+        report(found, options)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

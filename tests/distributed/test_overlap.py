@@ -1,0 +1,103 @@
+"""Sums over replicas begin beside the last backward of a stage, and are those of all rows whatever comes later."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit import autosplit
+from autosplit.distributed import replicas
+from autosplit.distributed.world import World
+from autosplit.runtime.step.cells import Cells
+from tests.distributed.processes import Pool
+from tests.distributed.replicas import mesh_of, replica_of
+
+WIDTH, ROWS = 8, 16
+SHARES = {"even": (8, 8), "ragged": (11, 5), "empty": (16, 0)}
+
+
+class Net(nn.Module):
+    """Layers, the first and the last scaled by a value that is computed once per step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.tanh(self.scale)
+        x = self.layers[0](x) * scale
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return x * scale
+
+
+def penalised(layers: nn.ModuleList, held: nn.Module) -> Any:
+    """Return a loss that reads the parameters of the last layer, where a process has them."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        here = [own for own in layers[-1].parameters() if any(own is parameter for parameter in held.parameters())]
+        return F.mse_loss(output, target) + torch.stack([parameter.square().sum() for parameter in here]).sum()
+
+    return loss
+
+
+def steps(schedule: str, shares: tuple[int, int], bucket: int) -> tuple[list[float], list[list[str]]]:
+    """Return by how much gradients differ from the plain model's in four steps, and what was done in each.
+
+    The loss of the third step reads parameters, too.
+    """
+    torch.manual_seed(0)
+    plain = Net().double()
+    model, mesh = copy.deepcopy(plain), mesh_of(2, 2)
+    options: dict[str, Any] = {"virtual_stages": 2} if schedule == "interleaved" else {}
+    sample = torch.randn(8, WIDTH, dtype=torch.float64)
+    pipe = autosplit(model, mesh=mesh, chunks=4, sample=sample, schedule=schedule, **options)
+    log: list[list[str]] = []
+    begin, act = World.begin_to_add, Cells.act
+
+    def begins(world: World, tensor: Tensor) -> Any:
+        log[-1].append("sum")
+        return begin(world, tensor)
+
+    def acts(cells: Cells, action: Any) -> None:
+        log[-1].append(str(action))
+        act(cells, action)
+        log[-1].append(f"end of {action}")
+
+    differences = []
+    patches = mock.patch.object(World, "begin_to_add", begins), mock.patch.object(Cells, "act", acts)
+    with patches[0], patches[1], mock.patch.object(replicas, "BUCKET_BYTES", bucket):
+        for step in range(4):
+            x, target = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
+            log.append([])
+            reads = step == 2 and min(shares) > 0
+            loss = penalised(plain.layers, plain) if reads else F.mse_loss
+            plain.zero_grad()
+            loss(plain(x), target).backward()
+            own = (part.split(shares)[replica_of(mesh)] for part in (x, target))
+            given: dict[str, Any] = {"loss_fn": F.mse_loss}
+            if reads:
+                given = {"loss_fn": penalised(model.layers, pipe), "loss_reduction": "mean"}
+            pipe.zero_grad()
+            pipe.train_step(next(own), target=next(own), **given)
+            named = dict(plain.named_parameters())
+            found = [(named[name].grad, parameter.grad) for name, parameter in pipe.named_parameters()]
+            differences.append(max(float((one - other).abs().max()) for one, other in found))  # type: ignore[operator, union-attr]
+    return differences, log
+
+
+@pytest.mark.parametrize("shares", SHARES)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_h1"])
+def test_sums_are_those_of_all_rows(ranks: Pool, schedule: str, shares: str) -> None:
+    for differences, log in ranks(4).run(steps, schedule, SHARES[shares], 1 << 10):
+        assert max(differences) < 1e-14
+        for done in (log[0], log[1], log[3]) if shares != "empty" else ():
+            first, last = done.index("sum"), max(place for place, word in enumerate(done) if word.startswith("end"))
+            assert (first < last) == (schedule != "zb_h1"), done
