@@ -1,7 +1,7 @@
 """Record a model at several batch sizes until the recordings agree, with as few opaque modules as that takes.
 
 record ──► at the sample's own number of rows: its values answer value reads (a guard)
-       ──► with these answers at 3 and 4 rows: merged, tried at 1
+       ──► with these answers at 1 and 3 rows: merged; at 4 too where these do not agree
        ──► a refusal: the module in whose Python it stands becomes an opaque module, record again
 """
 
@@ -108,17 +108,27 @@ def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) ->
 def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
     rows = batch_rows(flat)
     own, scope = _own(model, flat, rows, scope)
-    third = _THIRD if rows in (1, *BATCH_SIZES) else rows
-    sizes = (*BATCH_SIZES, third)
-    recordings = [own if size == rows else record_at(model, flat, size, scope) for size in sizes]
-    gathered = Gathered(merge(recordings, third=third), 2, scope)
-    recordings[0].changed = frozenset().union(*(recording.changed for recording in recordings))
-    recordings[0].inside = own.inside
+    made = {rows: own}
+
+    def at(*sizes: int) -> Gathered:
+        made.update((size, record_at(model, flat, size, scope)) for size in sizes if size not in made)
+        merged = merge([made[size] for size in sizes], sizes)
+        merged.recording.changed = frozenset().union(*(recording.changed for recording in made.values()))
+        merged.recording.inside = own.inside
+        return Gathered(merged, 2, scope)
+
+    single = None if any(_one_row_misleads(model, call) for call in own.calls) else own
+    if single is not None and rows != 1:
+        single = _single(model, flat, scope)
+    if single is not None and rows > max(BATCH_SIZES) and rows % 2 == 0:  # and 1 and 3: no modulus has one rest of all
+        with contextlib.suppress(TraceError):
+            gathered = at(BATCH_SIZES[0], rows)
+            if _holds_for_one(gathered, single):
+                return replace(gathered, min_rows=1)
+    gathered = at(*BATCH_SIZES, _THIRD if rows in (1, *BATCH_SIZES) else rows)
     if rows == 1:
         gathered.check(own, flat, rows)
-    misleads = any(_one_row_misleads(model, call) for call in own.calls)
-    holds = not misleads and (rows == 1 or _holds_for_one(model, flat, gathered))
-    return replace(gathered, min_rows=1 if holds else 2)
+    return replace(gathered, min_rows=1 if single is not None and _holds_for_one(gathered, single) else 2)
 
 
 def _own(model: nn.Module, flat: FlatInputs, rows: int, scope: Scope) -> tuple[Recording, Scope]:
@@ -137,12 +147,16 @@ def _own(model: nn.Module, flat: FlatInputs, rows: int, scope: Scope) -> tuple[R
         scope = replace(scope, entered=scope.entered | more)
 
 
-def _holds_for_one(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> bool:
-    """Tell whether microbatches of one row can be made; what one row makes the model raise is no error."""
+def _single(model: nn.Module, flat: FlatInputs, scope: Scope) -> Recording | None:
+    """Record at one row; what that makes the model raise is no error."""
     try:
-        single = record_at(model, flat, 1, gathered.scope)
+        return record_at(model, flat, 1, scope)
     except (TraceError, Unexpected):
-        return False
+        return None
+
+
+def _holds_for_one(gathered: Gathered, single: Recording) -> bool:
+    """Tell whether microbatches of one row can be made."""
     gathered.recording.recording.changed |= single.changed
     return holds_at(gathered.recording, single, rows=1)
 
