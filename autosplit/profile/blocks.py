@@ -12,16 +12,23 @@ before and of the block behind. Expanding renames storages; it multiplies nothin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
+from operator import attrgetter
+from typing import Any, Literal
 
+import torch
 from torch import fx, nn
 
 from autosplit.memory.pieces import StageTrace
-from autosplit.profile.expand import Run, Traces, Uneven
-from autosplit.profile.kinds import called
+from autosplit.profile.expand import Run, Traces, Uneven, expanded_costs
+from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
+from autosplit.profile.types import NodeProfile
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 
 _FEWEST = 4
@@ -81,6 +88,42 @@ def templates(runs: Sequence[Run]) -> dict[fx.Node, fx.Node]:
     """Map the nodes of the blocks that others stand for to those of their templates."""
     blocks = ((run.nodes[1], block) for run in runs for block in run.nodes[2:-1])
     return {own: like for template, block in blocks for like, own in zip(template, block, strict=True)}
+
+
+class CostMemo:
+    """Costs of one recording at several sizes, each made once; under one autocast.
+
+    ``mixes``: some nodes run on the whole batch.
+    """
+
+    def __init__(self, traced: TracedGraph) -> None:
+        self._traced = traced
+        self._graph, self._runs = shorten_graph(traced)
+        self.mixes = any(info.node_class is NodeClass.FULL for _, info in traced.compute_nodes())
+        self._known: dict[Hashable, dict[str, NodeProfile]] = {}
+
+    def costs(
+        self,
+        *,
+        rows: int,
+        batch_rows: int,
+        input_grads: tuple[bool, ...] | None = None,
+        kernels: Literal["cpu", "cuda"] = "cpu",
+    ) -> dict[str, NodeProfile]:
+        """Return what :func:`fake_costs` returns, from a run without most of the repeated blocks."""
+        key = rows, batch_rows if self.mixes else None, input_grads, kernels
+        if key not in self._known:
+            run = partial(fake_costs, rows=rows, batch_rows=batch_rows, input_grads=input_grads, kernels=kernels)
+            self._known[key] = self._expanded(run)
+        return self._known[key]
+
+    def _expanded(self, run: Callable[[TracedGraph], dict[str, NodeProfile]]) -> dict[str, NodeProfile]:
+        if self._runs:
+            found = run(replace(self._traced, graph=self._graph))
+            with contextlib.suppress(Uneven):
+                costs = expanded_costs(self._runs, found)
+                return {info.name: costs[info.name] for _, info in self._traced.compute_nodes()}
+        return run(self._traced)
 
 
 def block_trace(stage: StageNodes, how: How) -> StageTrace:
@@ -191,3 +234,49 @@ def _known(node: fx.Node, path: str) -> Hashable:
         return None
     reads = tuple(name.removeprefix(f"{path}.") for name in info.reads)
     return info.node_class, info.tensors, reads, info.random, info.mutated, bool(info.writes), info.whole
+
+
+def called(node: fx.Node, root: nn.Module, places: Mapping[fx.Node, Hashable]) -> Hashable:
+    """Return what a node calls, and on what, as a key; ``places`` are what stands for the nodes that it takes."""
+    target = attrgetter(str(node.target))(root) if node.op in ("call_module", "get_attr") else node.target
+    return node.op, _described(target, {}), _described(node.args, places), _described(node.kwargs, places)
+
+
+def value_kind(value: Any) -> Hashable:
+    """Return what determines the work that is done with a value, as a key: equal work, equal keys."""
+    return _described(value, {})
+
+
+def _described(value: Any, places: Mapping[fx.Node, Hashable]) -> Hashable:
+    """Return an argument of a node as a key: nodes by their places, tensors without their values, others by text."""
+    if isinstance(value, fx.Node):
+        return places.get(value, ("outside", value.name))
+    if isinstance(value, torch.Tensor):
+        is_parameter = isinstance(value, nn.Parameter)
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad, is_parameter
+    if isinstance(value, nn.Module):
+        return _module_kind(value)
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *(_described(item, places) for item in value))
+    if isinstance(value, dict):
+        return tuple((key, _described(item, places)) for key, item in value.items())
+    if isinstance(value, slice):
+        return ("slice", *(_described(part, places) for part in (value.start, value.stop, value.step)))
+    return (type(value).__name__, repr(value))
+
+
+def _module_kind(module: nn.Module) -> Hashable:
+    """Return class, settings and state of one of torch's layers; any other, or one with hooks, is only like itself."""
+    settings: list[Hashable] = []
+    for part in module.modules():
+        hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
+        if hooks or not type(part).__module__.startswith("torch.nn"):
+            return id(module)
+        items = ((key, repr(item)) for key, item in part.__dict__.items() if isinstance(item, _SETTINGS))
+        settings.append((type(part), *items))
+    state = ((name, _described(t, {})) for name, t in (*module.named_parameters(), *module.named_buffers()))
+    return (*settings, *state)
+
+
+_SETTINGS = (bool, int, float, str, tuple, types.NoneType, types.FunctionType, types.BuiltinFunctionType)
+"""What the attributes are by which torch's layers tell how they compute: numbers, and functions such as activations."""

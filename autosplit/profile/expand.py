@@ -13,6 +13,7 @@ from itertools import groupby
 from torch import fx
 
 from autosplit.memory.pieces import Change, Held, StageTrace, Step
+from autosplit.profile.types import NodeProfile
 from autosplit.trace.graph import INFO
 
 
@@ -238,3 +239,30 @@ def _check_balance(trace: StageTrace) -> None:
         stays = {*trace.kept, *(trace.gradients if first else ())}
         if any(count and storage not in stays and (first or count > 0) for storage, count in live.items()):
             raise Uneven
+
+
+def expanded_costs(runs: Sequence[Run], short: Mapping[str, NodeProfile]) -> dict[str, NodeProfile]:
+    """Return the costs of all nodes by those of a short graph: each run one after the other. Raises Uneven."""
+    names, renames = _Names(runs, _labels(runs)), _renames(runs)
+    entered: set[int] = set()
+    for name, cost in short.items():
+        for storage, size in (*cost.outputs.items(), *cost.saved.items()):
+            if storage not in entered:
+                entered.add(storage)
+                names.enter(storage, size, name, "")
+    found: dict[str, NodeProfile] = {}
+    for name, cost in short.items():
+        where = names.labels.get(name)
+        if where is None:
+            found[name] = cost
+            continue
+        run, block = where
+        last = runs[run].copies + 1
+        for position in (0,) if block == 0 else (last,) if block == 2 else range(1, last):
+            own = renames[run, position][name] if block == 1 else name
+            saved, outputs = (
+                {names.at(storage, run, position): size for storage, size in storages.items()}
+                for storages in (cost.saved, cost.outputs)
+            )
+            found[own] = replace(cost, name=own, saved=saved, outputs=outputs)
+    return found

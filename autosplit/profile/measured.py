@@ -21,7 +21,7 @@ from torch import fx, nn
 from autosplit.backward import gradients
 from autosplit.devices import Clock, clock_of, is_out_of_memory
 from autosplit.errors import InputError, ProfileError
-from autosplit.profile.kinds import called, value_kind
+from autosplit.profile.blocks import called, value_kind
 from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, epilogue_nodes
 from autosplit.profile.node_costs.shadow import Shadow, shadow
 from autosplit.profile.types import MeasuredNode, MeasuredTimes, SplitBackward

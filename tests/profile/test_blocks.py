@@ -15,10 +15,9 @@ from torch.nn import functional as F
 from autosplit.memory.pieces import StageTrace
 from autosplit.options import Sample
 from autosplit.profile import blocks
-from autosplit.profile.blocks import block_trace, shorten
+from autosplit.profile.blocks import CostMemo, block_trace, shorten
 from autosplit.profile.expand import Traces
-from autosplit.profile.node_costs.combine import CostMemo
-from autosplit.profile.node_costs.fake import _FakePass, fake_costs
+from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.profile.types import NodeProfile
@@ -172,11 +171,11 @@ def described(costs: dict[str, NodeProfile]) -> Any:
 
 
 @in_turn(share=(0, 2), name=list(CASES))
-def test_costs_of_one_node_of_a_kind_are_those_of_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_of_few_blocks_are_those_of_all(name: str) -> None:
     graph = made(name, 6)
-    found = described(fake_costs(graph, rows=2, batch_rows=ROWS))
-    monkeypatch.setattr(_FakePass, "_kind", lambda *_: None)
-    assert found == described(fake_costs(graph, rows=2, batch_rows=ROWS))
+    assert described(CostMemo(graph).costs(rows=2, batch_rows=ROWS)) == described(
+        fake_costs(graph, rows=2, batch_rows=ROWS)
+    )
 
 
 class Turning(nn.Module):

@@ -20,7 +20,8 @@ from autosplit.planning.profiled.formulate import Outline, formulate, scheduled
 from autosplit.planning.profiled.specs import device_specs, driver_name
 from autosplit.planning.request import ResolvedSchedule, settle
 from autosplit.profile.autocasting import autocast_of
-from autosplit.profile.node_costs.combine import CostMemo, profile
+from autosplit.profile.blocks import CostMemo
+from autosplit.profile.node_costs.combine import profile
 from autosplit.profile.node_costs.work import cost_model_of
 from autosplit.profile.shares import TensorShares
 from autosplit.profile.stage_trace.trace_memo import TraceMemo

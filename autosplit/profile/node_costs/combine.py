@@ -3,51 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from autosplit.errors import DeviceError
+from autosplit.profile.blocks import CostMemo
 from autosplit.profile.measured import measure as measure_nodes
-from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.profile.node_costs.ledger import Operation
 from autosplit.profile.node_costs.work import cost_model_of, work_of
 from autosplit.profile.types import MeasuredNode, MeasuredTimes, NodeProfile, NodeTimes, Profile, StateProfile
 from autosplit.progress import phase
 from autosplit.trace.borrowed.blank import has_meta
-from autosplit.trace.graph import INFO, NodeClass, TracedGraph
+from autosplit.trace.graph import INFO, TracedGraph
 from cost_models.specs import DeviceSpec
 from cost_models.work import CostModel
-
-
-class CostMemo:
-    """Costs of one recording at several sizes, each made once; under one autocast.
-
-    ``mixes``: some nodes run on the whole batch.
-    """
-
-    def __init__(self, traced: TracedGraph) -> None:
-        self._traced = traced
-        self.mixes = any(info.node_class is NodeClass.FULL for _, info in traced.compute_nodes())
-        self._known: dict[Hashable, dict[str, NodeProfile]] = {}
-
-    def costs(
-        self,
-        *,
-        rows: int,
-        batch_rows: int,
-        input_grads: tuple[bool, ...] | None = None,
-        kernels: Literal["cpu", "cuda"] = "cpu",
-    ) -> dict[str, NodeProfile]:
-        """Return what :func:`fake_costs` returns."""
-        key = rows, batch_rows if self.mixes else None, input_grads, kernels
-        if key not in self._known:
-            self._known[key] = fake_costs(
-                self._traced, rows=rows, batch_rows=batch_rows, input_grads=input_grads, kernels=kernels
-            )
-        return self._known[key]
 
 
 def profile(

@@ -6,8 +6,6 @@ a GPU, and "meta" tensors take other kernels.
 Private torch API, tried on torch 2.11 and 2.13: ``FakeTensorMode`` of ``torch._subclasses``. torch has no public way to
 run shapes only.
 
-Operations of torch's that give one new tensor run once per kind: others of that kind get tensors like it.
-
     first pass    shared and micro nodes at ``rows``      ──► ids of the storages by node
     second pass   full nodes, on a batch of ``batch_rows``      equal values, equal ids
 """
@@ -16,9 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -26,18 +23,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from autosplit.errors import ProfileError, is_internal
-from autosplit.profile.kinds import called, value_kind
 from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.node_costs.assumptions import error_text, parameters_met, why_estimated
 from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, Picks, epilogue_nodes, tensors_of
 from autosplit.profile.node_costs.ledger import Ledger, Operation, Storage
 from autosplit.profile.node_costs.shadow import Shadow, shadow
 from autosplit.profile.types import NodeProfile
-from autosplit.trace.borrowed.blank import fake, is_dense
+from autosplit.trace.borrowed.blank import fake
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.trace.recording.run import quiet_log
-from autosplit.trace.rows.kinds import is_torchs
 
 _CPU = torch.device("cpu")
 
@@ -73,15 +68,6 @@ def fake_costs(
     return {info.name: costs[info.name] for _, info in traced.compute_nodes()}
 
 
-class _Made(NamedTuple):
-    """A tensor that a node made: its layout, its storage, those that the node was given, and what it cost."""
-
-    layout: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
-    storage: int
-    given: Sequence[int]
-    cost: NodeProfile
-
-
 class _FakePass(BorderInterpreter):
     """One sweep over the graph: profiles the nodes in ``profiled`` and runs the others plainly."""
 
@@ -101,7 +87,6 @@ class _FakePass(BorderInterpreter):
         self._profiled = profiled
         self._known_ids = known_ids
         self._saved: dict[int, int] = {}
-        self._made: dict[Hashable, _Made] = {}
         self._rows = 0
         self._state_ids = {storage.id for t in twin.tensors if (storage := ledger.storage(t))}
 
@@ -123,10 +108,6 @@ class _FakePass(BorderInterpreter):
         info: TracedNode | None = n.meta.get(INFO)
         if info is None or n.op == "placeholder":
             return super().run_node(n)
-        given = self._given(n)
-        kind = self._kind(n, given)
-        if kind in self._made:
-            return self._like(info, given, self._made[kind])
         self._ledger.open()
         self._saved = {}
         before = self._ledger.live_bytes
@@ -142,37 +123,7 @@ class _FakePass(BorderInterpreter):
         if n in self._profiled:
             self.costs[info.name] = self._profile(info, call, result, before=before)
         self._number(info, settled)
-        if kind is not None and isinstance(settled, torch.Tensor) and is_dense(settled):
-            storage = self._ledger.storage(settled)
-            if storage is not None and storage.id not in given and storage.bytes == _bytes([settled]):
-                layout = tuple(settled.shape), settled.stride(), settled.dtype, settled.requires_grad
-                self._made[kind] = _Made(layout, storage.id, given, self.costs[info.name])
         return settled
-
-    def _given(self, node: fx.Node) -> list[int]:
-        """Return the ids of the storages that a node is given."""
-        tensors = (tensor for operand in node.all_input_nodes for tensor in tensors_of(self.env[operand]))
-        return [storage.id for tensor in tensors if (storage := self._ledger.storage(tensor))]
-
-    def _kind(self, node: fx.Node, given: Sequence[int]) -> Hashable:
-        """Return all that the costs of a node hang on, as a key; None where that may be more."""
-        operands = node.all_input_nodes
-        changes = any(operand.meta[INFO].mutated for operand in operands if INFO in operand.meta)
-        strided = all(t.layout is torch.strided for n in operands for t in tensors_of(self.env[n]))
-        if node not in self._profiled or changes or not strided or _casts() or not is_torchs(node, self.module):
-            return None
-        what = called(node, self.module, {operand: value_kind(self.env[operand]) for operand in operands})
-        return what, *((given.index(storage), storage in self._state_ids) for storage in given)
-
-    def _like(self, info: TracedNode, given: Sequence[int], made: _Made) -> torch.Tensor:
-        """Return a tensor like the one that another node of the kind gave, and enter what that one cost."""
-        shape, stride, dtype, requires_grad = made.layout
-        value = torch.empty_strided(shape, stride, dtype=dtype).requires_grad_(requires_grad)
-        self._number(info, value)
-        names = {**dict(zip(made.given, given, strict=True)), made.storage: self.output_ids[info.name][0]}
-        saved = {names[i] if i in names else self._ledger.number(): size for i, size in made.cost.saved.items()}
-        self.costs[info.name] = replace(made.cost, name=info.name, saved=saved, outputs=self._storages([value]))
-        return value
 
     def _profile(self, info: TracedNode, call: Invocation, result: Any, *, before: int) -> NodeProfile:
         ledger = self._ledger
@@ -263,14 +214,9 @@ class _FakePass(BorderInterpreter):
         self.output_ids[info.name] = [-1 if storage is None else storage.id for storage in storages]
 
 
-def _casts() -> bool:
-    """Tell whether autocast is on, which keeps what it casts for further nodes."""
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-
-
 def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:
     """Tell whether autocast made a tensor of a parameter: that is kept once per step, whatever is in flight."""
-    if not _casts():
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
         return False
     node, casts = tensor.grad_fn, False
     while node is not None and len(node.next_functions) == 1:

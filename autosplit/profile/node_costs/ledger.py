@@ -15,8 +15,7 @@ from autosplit.profile.stage_trace.engine import in_place_on_zeros, summed_in_pl
 from autosplit.profile.workspaces import Workspace, true_results, workspace
 from autosplit.trace.shapes.shape_rules import new_tensor
 
-_ADD, _DEVICE = torch.ops.aten.add.Tensor, torch.ops.prim.device.default
-_CPU = torch.device("cpu")
+_ADD = torch.ops.aten.add.Tensor
 _FREE = frozenset("empty empty_like empty_strided new_empty new_empty_strided _unsafe_view lift_fresh".split())
 """Operations that are no views and yet do no work: they only make a tensor."""
 
@@ -54,7 +53,7 @@ class Ledger(TorchDispatchMode):
         listing: bool = True,
         observed: Mapping[str, int] | None = None,
     ) -> None:
-        """Count; on fake tensors of the CPU add what the ``kernels`` of a device would hold beside their results.
+        """Count; on fake tensors add what the ``kernels`` of a device would hold beside their results.
 
         Without ``listing`` no operations are listed. ``observed``: see `workspaces.workspace`.
         """
@@ -106,11 +105,6 @@ class Ledger(TorchDispatchMode):
                 self._notify((known.id, known.bytes))
         return known
 
-    def number(self) -> int:
-        """Return an id that no storage has had."""
-        self.entered += 1
-        return self.entered - 1
-
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation; on fake tensors also one whose shapes torch knows of no device, or of another."""
         new = None if self.kernels is None else new_tensor(func, args, kwargs)
@@ -138,8 +132,6 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and enter its work and its results."""
-        if func is _DEVICE and self.kernels is not None:  # the engine asks it of each gradient
-            return _CPU
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         if self.kernels is not None and func is _ADD:

@@ -8,8 +8,9 @@ record ──► at the sample's own number of rows: its values answer value rea
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -134,17 +135,20 @@ def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
 def _own(model: nn.Module, flat: FlatInputs, rows: int, scope: Scope) -> tuple[Recording, Scope]:
     """Record at the sample's own number of rows; return what value reads gave in the scope.
 
-    Those leaves are entered whose parameters are used more than once.
+    Those leaves are entered whose parameters are used more than once: at first those that hold one together.
     """
     blank = any(parameter.is_meta for parameter in model.parameters())
     inputs = {flat.names[i]: flat.leaves[i] for i in flat.tensors()}
+    given = scope.entered
+    scope = replace(scope, entered=given | _holding_together(model, scope))
     while True:
         reader = (MetaValueReader if blank else ValueReader)(model, inputs, on_cpu=scope.on_cpu)
         own = _run_at(model, flat, rows, scope, reader).recording
-        more = _to_enter(model, own.calls) - scope.entered
-        if not more:
-            return own, replace(scope, answers=tuple(reader.answers))
-        scope = replace(scope, entered=scope.entered | more)
+        wanted = given | _to_enter(model, own.calls, scope.entered)
+        others = scope.entered - wanted
+        if wanted <= scope.entered and not any(call.module in others for call in own.calls):
+            return own, replace(scope, entered=wanted, answers=tuple(reader.answers))
+        scope, given = replace(scope, entered=wanted), wanted
 
 
 def _single(model: nn.Module, flat: FlatInputs, scope: Scope) -> Recording | None:
@@ -199,7 +203,15 @@ def refuse_hiding(model: nn.Module, scope: Scope, once: Collection[str]) -> None
             raise Refusal(f"module {path!r} would stay whole and holds {share:.0%} of the parameters: {reason}", "")
 
 
-def _to_enter(model: nn.Module, calls: Sequence[Call]) -> frozenset[str]:
+def _holding_together(model: nn.Module, scope: Scope) -> frozenset[str]:
+    """Return the leaf modules that hold a parameter which another one holds too."""
+    leaves = [(path, module) for path, module in model.named_modules() if path and scope.is_leaf(module, path)]
+    own = {path: [id(p) for p in module.parameters(recurse=False)] for path, module in leaves}
+    held = Counter(itertools.chain(*own.values()))
+    return _enterable(model, {path for path, ids in own.items() if any(held[key] > 1 for key in ids)})
+
+
+def _to_enter(model: nn.Module, calls: Sequence[Call], entered: Collection[str]) -> frozenset[str]:
     """Return the leaf modules whose parameters are used more than once: inside them, the parameter is a value."""
     parameters = dict(model.named_parameters())
     uses: dict[str, list[Call]] = defaultdict(list)
@@ -210,7 +222,12 @@ def _to_enter(model: nn.Module, calls: Sequence[Call]) -> frozenset[str]:
     for name, users in uses.items():
         if name in parameters and len(users) > 1:
             found.update(call.leaf for call in users if call.leaf is not None)
-    modules = {path: model.get_submodule(path) for path in found}
+            found.update(call.module for call in users if call.module in entered)
+    return _enterable(model, found)
+
+
+def _enterable(model: nn.Module, paths: Iterable[str]) -> frozenset[str]:
+    modules = {path: model.get_submodule(path) for path in paths}
     kept = (nn.RNNBase, *STATEFUL_LEAVES)
     return frozenset(path for path, own in modules.items() if not has_hooks(own) and not isinstance(own, kept))
 
