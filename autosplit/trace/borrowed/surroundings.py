@@ -31,7 +31,7 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 from autosplit.trace.recording.recording import is_foreign, source_line
 
@@ -106,7 +106,7 @@ def as_in_a_plain_call() -> contextlib.AbstractContextManager[Any]:
 _SPARSE = frozenset(getattr(torch, name) for name in dir(torch) if re.match("sparse_.*_tensor$", name))
 
 
-class _Checked(TorchFunctionMode):
+class _Checked(BaseTorchFunctionMode):
     """Checks the counts and places of operations that were told not to: those of other rows may be out of bounds."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,7 +115,7 @@ class _Checked(TorchFunctionMode):
             kwargs = {**kwargs, "unsafe": False}
         if func in _SPARSE:
             kwargs = {**kwargs, "check_invariants": True}
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 @contextlib.contextmanager
