@@ -140,8 +140,8 @@ def autosplit(
     choose("precision", precision, (None,))
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     world = _world(devices, mesh)
-    ways = {"feed": choose("feed", feed, FEED), "outputs": choose("outputs", outputs, OUTPUTS)}
-    ways |= {"weights": weights, "parallelize": parallelize, "timeout": timeout, "check_inputs": check_inputs}
+    ways = {"weights": weights, "parallelize": parallelize, "timeout": timeout, "check_inputs": check_inputs}
+    ways |= {"feed": choose("feed", feed, FEED), "outputs": choose("outputs", outputs, OUTPUTS)}
     _check_model(model, world, ways)
     resolved = resolve_devices(devices) if world is None else (world.device,) * world.size
     others = {"plan": pinned, "virtual_stages": virtual_stages}
@@ -159,10 +159,9 @@ def autosplit(
         pinned=pinned,
     )
     options = Options(
-        **(asked | {"devices": resolved, "replicas": each, "batch_dims": batch_dims}),
+        **(asked | {"devices": resolved, "replicas": each, "batch_dims": batch_dims, "processes": world is not None}),
         compile=resolve_compile(compile),
         lanes=resolve_lanes(lanes, resolved) if world is None else "inline",
-        processes=world is not None,
         hosts=() if world is None else world.hosts,
         rng=resolve_rng(rng, resolved),
         batch_norm=choose("batch_norm", batch_norm, (None, *BATCH_NORM)),

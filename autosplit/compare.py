@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -167,21 +168,25 @@ def _numbers(part: torch.Tensor) -> torch.Tensor:
         return _precise_numbers(part)
 
 
+@cache
+def _weights(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    places = torch.arange(_BLOCK, dtype=torch.float64, device=device)
+    return torch.stack((torch.ones_like(places), places.mul(1.7).add(0.3).cos()), 1).to(dtype)
+
+
 def _precise_numbers(part: torch.Tensor) -> torch.Tensor:
     half = part.dtype in (torch.float16, torch.bfloat16)
     if part.dtype != torch.float32:
         part = part.to(torch.float32 if half else torch.float64)
     table = F.pad(part, (0, -len(part) % _BLOCK)).view(-1, _BLOCK)
-    places = torch.arange(_BLOCK, dtype=torch.float64, device=part.device)
-    weights = torch.stack((torch.ones_like(places), places.mul(1.7).add(0.3).cos()), 1).to(part.dtype)
-    sums, norms = table @ weights, table.norm(dim=1, keepdim=True)
+    sums, norms = table @ _weights(part.dtype, part.device), table.norm(dim=1, keepdim=True)
     if bool(norms.isfinite().all()):
         return torch.cat((sums, torch.zeros_like(norms), norms), 1)
     wide = table.double()
     outside = ~wide.isfinite()
     wide = torch.where(outside, 0, wide)
     count = outside.sum(1, keepdim=True).double()
-    return torch.cat((wide @ weights.double(), count, wide.norm(dim=1, keepdim=True)), 1)
+    return torch.cat((wide @ _weights(torch.float64, part.device), count, wide.norm(dim=1, keepdim=True)), 1)
 
 
 # -- two runs, part by part ------------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ def _scatter(
     if not shards:
         return
     there = torch.tensor([found[id(shard)] is not None for shard in shards], dtype=torch.int32)
-    world.add_up("which gradients other replicas have", there)
+    world.wait_for("which gradients other replicas have", world.begin_to_add(there))
     for shard, count in zip(shards, there.tolist(), strict=True):
         gradient = found.pop(id(shard))
         if count:

@@ -191,10 +191,6 @@ class World:
             with self._waiting(what, tuple(self.holders(self.rank) - {self.number})):
                 work.wait()
 
-    def add_up(self, what: str, tensor: torch.Tensor) -> None:
-        """Add a tensor's values over the replicas, in place."""
-        self.wait_for(what, self.begin_to_add(tensor))
-
     def with_others(self) -> AbstractContextManager[None]:
         """Say that this rank waits for those with which it shares tensors."""
         sharing = tuple(layout[self.replica][self.rank] for layout in self.columns)

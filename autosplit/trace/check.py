@@ -104,6 +104,7 @@ class _Checker:
         self.made = {tensor.dtype for info in infos for tensor in info.tensors} if self.loose else set()
         self.written = {name for info in infos for name in info.writes}
         parameters = list(self.model.parameters())
+        self.dtypes = {p.dtype for p in parameters}
         self.meta, self.large = any(p.is_meta for p in parameters), sum(p.numel() for p in parameters) > _LARGE
 
     def difference(self) -> str | None:
@@ -150,7 +151,7 @@ class _Checker:
     def _tolerance(self, dtype: torch.dtype) -> float:
         if not (dtype.is_floating_point or dtype.is_complex):
             return 0.0
-        rounding = tolerance(ROUNDING, dtype, *(p.dtype for p in self.model.parameters()))
+        rounding = tolerance(ROUNDING, dtype, *self.dtypes)
         return max(rounding, tolerance(REORDERED, *self.made)) if self.made else rounding
 
     # -- runs ----------------------------------------------------------------------------------------------------

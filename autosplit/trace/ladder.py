@@ -1,6 +1,6 @@
 """From a model and its inputs to an accepted :class:`TracedGraph`.
 
-record at three sizes ─► merge ─► fx graph ─► value probe (eval mode, real rows) ─► node classes ─► colocation, order
+record at few sizes ─► merge ─► fx graph ─► value probe (eval mode, real rows) ─► node classes ─► colocation, order
 """
 
 from __future__ import annotations

@@ -15,18 +15,7 @@ from hypothesis import strategies as st
 from networkx.algorithms import dag
 
 from autosplit.distributed import order as module
-from autosplit.distributed.order import (
-    Entry,
-    Item,
-    Receive,
-    Reduce,
-    Send,
-    arrivals,
-    check_order,
-    of_rank,
-    step_order,
-    with_reductions,
-)
+from autosplit.distributed.order import Entry, Item, Receive, Send, arrivals, check_order, of_rank, step_order
 from autosplit.errors import ScheduleError
 from autosplit.runtime.transport import Way
 from autosplit.schedule.action import Action, Schedule
@@ -186,24 +175,6 @@ def test_a_first_step_ends_where_receives_wait_for_descriptions(name: str, chanc
 
 def text(items: Iterable[Item]) -> str:
     return ", ".join(map(str, items))
-
-
-@NAMED
-@settings(max_examples=examples(100, few=15))
-@given(chance=CHANCE)
-def test_sums_over_replicas_begin_once_per_stage_in_one_order(name: str, chance: random.Random) -> None:
-    case = drawn(name, chance)
-    for items in case.lists():
-        found = with_reductions(items)
-        performed = [item.beside if isinstance(item, Reduce) else item for item in found]
-        assert [item for item in performed if item is not None] == list(items)
-        backwards = {item for item in items if isinstance(item, Action) and item.kind != "F"}
-        begun = [item.stage for item in found if isinstance(item, Reduce)]
-        assert begun == sorted({action.stage for action in backwards}, reverse=True)
-        for item in found:
-            backwards.discard(item.beside if isinstance(item, Reduce) else item)  # type: ignore[arg-type]
-            if isinstance(item, Reduce):
-                assert item.stage not in {action.stage for action in backwards}
 
 
 def test_1f1b_of_two_stages() -> None:

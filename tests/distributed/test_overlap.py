@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.distributed import replicas
+from autosplit.distributed.order import Reduce, with_reductions
 from autosplit.distributed.world import World
 from autosplit.runtime.step.cells import Cells
+from autosplit.schedule.action import Action
+from autosplit.schedule.catalog import SCHEDULES
+from tests.distributed.orders import drawn
 from tests.distributed.processes import Pool
 from tests.distributed.replicas import mesh_of, replica_of
+from tests.properties import examples
 
 WIDTH, ROWS = 8, 16
 SHARES = {"even": (8, 8), "ragged": (11, 5), "empty": (16, 0)}
@@ -101,3 +109,21 @@ def test_sums_are_those_of_all_rows(ranks: Pool, schedule: str, shares: str) -> 
         for done in (log[0], log[1], log[3]) if shares != "empty" else ():
             first, last = done.index("sum"), max(place for place, word in enumerate(done) if word.startswith("end"))
             assert (first < last) == (schedule != "zb_h1"), done
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "shuffled"])
+@settings(max_examples=examples(100, few=15))
+@given(chance=st.integers(0, 2**32 - 1).map(random.Random))
+def test_sums_over_replicas_begin_once_per_stage_in_one_order(name: str, chance: random.Random) -> None:
+    case = drawn(name, chance)
+    for items in case.lists():
+        found = with_reductions(items)
+        performed = [item.beside if isinstance(item, Reduce) else item for item in found]
+        assert [item for item in performed if item is not None] == list(items)
+        backwards = {item for item in items if isinstance(item, Action) and item.kind != "F"}
+        begun = [item.stage for item in found if isinstance(item, Reduce)]
+        assert begun == sorted({action.stage for action in backwards}, reverse=True)
+        for item in found:
+            backwards.discard(item.beside if isinstance(item, Reduce) else item)  # type: ignore[arg-type]
+            if isinstance(item, Reduce):
+                assert item.stage not in {action.stage for action in backwards}

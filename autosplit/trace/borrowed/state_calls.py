@@ -51,7 +51,7 @@ def track_mutation(recorder: Recorder, call: Call, touched: Sequence[torch.Tenso
                 "changes a tensor in place that is a plain attribute; a graph would hold its own: register it as "
                 "a buffer"
             )
-        if changed and owner is not None and owner in dict(recorder.model.named_parameters()):
+        if changed and owner is not None and owner in recorder.parameters:
             raise Refusal(in_place(owner), "")
         if owner is not None and name is None:
             call.views.append(owner)

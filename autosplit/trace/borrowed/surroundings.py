@@ -103,14 +103,19 @@ def as_in_a_plain_call() -> contextlib.AbstractContextManager[Any]:
     return patch.object(torch._subclasses, "FakeTensor", _Unseen)
 
 
+_SPARSE = frozenset(getattr(torch, name) for name in dir(torch) if re.match("sparse_.*_tensor$", name))
+
+
 class _Checked(BaseTorchFunctionMode):
     """Checks the counts and places of operations that were told not to: those of other rows may be out of bounds."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        checks = {"unsafe": False} if kwargs and "unsafe" in kwargs else {}
-        if re.match("sparse_.*_tensor$", getattr(func, "__name__", "")):
-            checks = {"check_invariants": True}
-        return super().__torch_function__(func, types, args, {**(kwargs or {}), **checks})
+        kwargs = kwargs or {}
+        if "unsafe" in kwargs:
+            kwargs = {**kwargs, "unsafe": False}
+        if func in _SPARSE:
+            kwargs = {**kwargs, "check_invariants": True}
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 @contextlib.contextmanager

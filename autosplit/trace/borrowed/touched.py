@@ -39,37 +39,40 @@ def touched(model: nn.Module) -> Iterator[Mapping[tuple[str, ...], set[Place]]]:
     all attributes of a module: code that asks for its ``__dict__`` may go through them.
     """
     paths = {id(module): path for path, module in model.named_modules()}
+    yielded: dict[tuple[str, ...], set[Place]] = {}
     read, write, delete = nn.Module.__getattribute__, nn.Module.__setattr__, nn.Module.__delattr__
     call, calling, thread = nn.Module.__call__, tuple[str, ...](), threading.get_ident()
-    found: defaultdict[tuple[str, ...], set[Place]] = defaultdict(set)
+    found: defaultdict[tuple[str, ...], set[tuple[int, str]]] = defaultdict(set)
     made: set[tuple[int, str]] = set()
     """What a hook computed before anybody read it."""
+    here, behind, going_back = found[calling], found[BACKWARD], torch._C._current_graph_task_id
 
-    def note(module: nn.Module, name: str) -> None:
-        if (path := paths.get(id(module))) is not None and (id(module), name) not in made:
-            found[calling if torch._C._current_graph_task_id() < 0 else BACKWARD].add((path, name))
+    def note(module: nn.Module, name: str) -> None:  # it runs for every attribute that anybody reads
+        (here if going_back() < 0 else behind).add((id(module), name))
 
     def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calling
+        nonlocal calling, here
         if threading.get_ident() != thread:
             return call(module, *args, **kwargs)
         before, calling = calling, (*calling, paths.get(id(module), ""))
+        here = found[calling]
         try:
             return call(module, *args, **kwargs)
         finally:
-            calling = before
+            calling, here = before, found[before]
 
     def get(module: nn.Module, name: str) -> Any:
-        if name == "__getstate__" or (name == "__dict__" and not _looks_up(sys._getframe(1).f_code.co_filename)):
-            note(module, "")
-        elif name != "__dict__":
-            note(module, name)
+        if name == "__dict__" or name == "__getstate__":
+            if name == "__getstate__" or not _looks_up(sys._getframe(1).f_code.co_filename):
+                note(module, "")
+        else:
+            (here if going_back() < 0 else behind).add((id(module), name))
         return read(module, name)
 
     def set_(module: nn.Module, name: str, value: Any) -> None:
-        place = paths.get(id(module)), name
+        place = id(module), name
         if is_computed(module, name, value) and not any(place in places for places in found.values()):
-            made.add((id(module), name))
+            made.add(place)
         note(module, name)
         write(module, name, value)
 
@@ -83,11 +86,15 @@ def touched(model: nn.Module) -> Iterator[Mapping[tuple[str, ...], set[Place]]]:
         patch.object(nn.Module, "__setattr__", set_),
         patch.object(nn.Module, "__delattr__", delete_),
     ):
-        for path, module in model.named_modules():
+        for module in model.modules():
             own: Any = type(module).__getattribute__
             if own is not get:  # it may ask ``object`` itself
-                found[()].add((path, ""))
-        yield found
+                found[()].add((id(module), ""))
+        try:
+            yield yielded
+        finally:
+            for by, places in found.items():
+                yielded[by] = {(paths[key], name) for key, name in places - made if key in paths}
 
 
 def _looks_up(file: str) -> bool:

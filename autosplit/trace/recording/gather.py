@@ -1,15 +1,16 @@
 """Record a model at several batch sizes until the recordings agree, with as few opaque modules as that takes.
 
 record ──► at the sample's own number of rows: its values answer value reads (a guard)
-       ──► with these answers at 3 and 4 rows: merged, tried at 1
+       ──► with these answers at 1 and 3 rows: merged; at 4 too where these do not agree
        ──► a refusal: the module in whose Python it stands becomes an opaque module, record again
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -108,41 +109,58 @@ def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) ->
 def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
     rows = batch_rows(flat)
     own, scope = _own(model, flat, rows, scope)
-    third = _THIRD if rows in (1, *BATCH_SIZES) else rows
-    sizes = (*BATCH_SIZES, third)
-    recordings = [own if size == rows else record_at(model, flat, size, scope) for size in sizes]
-    gathered = Gathered(merge(recordings, third=third), 2, scope)
-    recordings[0].changed = frozenset().union(*(recording.changed for recording in recordings))
-    recordings[0].inside = own.inside
+    made = {rows: own}
+
+    def at(*sizes: int) -> Gathered:
+        made.update((size, record_at(model, flat, size, scope)) for size in sizes if size not in made)
+        merged = merge([made[size] for size in sizes], sizes)
+        merged.recording.changed = frozenset().union(*(recording.changed for recording in made.values()))
+        merged.recording.inside = own.inside
+        return Gathered(merged, 2, scope)
+
+    single = None if any(_one_row_misleads(model, call) for call in own.calls) else own
+    if single is not None and rows != 1:
+        single = _single(model, flat, scope)
+    if single is not None and rows > max(BATCH_SIZES) and rows % 2 == 0:  # and 1 and 3: no modulus has one rest of all
+        with contextlib.suppress(TraceError):
+            gathered = at(BATCH_SIZES[0], rows)
+            if _holds_for_one(gathered, single):
+                return replace(gathered, min_rows=1)
+    gathered = at(*BATCH_SIZES, _THIRD if rows in (1, *BATCH_SIZES) else rows)
     if rows == 1:
         gathered.check(own, flat, rows)
-    misleads = any(_one_row_misleads(model, call) for call in own.calls)
-    holds = not misleads and (rows == 1 or _holds_for_one(model, flat, gathered))
-    return replace(gathered, min_rows=1 if holds else 2)
+    return replace(gathered, min_rows=1 if single is not None and _holds_for_one(gathered, single) else 2)
 
 
 def _own(model: nn.Module, flat: FlatInputs, rows: int, scope: Scope) -> tuple[Recording, Scope]:
     """Record at the sample's own number of rows; return what value reads gave in the scope.
 
-    Those leaves are entered whose parameters are used more than once.
+    Those leaves are entered whose parameters are used more than once: at first those that hold one together.
     """
     blank = any(parameter.is_meta for parameter in model.parameters())
     inputs = {flat.names[i]: flat.leaves[i] for i in flat.tensors()}
+    given = scope.entered
+    scope = replace(scope, entered=given | _holding_together(model, scope))
     while True:
         reader = (MetaValueReader if blank else ValueReader)(model, inputs, on_cpu=scope.on_cpu)
         own = _run_at(model, flat, rows, scope, reader).recording
-        more = _to_enter(model, own.calls) - scope.entered
-        if not more:
-            return own, replace(scope, answers=tuple(reader.answers))
-        scope = replace(scope, entered=scope.entered | more)
+        wanted = given | _to_enter(model, own.calls, scope.entered)
+        others = scope.entered - wanted
+        if wanted <= scope.entered and not any(call.module in others for call in own.calls):
+            return own, replace(scope, entered=wanted, answers=tuple(reader.answers))
+        scope, given = replace(scope, entered=wanted), wanted
 
 
-def _holds_for_one(model: nn.Module, flat: FlatInputs, gathered: Gathered) -> bool:
-    """Tell whether microbatches of one row can be made; what one row makes the model raise is no error."""
+def _single(model: nn.Module, flat: FlatInputs, scope: Scope) -> Recording | None:
+    """Record at one row; what that makes the model raise is no error."""
     try:
-        single = record_at(model, flat, 1, gathered.scope)
+        return record_at(model, flat, 1, scope)
     except (TraceError, Unexpected):
-        return False
+        return None
+
+
+def _holds_for_one(gathered: Gathered, single: Recording) -> bool:
+    """Tell whether microbatches of one row can be made."""
     gathered.recording.recording.changed |= single.changed
     return holds_at(gathered.recording, single, rows=1)
 
@@ -185,7 +203,15 @@ def refuse_hiding(model: nn.Module, scope: Scope, once: Collection[str]) -> None
             raise Refusal(f"module {path!r} would stay whole and holds {share:.0%} of the parameters: {reason}", "")
 
 
-def _to_enter(model: nn.Module, calls: Sequence[Call]) -> frozenset[str]:
+def _holding_together(model: nn.Module, scope: Scope) -> frozenset[str]:
+    """Return the leaf modules that hold a parameter which another one holds too."""
+    leaves = [(path, module) for path, module in model.named_modules() if path and scope.is_leaf(module, path)]
+    own = {path: [id(p) for p in module.parameters(recurse=False)] for path, module in leaves}
+    held = Counter(itertools.chain(*own.values()))
+    return _enterable(model, {path for path, ids in own.items() if any(held[key] > 1 for key in ids)})
+
+
+def _to_enter(model: nn.Module, calls: Sequence[Call], entered: Collection[str]) -> frozenset[str]:
     """Return the leaf modules whose parameters are used more than once: inside them, the parameter is a value."""
     parameters = dict(model.named_parameters())
     uses: dict[str, list[Call]] = defaultdict(list)
@@ -196,7 +222,12 @@ def _to_enter(model: nn.Module, calls: Sequence[Call]) -> frozenset[str]:
     for name, users in uses.items():
         if name in parameters and len(users) > 1:
             found.update(call.leaf for call in users if call.leaf is not None)
-    modules = {path: model.get_submodule(path) for path in found}
+            found.update(call.module for call in users if call.module in entered)
+    return _enterable(model, found)
+
+
+def _enterable(model: nn.Module, paths: Iterable[str]) -> frozenset[str]:
+    modules = {path: model.get_submodule(path) for path in paths}
     kept = (nn.RNNBase, *STATEFUL_LEAVES)
     return frozenset(path for path, own in modules.items() if not has_hooks(own) and not isinstance(own, kept))
 

@@ -1,4 +1,4 @@
-"""Three recordings at three batch sizes become one whose numbers are expressions of the batch size.
+"""Recordings at two or three batch sizes become one whose numbers are expressions of the batch size.
 
 Another recording holds where it is the merged one at its number of rows. At one row expansions are left out of both
 sides first, as transformers leaves them out there:
@@ -35,7 +35,7 @@ from autosplit.trace.recording.recording import (
 )
 
 BATCH_SIZES = (3, 4)
-"""The numbers of rows of the first two recordings, of which every number is a line; the third one must lie on it."""
+"""The numbers of rows of the first two recordings, of which every number is a line; others must lie on it."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class MergedRecording:
     lengths: tuple[Length, ...] = ()
 
 
-def merge(recordings: Sequence[Recording], *, third: int) -> MergedRecording:
-    """Merge recordings at ``BATCH_SIZES`` and a ``third`` number of rows.
+def merge(recordings: Sequence[Recording], sizes: Sequence[int]) -> MergedRecording:
+    """Merge recordings at two or more numbers of rows, the first of `BATCH_SIZES` and others.
 
     Raises TraceError where they differ by more than affine numbers.
     """
-    first, sizes = recordings[0], (*BATCH_SIZES, third)
+    first = recordings[0]
     for other, rows in zip(recordings[1:], sizes[1:], strict=True):
         _same_calls(first, other, rows)
     merged: list[MergedCall] = []
@@ -177,7 +177,8 @@ def _line(sizes: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]:
         return 0, first
     per_row = (values[1] - values[0]) / (sizes[1] - sizes[0])
     constant = values[0] - per_row * sizes[0]
-    if abs(per_row * sizes[2] + constant - values[2]) > 1e-9 * max(1.0, abs(values[2])):
+    on_line = (abs(per_row * s + constant - v) <= 1e-9 * max(1.0, abs(v)) for s, v in zip(sizes, values, strict=True))
+    if not all(on_line) or (isinstance(first, int) and per_row % 1):
         raise Differs(f"the numbers {', '.join(map(str, values))}")
     return (int(per_row), int(constant)) if isinstance(first, int) else (per_row, constant)
 

@@ -101,6 +101,7 @@ class Recorder(TorchFunctionMode):
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._root_ambient = GradAutocastState.current()
         self._transforms = torch._C._functorch.maybe_current_level()
+        self.parameters = frozenset(name for name, _ in model.named_parameters())
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.attributes.setdefault(id(tensor), name)
             self._keep.append(tensor)

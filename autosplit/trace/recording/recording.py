@@ -164,6 +164,7 @@ def refs_in(value: Any) -> list[Ref]:
     return [leaf for leaf in leaves_in(value) if isinstance(leaf, Ref)]
 
 
+@functools.cache
 def is_foreign(file: str) -> bool:
     """Tell whether code is torch's, the recorder's or made at run time: neither the model's nor that of its package."""
     return file.startswith((_OWN, _TORCH, _DECORATORS, "<"))
