@@ -247,7 +247,7 @@ def signature(runs: PythonRuns) -> Key:
 def walked(runs: PythonRuns) -> Key:
     """Return the signature that a walk gives that nothing was kept for."""
     runs = copy.copy(runs)
-    runs._token, runs._outside, runs._keys = None, OutsideValues(), lambda *_: {}
+    runs.token, runs._outside, runs._keys = None, OutsideValues(), lambda *_: {}
     return signature(runs)
 
 
@@ -280,10 +280,10 @@ def test_what_recordings_do_not_touch_needs_no_walk(change: str) -> None:
     runs = PythonRuns(model)
     with runs.watched():
         model(torch.ones(2, 4))
-    before, token = signature(runs), runs._token
+    before, token = signature(runs), runs.token
     UNTOUCHED[change](model)
     assert signature(runs) is before
-    assert runs._token is token
+    assert runs.token is token
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
