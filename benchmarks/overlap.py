@@ -2,7 +2,7 @@
 
     python -m benchmarks.overlap [--json FILE] [--repeats 9]
 
-Layers wait 2.5 ms forward and backward, eight to a stage, and the link between replicas carries one sum at a time and
+Layers wait 5 ms forward and backward, eight to a stage, and the link between replicas carries one sum at a time and
 takes as long for a layer's: so a stage's sum is as long as its backward. Waiting needs no core. Three contenders take
 turns, on all ranks: sums that take no time, sums as the runtime begins them (bucket by bucket, beside a stage's last
 backward), and the same sums behind the last action. What the second takes longer than the first is not hidden. Each
@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,14 +32,15 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.distributed import replicas
-from autosplit.distributed.step import RankStep
+from autosplit.distributed.replicas import Reductions
 from autosplit.distributed.world import World
 from autosplit.schedule.catalog import build
 from autosplit.schedule.simulate import simulate
 from benchmarks import pairs
 from benchmarks.replicas import Waiting
 
-STAGES, LAYERS, CHUNKS, WAIT_S = 2, 8, 8, 0.0025
+STAGES, LAYERS, CHUNKS, WAIT_S = 2, 8, 8, 0.005
+LAYER_BYTES = 4 * (4 * 4 + 4)
 ASKED_HIDDEN, ASKED_STEP = 0.8, 1.05
 FREE, BESIDE, BEHIND = "sums take no time", "sums beside the backward", "sums behind the step"
 
@@ -65,16 +66,30 @@ def slow_link(*, beside: bool) -> Iterator[None]:
         def begins(world: World, tensor: Tensor) -> _Slow:
             return _Slow(link.submit(time.sleep, WAIT_S), begin(world, tensor))
 
-        with mock.patch.object(World, "begin_to_add", begins), mock.patch.object(RankStep, "overlaps", beside):
+        late = nullcontext() if beside else mock.patch.object(Reductions, "beside", return_value=nullcontext())
+        with mock.patch.object(World, "begin_to_add", begins), late:
             yield
 
 
-def simulated_s() -> float:
+def simulated_s(forward_s: float, backward_s: float) -> float:
     """Return the simulated step: the sum of a stage begins beside its last backward, its last bucket behind it."""
-    stage_s = LAYERS * WAIT_S
     schedule = build("1f1b", stages=STAGES, microbatches=CHUNKS)
-    timeline = simulate(schedule, forward_s=[stage_s] * STAGES, backward_s=[stage_s] * STAGES)
+    timeline = simulate(schedule, forward_s=[forward_s] * STAGES, backward_s=[backward_s] * STAGES)
     return timeline.step_s + WAIT_S
+
+
+def alone(repeats: int) -> tuple[float, float]:
+    """Return the median seconds that a stage's layers take for a microbatch, forward and backward."""
+    layers, value = nn.Sequential(*(Waiting(WAIT_S) for _ in range(LAYERS))), torch.randn(1, 4)
+    forwards, backwards = [], []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        output = layers(value)
+        middle = time.perf_counter()
+        output.sum().backward()
+        forwards.append(middle - start)
+        backwards.append(time.perf_counter() - middle)
+    return statistics.median(forwards), statistics.median(backwards)
 
 
 def steps() -> dict[str, Callable[[], Any]]:
@@ -110,20 +125,20 @@ def measure(repeats: int) -> dict[str, list[float]]:
     return found
 
 
-def report(found: dict[str, list[float]], options: argparse.Namespace) -> None:
-    """Print what was measured, and write it."""
+def report(found: dict[str, list[float]], step_s: float, options: argparse.Namespace) -> None:
+    """Print what was measured beside the simulated step, and write it."""
     machine, sum_s = pairs.facts(), LAYERS * WAIT_S
     longer = [own - free for own, free in zip(found[BESIDE], found[FREE], strict=True)]
     hidden = 1 - statistics.median(longer) / sum_s
-    over = statistics.median(found[BESIDE]) / simulated_s()
+    over = statistics.median(found[BESIDE]) / step_s
     checks = [
         pairs.at_least("part of the sum that is hidden", ASKED_HIDDEN, hidden),
         pairs.at_most("step over the simulated one", ASKED_STEP, over),
     ]
     figures = [{"contender": name, "seconds": pairs.Spread.of(seconds)} for name, seconds in found.items()]
-    figures.append({"contender": "simulated", "seconds": pairs.Spread.of([simulated_s()])})
+    figures.append({"contender": "simulated", "seconds": pairs.Spread.of([step_s])})
     print(pairs.facts_text(machine))
-    print(pairs.table([{"contender": own["contender"], "ms": own["seconds"].text(4)} for own in figures]))
+    print(pairs.table([{"contender": own["contender"], "seconds": own["seconds"].text(3)} for own in figures]))
     print(pairs.checks_text(checks))
     if options.json:
         settings = {"stages": STAGES, "layers": LAYERS, "chunks": CHUNKS, "wait_s": WAIT_S, "repeats": options.repeats}
@@ -144,10 +159,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", *start, "benchmarks.overlap", *(sys.argv[1:] if argv is None else argv)]
         return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
     dist.init_process_group("gloo")
-    with mock.patch.object(replicas, "BUCKET_BYTES", 1):
+    with mock.patch.object(replicas, "BUCKET_BYTES", LAYER_BYTES):
         found = measure(options.repeats)
+    step_s = simulated_s(*alone(options.repeats))  # on all ranks at once, as in a step
     if dist.get_rank() == 0:
-        report(found, options)
+        report(found, step_s, options)
     dist.destroy_process_group()
     return 0
 
