@@ -211,7 +211,7 @@ class _Writer:
         tables = (*(vars(holder)[table] for table in _TABLES), vars(holder))
         table = next((table for table in tables if isinstance(table.get(name), torch.Tensor)), None)
         if table is None or any(map(_is_users, node.users)):
-            return f"{self._named(holder)}.{name}"
+            return f"getattr({self._named(holder)}, {name!r})"
         place = self._named(None, name)
         self._code.add_slot(partial(self._space.__setitem__, place), table, name)
         return place
@@ -219,7 +219,7 @@ class _Writer:
     def _named(self, value: Any, hint: str = "") -> str:
         """Return a name under which the function finds a value."""
         hint = hint or getattr(value, "__name__", type(value).__name__)
-        name = f"{re.sub(r'[^0-9a-zA-Z_]', '_', hint)}__{len(self._space)}"
+        name = f"{re.sub(r'^(?=[0-9])|[^0-9a-zA-Z_]', '_', hint)}__{len(self._space)}"
         while name in self._locals:
             name += "_"
         self._space[name] = value

@@ -6,7 +6,7 @@ import enum
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +48,7 @@ def build(model: nn.Module, merged: MergedRecording, *, keep: Collection[int] | 
 
     ``keep`` are the indices of the calls to emit; None: all of them.
     """
-    builder = _Builder(merged)
+    builder = _Builder(merged, (*model._parameters, *model._buffers))
     for index, call in enumerate(merged.calls):
         if keep is None or index in keep:
             builder.emit(index, call)
@@ -68,8 +68,11 @@ _PRINTED = {*_TORCHS, int, float, bool, str, complex, type(None), range, slice, 
 
 
 class _Builder:
-    def __init__(self, merged: MergedRecording) -> None:
+    def __init__(self, merged: MergedRecording, state: Iterable[str]) -> None:
+        """``state`` are the names of the model's own tensors, which no value may have: layouts tell both by name."""
         self.graph = fx.Graph()
+        for name in state:
+            self.graph._graph_namespace.create_name(name, None)
         self.nodes: dict[int, fx.Node] = {}
         self.rows = self.graph.placeholder("rows")
         self.lengths = {length.name: self.graph.placeholder(length.name) for length in merged.lengths}
