@@ -69,7 +69,7 @@ class Reductions:
     """
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self.world = world
         self._begun: list[_Begun] = []
 
     @contextmanager
@@ -111,32 +111,32 @@ class Reductions:
         }
         all_dense = not sparse and not any(own is None for own in gradients)
         gradients.clear()
-        self._begun.append(_Begun(leaves, flat, sparse, all_dense, self._world.begin_to_add(flat)))
+        self._begun.append(_Begun(leaves, flat, sparse, all_dense, self.world.begin_to_add(flat)))
 
     def finish(self) -> dict[int, Tensor | None]:
         """Wait for all sums, and return them by the identity of the leaf; None where no replica has a gradient."""
         found: dict[int, Tensor | None] = {}
         for begun in self._begun:
-            self._world.wait_for("gradients of other replicas", begun.work)
+            self.world.wait_for("gradients of other replicas", begun.work)
             leaves, flat = begun.leaves, begun.flat
             counts = [1] * len(leaves) if begun.all_dense else flat[-len(leaves) :].real.tolist()
             sums = flat[: -len(leaves)].split([leaf.numel() for leaf in leaves])
             for leaf, total, count in zip(leaves, sums, counts, strict=True):
                 if count < 0:
-                    found[id(leaf)] = _sparse_sum(self._world.across, leaf, begun.sparse.get(id(leaf)))
+                    found[id(leaf)] = _sparse_sum(self.world.across, leaf, begun.sparse.get(id(leaf)))
                 else:
                     found[id(leaf)] = _shaped(leaf, total) if count else None
         self._begun.clear()
         return found
 
     def tensors(self) -> list[Tensor]:
-        """Return what sums are made in."""
+        """Return what sums that are under way are made in."""
         return [begun.flat for begun in self._begun]
 
 
 @contextmanager
 def adding_gradients(
-    reductions: Reductions, world: World, leaves: Sequence[Tensor], takers: Sequence[Tensor], *, again: bool
+    reductions: Reductions, leaves: Sequence[Tensor], takers: Sequence[Tensor], *, again: bool
 ) -> Iterator[None]:
     """Take the gradients that come to leaves inside, add those of all replicas, and give the sums to ``takers``.
 
@@ -164,7 +164,7 @@ def adding_gradients(
         _give(bucket, [_both(early.pop(id(taker), None), late.pop(id(taker))) for taker in bucket])
     there = [taker for taker in takers if id(taker) in early]
     _give(there, [early.pop(id(taker)) for taker in there])
-    _scatter(world, shards, {id(taker): leaf for leaf, taker in zip(leaves, takers, strict=True)}, found)
+    _scatter(reductions.world, shards, {id(taker): leaf for leaf, taker in zip(leaves, takers, strict=True)}, found)
 
 
 def _both(first: Tensor | None, other: Tensor | None) -> Tensor | None:

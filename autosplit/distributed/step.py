@@ -149,6 +149,13 @@ class RankStep(Step):
         """The sums over the replicas that are under way."""
         return Reductions(self.world)
 
+    @contextmanager
+    def entered(self) -> Iterator[list[Any]]:
+        """Order the lanes' work as in one process; sums that lanes have begun are the caller's to use, too."""
+        with super().entered() as handed:
+            yield handed
+            handed += self.reductions.tensors()
+
     def _reducing(self, sums: Sums) -> AbstractContextManager[None]:
         """Begin to add up the gradients of a stage's parameters, but for those that may get more behind the actions."""
         shared = {id(tensor) for tensor in self._shared_parameters()}
@@ -283,7 +290,7 @@ class RankStep(Step):
         """Add the gradients that come to this rank's parameters inside to those of the other replicas."""
         if self.world.replicas == 1 and self.gathered is None:
             return nullcontext()
-        return adding_gradients(self.reductions, self.world, self.leaves, self.takers, again=self.again)
+        return adding_gradients(self.reductions, self.leaves, self.takers, again=self.again)
 
     def has_rows(self, replica: int) -> bool:
         """Tell whether a replica has rows of the batch."""
