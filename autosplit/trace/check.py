@@ -116,8 +116,8 @@ class _Checker:
         for seed in _SEEDS if self.drew else _SEEDS[:1]:
             if seed != _SEEDS[0]:
                 expected = self._watch(self._run_model, seed)
-            if (found := self._against(expected, seed)) is not None:
-                return found
+            if (difference := self._against(expected, seed)) is not None:
+                return difference
         return None
 
     def _first(self) -> Parts:
@@ -163,17 +163,17 @@ class _Checker:
         kernels = ShapeRules() if self.meta else contextlib.nullcontext()
         with kernels, stand_ins(self.model, self.recording.root, written=self.written) as leaves:
             for step in _STEPS[:1] if self.meta else _STEPS:
-                found = self._step(run, leaves, step)
-                seen |= {(f"step {step}", name): value for name, value in found.items()}
+                digests = self._step(run, leaves, step)
+                seen |= {(f"step {step}", name): value for name, value in digests.items()}
         self.drew = before != state.random_states()
         return seen
 
     def _step(self, run: Run, parameters: dict[str, torch.Tensor], step: int) -> dict[str, Any]:
-        leaves, given = self._inputs(step)
+        leaves, args = self._inputs(step)
         positions = self.inputs.tensors()
-        versions = {i: given[i]._version for i in positions}
+        versions = {i: args[i]._version for i in positions}
         seen: dict[str, Any] = {}
-        outputs = list(run(given))
+        outputs = list(run(args))
         for number, value in enumerate(outputs):
             tensor = isinstance(value, torch.Tensor)
             kept = (
@@ -181,8 +181,8 @@ class _Checker:
             )
             seen[f"output {number}"] = kept
         for index, version in versions.items():
-            if given[index]._version != version:
-                seen[f"input {self.inputs.names[index]}, which was changed,"] = digest(given[index])
+            if args[index]._version != version:
+                seen[f"input {self.inputs.names[index]}, which was changed,"] = digest(args[index])
         for name, buffer in self.model.named_buffers():
             seen[f"buffer {name}"] = digest(buffer)
         seen["torch's random state"], seen["Python's random state"] = state.random_states()
@@ -194,21 +194,21 @@ class _Checker:
     def _inputs(self, step: int) -> tuple[list[Any], list[Any]]:
         """Return the leaves of a step's call, and what the call is given: it may change that in place."""
         leaves: list[Any] = list(self.inputs.leaves)
-        given = list(leaves)
+        args = list(leaves)
         rows = range(step * self.rows, (step + 1) * self.rows)
         for index in self.inputs.tensors():
             leaf, dim = leaves[index], self.inputs.batch_dims[index]
             with torch.no_grad():
-                own = leaf.detach().clone() if dim is None else self._rows(leaf.detach(), dim, rows)
+                tensor = leaf.detach().clone() if dim is None else self._rows(leaf.detach(), dim, rows)
             wants = leaf.requires_grad or (step > 0 and self.gradients == _ALL)
-            able = own.is_floating_point() or own.is_complex()
-            own.requires_grad_(wants and able and self.gradients != _NONE)
+            able = tensor.is_floating_point() or tensor.is_complex()
+            tensor.requires_grad_(wants and able and self.gradients != _NONE)
             if isinstance(leaf, nn.Parameter):
-                leaves[index] = given[index] = nn.Parameter(own, own.requires_grad)
+                leaves[index] = args[index] = nn.Parameter(tensor, tensor.requires_grad)
                 continue
-            leaves[index] = own
-            given[index] = own.clone() if own.requires_grad else own
-        return leaves, given
+            leaves[index] = tensor
+            args[index] = tensor.clone() if tensor.requires_grad else tensor
+        return leaves, args
 
     def _rows(self, leaf: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
         if leaf.is_meta:

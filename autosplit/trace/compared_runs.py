@@ -61,10 +61,10 @@ def run_once(
     own leaves.
     """
     inputs, build = take_apart((sample.args, sample.kwargs))
-    given = [fresh(leaf) for leaf in inputs]
-    args, kwargs = build(given)
-    own = {**leaves, **(of_loss or {})}
-    own |= {f"input {i}": leaf for i, leaf in enumerate(given) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    copies = [fresh(leaf) for leaf in inputs]
+    args, kwargs = build(copies)
+    wrt = {**leaves, **(of_loss or {})}
+    wrt |= {f"input {i}": t for i, t in enumerate(copies) if isinstance(t, torch.Tensor) and t.requires_grad}
     seed_all(seed)
     before = _drawn()
     with gradients_aside((of_loss or {}).values()):
@@ -74,12 +74,12 @@ def run_once(
         roots = [value for value in flat if isinstance(value, torch.Tensor) and value.requires_grad]
         if roots:
             torch.autograd.backward(roots, [cotangent(root) for root in roots])
-        tensors: dict[tuple[str, str], Any] = {("gradient", name): _host(leaf.grad) for name, leaf in own.items()}
+        tensors: dict[tuple[str, str], Any] = {("gradient", name): _host(leaf.grad) for name, leaf in wrt.items()}
     kind = "output" if of_loss is None else "loss"
     tensors |= {(kind, str(number)): _host(value) for number, value in enumerate(flat)}
     if (container := type(output)) not in (torch.Tensor, nn.Parameter):
         tensors[kind, "type"] = container.__name__
-    tensors |= {("input", str(i)): _host(leaf) for i, leaf in enumerate(given) if isinstance(leaf, torch.Tensor)}
+    tensors |= {("input", str(i)): _host(leaf) for i, leaf in enumerate(copies) if isinstance(leaf, torch.Tensor)}
     tensors |= {("buffer", name): _host(buffer) for name, buffer in model.named_buffers()}
     return Left(tensors, before != drawn, drawn)
 
@@ -107,9 +107,9 @@ def updates_noted(model: nn.Module, uses: type) -> Iterator[Pieces]:
     plain = uses.__dict__["updates"]
 
     def updates(use: Any, *, each: bool) -> Any:
-        made = plain(use, each=each)
-        pieces[names.get(use.running[0].data_ptr(), "")] += [[part.values for part in parts] for parts in made]
-        return made
+        result = plain(use, each=each)
+        pieces[names.get(use.running[0].data_ptr(), "")] += [[piece.values for piece in parts] for parts in result]
+        return result
 
     with patch.object(uses, "updates", updates):
         yield pieces
@@ -149,7 +149,7 @@ class CutNorms(TorchFunctionMode):
         with torch.no_grad():
             func(**named)  # for what it leaves in the running statistics
         alone = named | {"running_mean": None, "running_var": None}
-        return torch.cat([func(**alone | {"input": part}) for part in value.split(sizes)])
+        return torch.cat([func(**alone | {"input": chunk}) for chunk in value.split(sizes)])
 
 
 class FixedDraws(TorchDispatchMode):

@@ -64,7 +64,7 @@ class Trace:
     @property
     def whole(self) -> dict[str, str]:
         """The modules of the model's own that stayed whole, with the reason."""
-        return {path: one.reason for path, one in self.gathered.scope.opaque.items()}
+        return {path: opaque.reason for path, opaque in self.gathered.scope.opaque.items()}
 
     def check_rows(self, model: nn.Module, sample: Sample, rows: int) -> None:
         """Record once more at a batch size of the caller's; raise TraceError when the graph does not hold there."""
@@ -106,8 +106,8 @@ def trace(
     except Unexpected as error:
         _raise_own(model, flat, error.error)
     raw = _decomposed(model, gathered)
-    own = identity(model, flat, gathered, raw)
-    known = next((p for p in proofs if p.recording == own), None)
+    fingerprint = identity(model, flat, gathered, raw)
+    known = next((p for p in proofs if p.recording == fingerprint), None)
     proved = known is not None or findings is not None
     if findings is None:
         findings = _probe(model, flat, gathered, raw) if known is None else known.findings()
@@ -116,7 +116,7 @@ def trace(
     if not proved:
         _check(model, graph, flat, gathered)
     guard = guard_of(model, gathered.recording, gathered.scope)
-    proof = known or (Proof.of(own, findings) if own is not None else None)
+    proof = known or (Proof.of(fingerprint, findings) if fingerprint is not None else None)
     return Trace(graph, flat, findings, guard, gathered, proof=proof)
 
 
@@ -150,10 +150,10 @@ def widen(
     """
     flat = _at_home(replace(base.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs)))), model)
     rows, merged, scope = batch_rows(flat), base.gathered.recording, base.gathered.scope
-    found = generalise(model, merged, scope, flat, rows=rows, lengths=lengths, before=before)
-    if found is None:
+    generalised = generalise(model, merged, scope, flat, rows=rows, lengths=lengths, before=before)
+    if generalised is None:
         return None
-    merged, domain = found
+    merged, domain = generalised
     gathered = replace(base.gathered, recording=merged)
     raw = _decomposed(model, gathered)
     try:
@@ -172,8 +172,8 @@ def for_all_rows(model: nn.Module, base: Trace, sample: Sample) -> Domain | None
     """Return for which numbers of rows a recording without lengths holds, found out at a call's; None: not known."""
     flat = _at_home(replace(base.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs)))), model)
     merged, scope, rows = base.gathered.recording, base.gathered.scope, batch_rows(flat)
-    found = generalise(model, merged, scope, flat, rows=rows, lengths=(), before=())
-    return found and replace(found[1], single=() if base.gathered.min_rows == 1 else None)
+    generalised = generalise(model, merged, scope, flat, rows=rows, lengths=(), before=())
+    return generalised and replace(generalised[1], single=() if base.gathered.min_rows == 1 else None)
 
 
 def widen_to_one_row(model: nn.Module, wide: Trace, sample: Sample) -> Trace | None:
@@ -188,9 +188,9 @@ def _difference(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered
     """Return how a graph differs from the model; taken apart, its reductions add up in another order."""
 
     def check(recording: RawGraph | TracedGraph, *, loose: bool = False) -> str | None:
-        answer, own = lambda _: answering(model, gathered.scope), gathered.recording.recording
+        answer, run = lambda _: answering(model, gathered.scope), gathered.recording.recording
         return check_recording(
-            model, recording, flat, answers=answer, loose=loose, changes_python=bool(own.changed), logged=own.logged
+            model, recording, flat, answers=answer, loose=loose, changes_python=bool(run.changed), logged=run.logged
         )
 
     difference = check(graph)
@@ -212,10 +212,10 @@ def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
             try:
                 args, kwargs = flat.rebuild(flat.leaves)
                 model(*args, **kwargs)
-            except Exception as own:
+            except Exception as raised:
                 for note in getattr(error, "__notes__", ()):
-                    own.add_note(note)
-                raise own from None
+                    raised.add_note(note)
+                raise raised from None
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     raise TraceError(
         f"recording failed at another batch size with {type(error).__name__}: {error}{notes}; if an input has its "
@@ -259,10 +259,10 @@ def _decomposed(model: nn.Module, gathered: Gathered) -> RawGraph:
 
 def _accept(model: nn.Module, flat: FlatInputs, merged: Gathered, raw: RawGraph, findings: Findings) -> TracedGraph:
     """Classify a graph's nodes by what the probe found."""
-    found = raw.effects
+    effects = raw.effects
     inputs = tuple(InputInfo(flat.names[index], index, flat.batch_dims[index]) for index in flat.tensors())
-    batched = batched_nodes(raw.graph, found, [f"input/{i.name}" for i in inputs if i.batch_dim is not None])
-    classes = classify(raw.graph, raw.root, found, batched, findings, whole_norms=merged.scope.whole_norms)
+    batched = batched_nodes(raw.graph, effects, [f"input/{i.name}" for i in inputs if i.batch_dim is not None])
+    classes = classify(raw.graph, raw.root, effects, batched, findings, whole_norms=merged.scope.whole_norms)
     with_classes(classes)
     _colocate(raw, merged.recording)
     note_rewritten(raw.graph, raw.root)
@@ -276,7 +276,7 @@ def _accept(model: nn.Module, flat: FlatInputs, merged: Gathered, raw: RawGraph,
         graph=raw.graph,
         root=raw.root,
         inputs=inputs,
-        order=tuple((a.name, b.name) for a, b in found.pairs()),
+        order=tuple((a.name, b.name) for a, b in effects.pairs()),
         tied=_tied(model, raw),
         min_rows=merged.min_rows,
         unflatten=merged.recording.recording.unflatten,

@@ -47,17 +47,17 @@ def choose_units(model: nn.Module, costs: Mapping[str, ModuleCost], *, least: in
     """
     total = sum(cost.forward_s for path, cost in costs.items() if not path) or 1.0
     tree = _Tree(model, costs)
-    found = tree.below("")
+    units = tree.below("")
     while True:
         much = total / (2 * least)
-        worth = [path for path in found if tree.can_open(path)]
+        worth = [path for path in units if tree.can_open(path)]
         dear = [path for path in worth if costs[path].forward_s > much]
-        if not dear and len(found) < least and worth:
+        if not dear and len(units) < least and worth:
             dear = [max(worth, key=lambda path: costs[path].forward_s)]
         if not dear:
             break
-        found = [unit for path in found for unit in (tree.below(path) if path in dear else [path])]
-    return tuple(_in_call_order(found, costs)) or ("",)
+        units = [unit for path in units for unit in (tree.below(path) if path in dear else [path])]
+    return tuple(_in_call_order(units, costs)) or ("",)
 
 
 class _Tree:
@@ -71,13 +71,13 @@ class _Tree:
 
     def below(self, path: str) -> list[str]:
         """Return the units that an opened module gives: its children, and for containers theirs."""
-        found = []
+        units = []
         for child in self.children[path]:
             if isinstance(self.modules[child], CONTAINERS) or self._is_passed_over(child):
-                found += self.below(child)
+                units += self.below(child)
             elif self._is_called(child) or [*self.modules[child].parameters(), *self.modules[child].buffers()]:
-                found.append(child)
-        return found
+                units.append(child)
+        return units
 
     def _is_passed_over(self, path: str) -> bool:
         """Tell whether a module is not called itself, but modules inside it are."""
@@ -96,14 +96,14 @@ class _Tree:
         return path in self.costs and self.costs[path].first is not None
 
 
-def _in_call_order(found: Sequence[str], costs: Mapping[str, ModuleCost]) -> list[str]:
+def _in_call_order(units: Sequence[str], costs: Mapping[str, ModuleCost]) -> list[str]:
     places: dict[str, tuple[int, int]] = {}
     previous = -1
-    for number, path in enumerate(found):
+    for number, path in enumerate(units):
         first = costs[path].first if path in costs else None
         previous = previous if first is None else first
         places[path] = previous, number
-    return sorted(found, key=places.__getitem__)
+    return sorted(units, key=places.__getitem__)
 
 
 def coarsened(stage_of: Mapping[str, int], *, called: Collection[str]) -> dict[str, int]:
@@ -118,12 +118,12 @@ def coarsened(stage_of: Mapping[str, int], *, called: Collection[str]) -> dict[s
             inside.setdefault(above, []).append(unit)
             above = above.rpartition(".")[0]
     fit = {path for path, units in inside.items() if path in called and len({stage_of[u] for u in units}) == 1}
-    found: dict[str, int] = {}
+    coarse: dict[str, int] = {}
     for unit, stage in stage_of.items():
         parts = unit.split(".")
         paths = (".".join(parts[:length]) for length in range(1, len(parts)))
-        found[next((path for path in paths if path in fit), unit)] = stage
-    return found
+        coarse[next((path for path in paths if path in fit), unit)] = stage
+    return coarse
 
 
 # -- homes -----------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def stages_of_modules(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str
 
     A module without either belongs to the module registered before it.
     """
-    found: dict[str, int] = {}
+    stages: dict[str, int] = {}
     previous = 0
     for path, _ in model.named_modules(remove_duplicate=False):
         above = path
@@ -143,8 +143,8 @@ def stages_of_modules(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str
         else:
             inside = [s for unit, s in stage_of.items() if not path or unit.startswith(f"{path}.")]
             previous = min(inside, default=previous)
-        found[path] = previous
-    return found
+        stages[path] = previous
+    return stages
 
 
 def homes(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
@@ -154,13 +154,13 @@ def homes(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
     """
     stages = stages_of_modules(model, stage_of)
     first: dict[int, str] = {}
-    found: dict[str, int] = {}
+    home_of: dict[str, int] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 known = first.setdefault(id(tensor), f"{path}.{name}" if path else name)
-                found[known] = min(stages[path], found.get(known, stages[path]))
-    return found
+                home_of[known] = min(stages[path], home_of.get(known, stages[path]))
+    return home_of
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------

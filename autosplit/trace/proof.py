@@ -94,8 +94,8 @@ def _parts(model: nn.Module, flat: FlatInputs, gathered: Gathered, raw: RawGraph
 
 def _known(value: Any) -> Any:
     """Raise _Unknown for a class or function of the user's that a node calls: it may read any global of theirs."""
-    own = callable(value) and not isinstance(value, fx.Node)
-    if own and _version(str(getattr(value, "__module__", None) or "builtins")) is None:
+    is_code = callable(value) and not isinstance(value, fx.Node)
+    if is_code and _version(str(getattr(value, "__module__", None) or "builtins")) is None:
         raise _Unknown
     return value
 
@@ -128,20 +128,20 @@ class _Files:
 
     def texts(self) -> Iterator[str]:
         """Yield versions and the contents of files, in the order of the modules' names."""
-        found: dict[str, str] = {}
+        texts: dict[str, str] = {}
         todo = list(self.modules)
         while todo:
             name = todo.pop()
-            if name in found:
+            if name in texts:
                 continue
             version = _version(name)
-            found[name] = version or hashlib.sha256(Path(str(sys.modules[name].__file__)).read_bytes()).hexdigest()
+            texts[name] = version or hashlib.sha256(Path(str(sys.modules[name].__file__)).read_bytes()).hexdigest()
             if version is None:
-                own = vars(sys.modules[name])
-                parts = [value for key, value in own.items() if key.isidentifier() and not key.startswith("__")]
+                namespace = vars(sys.modules[name])
+                parts = [value for key, value in namespace.items() if key.isidentifier() and not key.startswith("__")]
                 homes = {p.__name__ if isinstance(p, types.ModuleType) else getattr(p, "__module__", "") for p in parts}
                 todo += [home for home in homes if isinstance(home, str) and home in sys.modules]
-        yield from (f"{name} {text}" for name, text in sorted(found.items()))
+        yield from (f"{name} {text}" for name, text in sorted(texts.items()))
 
 
 def _version(module: str) -> str | None:
@@ -152,5 +152,5 @@ def _version(module: str) -> str | None:
     if top == __name__.partition(".")[0]:
         return str(_PROBE)
     package = sys.modules.get(top)
-    installed = any(part in (getattr(package, "__file__", None) or "") for part in _INSTALLED)
+    installed = any(folder in (getattr(package, "__file__", None) or "") for folder in _INSTALLED)
     return str(getattr(package, "__version__", "installed")) if installed else None

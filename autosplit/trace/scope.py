@@ -115,8 +115,8 @@ def has_hooks(module: nn.Module) -> bool:
     The hooks by which transformers' models collect their own hidden states and router logits are part of the model:
     they are recorded with it.
     """
-    own = all(getattr(hook, "__module__", "") == COLLECTS for hook in module._forward_hooks.values())
-    return bool(not own or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+    collects = all(getattr(hook, "__module__", "") == COLLECTS for hook in module._forward_hooks.values())
+    return bool(not collects or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def has_module_hooks() -> bool:
@@ -187,8 +187,8 @@ def run_stack(module: nn.RNNBase, input: torch.Tensor, hx: Any = None) -> Any:
     """
     directions = 2 if module.bidirectional else 1
     states = _states(module, input, hx, directions)
-    given: Any = states if len(states) > 1 else states[0]
-    module.check_forward_args(input, given, None)  # the kernels check nothing
+    hidden: Any = states if len(states) > 1 else states[0]
+    module.check_forward_args(input, hidden, None)  # the kernels check nothing
     run = _RUN[module.mode, getattr(module, "nonlinearity", "tanh")]
     count = len(module._flat_weights_names) // module.num_layers
     last: list[list[torch.Tensor]] = [[] for _ in states]
@@ -196,10 +196,10 @@ def run_stack(module: nn.RNNBase, input: torch.Tensor, hx: Any = None) -> Any:
         names = module._flat_weights_names[layer * count : (layer + 1) * count]
         weights = [getattr(module, name) for name in names]
         first = layer * directions
-        own = [state[first : first + directions] for state in states]
-        given = tuple(own) if len(own) > 1 else own[0]
+        layer_states = [state[first : first + directions] for state in states]
+        hidden = tuple(layer_states) if len(layer_states) > 1 else layer_states[0]
         input, *new = run(
-            input, given, weights, module.bias, 1, 0.0, module.training, module.bidirectional, module.batch_first
+            input, hidden, weights, module.bias, 1, 0.0, module.training, module.bidirectional, module.batch_first
         )
         for kept, state in zip(last, new, strict=True):
             kept.append(state)

@@ -259,7 +259,7 @@ def test_values_that_give_nan_are_made_up_in_another_way(monkeypatch: pytest.Mon
 
     def asked(*args: Any, values: MadeUp, **kwargs: Any) -> Findings:
         seen = ask(*args, values=values, **kwargs)
-        ways.append((values.way.integers, values.hides))
+        ways.append((values.fill.integers, values.hides))
         return seen
 
     monkeypatch.setattr(probe, "run_probe", asked)

@@ -71,10 +71,10 @@ def _entries(key: Key) -> Iterator[tuple[tuple[str, str], Any]]:
     """Yield the entries of a signature, attributes and what is outside part by part."""
     counts: Counter[tuple[str, str]] = Counter()
     for entry, what, content in _contents(key):
-        for path, part in _leaves(content):
+        for path, leaf in _leaves(content):
             name = entry, what.replace(_PATH, path)
             counts[name] += 1
-            yield name if counts[name] == 1 else (entry, f"{name[1]} ({counts[name]})"), part
+            yield name if counts[name] == 1 else (entry, f"{name[1]} ({counts[name]})"), leaf
 
 
 def _contents(key: Key) -> Iterator[tuple[str, str, Any]]:
@@ -95,8 +95,8 @@ def _contents(key: Key) -> Iterator[tuple[str, str, Any]]:
                         yield table, f"{fact} of the {word} `{name}` of {owner}", value
                 else:
                     yield table, f"{word} `{name}{_PATH}` of {owner}", content
-    for place, value in rest.outside:
-        yield "outside", f"`{'.'.join(filter(None, place))}` that its code names", value
+    for path, value in rest.outside:
+        yield "outside", f"`{'.'.join(filter(None, path))}` that its code names", value
     for index, (kind, other) in enumerate(rest.kinds):
         if (shape := key.shapes[index]) is None:
             yield "kinds", f"input {index}", (kind, other)
@@ -112,8 +112,8 @@ def _leaves(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the parts of a content that is a class or an identity and pairs of name and content, with their paths."""
     if _has_parts(content):
         yield path, content[0]
-        for name, part in content[1]:
-            yield from _leaves(part, f"{path}.{name}")
+        for name, child in content[1]:
+            yield from _leaves(child, f"{path}.{name}")
     else:
         yield path, content
 

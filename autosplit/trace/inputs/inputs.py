@@ -164,6 +164,6 @@ def has_uneven_list(sample: Sample) -> bool:
     """Tell whether an input is a list of tensors of different shapes, such as images as they come."""
     lists = [value for value in (*sample.args, *sample.kwargs.values()) if isinstance(value, (list, tuple))]
     return any(
-        all(isinstance(part, torch.Tensor) for part in value) and len({tuple(part.shape) for part in value}) > 1
+        all(isinstance(item, torch.Tensor) for item in value) and len({tuple(item.shape) for item in value}) > 1
         for value in lists
     )

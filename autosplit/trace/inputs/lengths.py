@@ -38,19 +38,19 @@ def varying(before: Sequence[Shape], now: Sequence[Shape], known: Sequence[Lengt
     if [len(shape) for shape in before] != [len(shape) for shape in now] or list(before) == list(now):
         return None
     places: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    told = {place for length in known for place in length.places}
+    told = {axis for length in known for axis in length.places}
     for position, (old, new) in enumerate(zip(before, now, strict=True)):
         for dim, pair in enumerate(zip(old, new, strict=True)):
             if pair[0] != pair[1] or (position, dim) in told:
                 places[pair].append((position, dim))
     if any(size < LEAST for pair in places for size in pair):
         return None
-    return tuple(Length(f"dim{number}", tuple(own)) for number, own in enumerate(places.values()))
+    return tuple(Length(f"dim{number}", tuple(axes)) for number, axes in enumerate(places.values()))
 
 
 def with_lengths(shapes: Sequence[Shape], lengths: Sequence[Length], sizes: Mapping[str, int]) -> list[Shape]:
     """Return the shapes with the given sizes where symbols stand."""
-    at = {place: sizes[length.name] for length in lengths for place in length.places}
+    at = {axis: sizes[length.name] for length in lengths for axis in length.places}
     return [
         tuple(at.get((position, dim), size) for dim, size in enumerate(shape)) for position, shape in enumerate(shapes)
     ]

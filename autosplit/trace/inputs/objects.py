@@ -62,8 +62,8 @@ def is_object(value: Any) -> bool:
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return an object's own attributes, those in slots too."""
     state = object.__getstate__(value)
-    own, slots = state if isinstance(state, tuple) else (state, None)
-    return {**(own or {}), **(slots or {})}
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(attributes or {}), **(slots or {})}
 
 
 def items_of(value: Any) -> Any:
@@ -138,9 +138,9 @@ class _Apart:
             self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
             items, attributes = items_of(value), attributes_of(value)
-            own = None if items is None else self.form(items, path)
-            state = tuple(self.form(part, (*path, pytree.GetAttrKey(name))) for name, part in attributes.items())
-            return Object(type(value), tuple(attributes), state, own)
+            elements = None if items is None else self.form(items, path)
+            state = tuple(self.form(item, (*path, pytree.GetAttrKey(name))) for name, item in attributes.items())
+            return Object(type(value), tuple(attributes), state, elements)
         if isinstance(value, torch.Tensor):
             return self._leaf(value, path)
         parts: Sequence[tuple[Any, Any]]
@@ -151,7 +151,7 @@ class _Apart:
             parts = [((), leaf) for leaf in leaves]
         if len(parts) == 1 and parts[0][1] is value:
             return self._leaf(value, path)
-        return Tree(spec, tuple(self.form(part, (*path, *below)) for below, part in parts))
+        return Tree(spec, tuple(self.form(item, (*path, *below)) for below, item in parts))
 
     def _leaf(self, value: Any, path: tuple[Any, ...]) -> Leaf:
         self.leaves.append(value)
@@ -208,22 +208,22 @@ def _build(form: Any, leaves: Iterator[Any], built: list[Any]) -> Any:
     if isinstance(form, Again):
         return built[form.number]
     if isinstance(form, Tree):
-        return pytree.tree_unflatten([_build(part, leaves, built) for part in form.parts], form.spec)
-    place = len(built)
+        return pytree.tree_unflatten([_build(child, leaves, built) for child in form.parts], form.spec)
+    position = len(built)
     base: Any = _built_on(form.kind)
-    made: Any = None if issubclass(base, tuple) else base.__new__(form.kind)
-    built.append(made)
+    instance: Any = None if issubclass(base, tuple) else base.__new__(form.kind)
+    built.append(instance)
     items = None if form.items is None else _build(form.items, leaves, built)
     if issubclass(base, tuple):
-        made = built[place] = base.__new__(form.kind, items or ())
+        instance = built[position] = base.__new__(form.kind, items or ())
     elif base is list:
-        list.extend(made, items or ())
+        list.extend(instance, items or ())
     elif items is not None:
         for key, item in items.items():
-            base.__setitem__(made, key, item)
-    for name, part in zip(form.names, form.state, strict=True):
-        object.__setattr__(made, name, _build(part, leaves, built))
-    return made
+            base.__setitem__(instance, key, item)
+    for name, child in zip(form.names, form.state, strict=True):
+        object.__setattr__(instance, name, _build(child, leaves, built))
+    return instance
 
 
 _PLAIN = frozenset((int, float, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device))
@@ -231,17 +231,17 @@ _PLAIN = frozenset((int, float, bool, str, type(None), type(Ellipsis), torch.dty
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors inside nested arguments, slices included."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def collect(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif type(leaf) not in _PLAIN:
-            found.extend(part for part in leaves_of(leaf) if isinstance(part, torch.Tensor))
+            tensors.extend(item for item in leaves_of(leaf) if isinstance(item, torch.Tensor))
         return leaf  # containers are made again of what they hold: a PackedSequence takes nothing else
 
     map_aggregate(value, collect)
-    return found
+    return tensors
 
 
 def fresh(leaf: Any) -> Any:
@@ -271,7 +271,7 @@ def is_computed(module: nn.Module, name: str, value: Any) -> bool:
     Their parameters are called ``weight_g`` and ``weight_v``, or ``weight_orig``.
     """
     hooked = isinstance(value, torch.Tensor) and module._forward_pre_hooks
-    return bool(hooked) and any(own.startswith(f"{name}_") for own in module._parameters)
+    return bool(hooked) and any(key.startswith(f"{name}_") for key in module._parameters)
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------

@@ -130,9 +130,9 @@ def content(value: Any, walk: Walk, depth: int = _DEPTH) -> Any:
     if isinstance(value, types.FunctionType):
         return value.__code__
     if isinstance(value, (set, frozenset)) or (walk.loose and isinstance(value, list)):  # a log that grows is the same
-        return type(value), frozenset(content(part, walk, depth - 1) for part in known.parts)
+        return type(value), frozenset(content(item, walk, depth - 1) for item in known.parts)
     pairs = zip(known.keys, known.parts, strict=True)
-    return type(value), tuple((key, content(part, walk, depth - 1)) for key, part in pairs)
+    return type(value), tuple((key, content(item, walk, depth - 1)) for key, item in pairs)
 
 
 def look(value: Any, modules: Collection[int]) -> Look:
@@ -144,7 +144,7 @@ def look(value: Any, modules: Collection[int]) -> Look:
         return Look(type(value), ("__code__",), (value.__code__,))
     if (parts := parts_of(value, modules)) is None:
         return Look(type(value), None, ())
-    return Look(type(value), [str(key) for key, _ in parts], [part for _, part in parts])
+    return Look(type(value), [str(key) for key, _ in parts], [item for _, item in parts])
 
 
 def held(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -259,9 +259,9 @@ class OutsideValues:
         if isinstance(value, types.FunctionType):
             return value.__code__
         if isinstance(value, _WRAPPERS):
-            return type(value), tuple(self._entry(part, walk) for _, part in parts_of(value, ()) or ())
+            return type(value), tuple(self._entry(item, walk) for _, item in parts_of(value, ()) or ())
         if isinstance(value, frozenset):
-            return frozenset(self._entry(part, walk) for part in value)
+            return frozenset(self._entry(item, walk) for item in value)
         followed = isinstance(value, _STATES) or parts_of(value, ()) is not None
         if followed and not isinstance(value, (type, torch.Tensor)) and self._map.has(value):
             return type(value), walk.ties.setdefault(id(value), len(walk.ties))

@@ -77,10 +77,10 @@ def assertion_here(label: str) -> Assertion | None:
         return None
     if frame.f_code.co_filename == _CONSTRAINTS:  # what is answered there decides a check of a distribution's arguments
         return Assertion(True, ValueError)
-    found = _branch(frame.f_code, frame.f_lasti)
-    if found is None:
+    branch = _branch(frame.f_code, frame.f_lasti)
+    if branch is None:
         return None
-    expected, name, text = found
+    expected, name, text = branch
     named = frame.f_globals.get(name, getattr(builtins, name, None))
     takes_text = isinstance(named, type) and issubclass(named, Exception) and named.__module__ == "builtins"
     error: type[Exception] = named if takes_text else ValueError  # type: ignore[assignment]
@@ -125,14 +125,14 @@ def _raised(instructions: Iterable[dis.Instruction]) -> tuple[str, str] | None:
 
 def record_check(recorder: Recorder, asserted: Assertion, read: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Record that the model checks a value, and return what it reads where the check holds."""
-    given, named = recorder.encode(tuple(args)), recorder.encode(dict(kwargs))
-    place = source_line()
-    text = asserted.text or f"a check of the model's values failed on this batch ({place})"
-    full = (asserted.expected, recorder.constant(asserted.error), text, recorder.constant(read), given, named)
+    positional, named = recorder.encode(tuple(args)), recorder.encode(dict(kwargs))
+    line = source_line()
+    text = asserted.text or f"a check of the model's values failed on this batch ({line})"
+    full = (asserted.expected, recorder.constant(asserted.error), text, recorder.constant(read), positional, named)
     name = recorder.name_of("check", read.__name__.strip("_"))
-    call = Call("function", check_value, full, {}, recorder.path, name, source=place)
-    if len(args) != 1 or not holds_by_rows(given[0], asserted.expected, recorder.calls):
-        call.whole = f"it checks a value of the whole batch ({place})"
+    call = Call("function", check_value, full, {}, recorder.path, name, source=line)
+    if len(args) != 1 or not holds_by_rows(positional[0], asserted.expected, recorder.calls):
+        call.whole = f"it checks a value of the whole batch ({line})"
     recorder.calls.append(call)
     return asserted.expected
 

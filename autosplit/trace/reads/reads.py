@@ -206,8 +206,8 @@ class Guard:
         if (rows, *lengths) in self.known:
             return True
         with ForeignSuppressed(), torch.no_grad():
-            run, given = self._run(inputs)
-            values = run.run(rows, *lengths, *given)
+            run, arguments = self._run(inputs)
+            values = run.run(rows, *lengths, *arguments)
             held = all(value == answer.value for value, answer in zip(values, self.answers, strict=True))
             self.known.update([(rows, *lengths)] if held and self.reads_sizes else ())
             return held
@@ -256,14 +256,14 @@ def without_reads(merged: MergedRecording) -> frozenset[int]:
 
 def _behind(calls: Sequence[Call], ends: Iterable[Call]) -> list[int]:
     """Return the indices of the calls that some calls depend on, in order."""
-    found: set[int] = set()
+    indices: set[int] = set()
     todo = [ref.index for call in ends for ref in refs_in((call.args, call.kwargs))]
     while todo:
         index = todo.pop()
-        if index not in found:
-            found.add(index)
+        if index not in indices:
+            indices.add(index)
             todo += [ref.index for ref in refs_in((calls[index].args, calls[index].kwargs))]
-    return sorted(found)
+    return sorted(indices)
 
 
 def _attributes(value: Any) -> list[str]:

@@ -156,8 +156,8 @@ class Watcher(TorchFunctionMode):
         seen.random, seen.draws = self.random.drew, None if taint.asked or taint.sized else self.random.draws
         seen.changed = [i for i, (t, v) in enumerate(zip(inputs, versions, strict=True)) if t._version != v]
         if self.holders is not None:
-            found = side_effects.changes(self.holders, python)
-            seen.places = found.without(lambda holder, key, value: holder.place[1] == "_buffers").places
+            changes = side_effects.changes(self.holders, python)
+            seen.places = changes.without(lambda holder, key, value: holder.place[1] == "_buffers").places
         if seen.places:
             seen.whole = f"it changes the Python attribute {min(seen.places)[1]!r}"
         elif gradients != _gradients(self.model):
@@ -210,10 +210,10 @@ class Watcher(TorchFunctionMode):
     def inside(self) -> Mapping[str, frozenset[Place]]:
         """Return what opaque modules that see the whole batch in each of their calls changed, by their paths."""
         split = {path for (path, _), seen in self.seen.items() if not (seen.places or self.scope.opaque[path].whole)}
-        found: defaultdict[str, frozenset[Place]] = defaultdict(frozenset)
+        changed: defaultdict[str, frozenset[Place]] = defaultdict(frozenset)
         for (path, _), seen in self.seen.items():
-            found[path] |= seen.places
-        return {path: places for path, places in found.items() if path not in split}
+            changed[path] |= seen.places
+        return {path: places for path, places in changed.items() if path not in split}
 
     def replay(self, call: Call, number: int, args: Any, kwargs: Any) -> Any:
         """Return tensors like those that the opaque module gave, and write into ``call`` what it did besides."""
@@ -265,22 +265,22 @@ class Taint:
             self.read = f"{READS} a size that depends on values ({label.strip('_')}, {source_line()})"
         out = func(*args, **kwargs)
         if label == "__iter__":
-            found = list(out)
-            out = iter(found)
+            tensors = list(out)
+            out = iter(tensors)
         else:
-            found = tensors_in(out)
-        made = {id(tensor) for tensor in found}
+            tensors = tensors_in(out)
+        ids = {id(tensor) for tensor in tensors}
         if steady:
-            self.steady |= made
+            self.steady |= ids
         else:  # state that something else was written to is no longer the model's own
-            self.steady -= made | {id(tensor) for tensor in inputs[:1] if label == "__setitem__"}
+            self.steady -= ids | {id(tensor) for tensor in inputs[:1] if label == "__setitem__"}
         if not steady and ((label in _INDEX_MAKERS and len(args) == 1 and not kwargs) or (index and label in _PICKS)):
-            self.indices |= made
+            self.indices |= ids
         masks = label in ("getitem", "__getitem__") and any(tensor.dtype in _MASKS for tensor in inputs[1:])
         shaped = inputs[:1] if label.endswith("_") or label in _SHAPED_AS_FIRST else inputs
         if label in _BY_VALUES or masks or any(id(tensor) in self.sized for tensor in shaped):
-            self.sized |= made
-        self.kept += found
+            self.sized |= ids
+        self.kept += tensors
         return out
 
 
@@ -314,5 +314,5 @@ def _made(leaf: Any, inputs: list[torch.Tensor], needs_grad: bool) -> Any:
             return source
         strides, offset = leaf.view
         return torch.as_strided(source, leaf.shape, strides, source.storage_offset() + offset)
-    made = torch.empty(leaf.shape, dtype=leaf.dtype, device=inputs[0].device if inputs else None)
-    return made.requires_grad_().clone() if needs_grad and leaf.dtype.is_floating_point else made
+    tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=inputs[0].device if inputs else None)
+    return tensor.requires_grad_().clone() if needs_grad and leaf.dtype.is_floating_point else tensor

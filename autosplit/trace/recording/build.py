@@ -55,11 +55,11 @@ def build(model: nn.Module, merged: MergedRecording, *, keep: Collection[int] | 
     builder.finish(merged.output)
     used = {node.target for node in builder.graph.nodes if node.op == "get_attr"}
     constants = {name: value for name, value in builder.constants.items() if name in used}
-    found = effects([m.call for m in merged.calls], builder.nodes)
-    for node in found.mutated:
+    node_effects = effects([m.call for m in merged.calls], builder.nodes)
+    for node in node_effects.mutated:
         if INFO in node.meta:
             node.meta[INFO] = replace(node.meta[INFO], mutated=True)
-    return RawGraph(builder.graph, share_root(model, constants), builder.nodes, found, merged.lengths)
+    return RawGraph(builder.graph, share_root(model, constants), builder.nodes, node_effects, merged.lengths)
 
 
 _TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -184,8 +184,8 @@ def _importable(function: Any) -> bool:
     if not module.startswith("torch"):
         return True
     scope: Any = torch
-    for part in module.split(".")[1:]:
-        scope = getattr(scope, part, None)
+    for attribute in module.split(".")[1:]:
+        scope = getattr(scope, attribute, None)
     return getattr(scope, name, None) is function
 
 

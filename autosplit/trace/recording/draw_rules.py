@@ -53,15 +53,15 @@ def with_plain_numbers(infos: Iterable[TracedNode]) -> tuple[TracedNode, ...]:
     A node whose draws hang on values can when it runs once, on the whole batch: it draws by itself. That is behind all
     microbatches, so no cell may need later numbers.
     """
-    found, late = [], False
+    plain, late = [], False
     for info in infos:
         if not info.random:
             continue
         full = info.node_class is NodeClass.FULL
         if full or (is_drawn_beforehand(info) and not late):
-            found.append(info)
+            plain.append(info)
         late = late or (full and not is_drawn_beforehand(info))
-    return tuple(found)
+    return tuple(plain)
 
 
 def drawn_bytes(info: TracedNode, *, rows: int) -> int:
@@ -98,14 +98,14 @@ def _name(draw: Draw) -> str:
 
 def made(like: TensorSpec, sizes: Sizes, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a tensor of a recorded shape and strides, with any contents."""
-    shape, strides = ([evaluate(size, sizes) for size in own] for own in (like.shape, like.strides))
+    shape, strides = ([evaluate(size, sizes) for size in symbolic] for symbolic in (like.shape, like.strides))
     return torch.empty_strided(shape, strides, dtype=dtype or like.dtype)
 
 
 def _value(value: Any, sizes: Sizes) -> Any:
     if isinstance(value, TensorSpec):
         return made(value, sizes)
-    return [_value(part, sizes) for part in value] if isinstance(value, tuple) else evaluate(value, sizes)
+    return [_value(item, sizes) for item in value] if isinstance(value, tuple) else evaluate(value, sizes)
 
 
 def _call(draw: Draw, sizes: Sizes, first: torch.Tensor | None = None) -> torch.Tensor:

@@ -108,17 +108,17 @@ def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) ->
 
 def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
     rows = batch_rows(flat)
-    own, scope = _own(model, flat, rows, scope)
-    made = {rows: own}
+    recorded, scope = _own(model, flat, rows, scope)
+    recordings = {rows: recorded}
 
     def at(*sizes: int) -> Gathered:
-        made.update((size, record_at(model, flat, size, scope)) for size in sizes if size not in made)
-        merged = merge([made[size] for size in sizes], sizes)
-        merged.recording.changed = frozenset().union(*(recording.changed for recording in made.values()))
-        merged.recording.inside = own.inside
+        recordings.update((size, record_at(model, flat, size, scope)) for size in sizes if size not in recordings)
+        merged = merge([recordings[size] for size in sizes], sizes)
+        merged.recording.changed = frozenset().union(*(recording.changed for recording in recordings.values()))
+        merged.recording.inside = recorded.inside
         return Gathered(merged, 2, scope)
 
-    single = None if any(_one_row_misleads(model, call) for call in own.calls) else own
+    single = None if any(_one_row_misleads(model, call) for call in recorded.calls) else recorded
     if single is not None and rows != 1:
         single = _single(model, flat, scope)
     if single is not None and rows > max(BATCH_SIZES) and rows % 2 == 0:  # and 1 and 3: no modulus has one rest of all
@@ -128,7 +128,7 @@ def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
                 return replace(gathered, min_rows=1)
     gathered = at(*BATCH_SIZES, _THIRD if rows in (1, *BATCH_SIZES) else rows)
     if rows == 1:
-        gathered.check(own, flat, rows)
+        gathered.check(recorded, flat, rows)
     return replace(gathered, min_rows=1 if single is not None and _holds_for_one(gathered, single) else 2)
 
 
@@ -139,16 +139,16 @@ def _own(model: nn.Module, flat: FlatInputs, rows: int, scope: Scope) -> tuple[R
     """
     blank = any(parameter.is_meta for parameter in model.parameters())
     inputs = {flat.names[i]: flat.leaves[i] for i in flat.tensors()}
-    given = scope.entered
-    scope = replace(scope, entered=given | _holding_together(model, scope))
+    entered = scope.entered
+    scope = replace(scope, entered=entered | _holding_together(model, scope))
     while True:
         reader = (MetaValueReader if blank else ValueReader)(model, inputs, on_cpu=scope.on_cpu)
-        own = _run_at(model, flat, rows, scope, reader).recording
-        wanted = given | _to_enter(model, own.calls, scope.entered)
+        recording = _run_at(model, flat, rows, scope, reader).recording
+        wanted = entered | _to_enter(model, recording.calls, scope.entered)
         others = scope.entered - wanted
-        if wanted <= scope.entered and not any(call.module in others for call in own.calls):
-            return own, replace(scope, entered=wanted, answers=tuple(reader.answers))
-        scope, given = replace(scope, entered=wanted), wanted
+        if wanted <= scope.entered and not any(call.module in others for call in recording.calls):
+            return recording, replace(scope, entered=wanted, answers=tuple(reader.answers))
+        scope, entered = replace(scope, entered=wanted), wanted
 
 
 def _single(model: nn.Module, flat: FlatInputs, scope: Scope) -> Recording | None:
@@ -206,9 +206,9 @@ def refuse_hiding(model: nn.Module, scope: Scope, once: Collection[str]) -> None
 def _holding_together(model: nn.Module, scope: Scope) -> frozenset[str]:
     """Return the leaf modules that hold a parameter which another one holds too."""
     leaves = [(path, module) for path, module in model.named_modules() if path and scope.is_leaf(module, path)]
-    own = {path: [id(p) for p in module.parameters(recurse=False)] for path, module in leaves}
-    held = Counter(itertools.chain(*own.values()))
-    return _enterable(model, {path for path, ids in own.items() if any(held[key] > 1 for key in ids)})
+    parameters = {path: [id(p) for p in module.parameters(recurse=False)] for path, module in leaves}
+    held = Counter(itertools.chain(*parameters.values()))
+    return _enterable(model, {path for path, ids in parameters.items() if any(held[key] > 1 for key in ids)})
 
 
 def _to_enter(model: nn.Module, calls: Sequence[Call], entered: Collection[str]) -> frozenset[str]:
@@ -218,18 +218,18 @@ def _to_enter(model: nn.Module, calls: Sequence[Call], entered: Collection[str])
     for call in calls:
         for name in dict.fromkeys(call.reads):
             uses[name].append(call)
-    found: set[str] = set()
+    paths: set[str] = set()
     for name, users in uses.items():
         if name in parameters and len(users) > 1:
-            found.update(call.leaf for call in users if call.leaf is not None)
-            found.update(call.module for call in users if call.module in entered)
-    return _enterable(model, found)
+            paths.update(call.leaf for call in users if call.leaf is not None)
+            paths.update(call.module for call in users if call.module in entered)
+    return _enterable(model, paths)
 
 
 def _enterable(model: nn.Module, paths: Iterable[str]) -> frozenset[str]:
     modules = {path: model.get_submodule(path) for path in paths}
     kept = (nn.RNNBase, *STATEFUL_LEAVES)
-    return frozenset(path for path, own in modules.items() if not has_hooks(own) and not isinstance(own, kept))
+    return frozenset(path for path, leaf in modules.items() if not has_hooks(leaf) and not isinstance(leaf, kept))
 
 
 # -- real runs ---------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Wa
     pairs = zip(inputs.leaves, inputs.batch_dims, strict=True)
     leaves = [leaf if dim is None else probe_rows(leaf, dim, range(rows)) for leaf, dim in pairs]
     args, kwargs = inputs.rebuild(leaves)
-    hooked = any(one.whole.startswith(OBSERVES) for one in scope.opaque.values())
+    hooked = any(opaque.whole.startswith(OBSERVES) for opaque in scope.opaque.values())
     with (
         state.borrowed(model) as holders,
         state.written_back(model),

@@ -92,14 +92,14 @@ def merge(recordings: Sequence[Recording], sizes: Sequence[int]) -> MergedRecord
     return MergedRecording(tuple(merged), output, first)
 
 
-def changed_constant(one: Recording, other: Recording) -> str | None:
+def changed_constant(recording: Recording, other: Recording) -> str | None:
     """Return the name of a constant for which another recording holds something else; None: there is none.
 
     Tensors and classes are told by identity, grad mode and autocast by what they are, functions by their code. Other
     objects may be new at every call: their class tells.
     """
     values = other.constants
-    return next((name for name, value in one.constants.items() if not _is_one(value, values.get(name))), None)
+    return next((name for name, value in recording.constants.items() if not _is_one(value, values.get(name))), None)
 
 
 def _is_one(value: Any, other: Any) -> bool:
@@ -139,8 +139,8 @@ def _same_constants(recordings: Sequence[Recording]) -> None:
 
 def _draws(sizes: Sequence[int], calls: Sequence[Call]) -> tuple[Draw, ...] | None:
     try:
-        found: tuple[Draw, ...] | None = _values(sizes, [call.draws for call in calls])
-        return found
+        draws: tuple[Draw, ...] | None = _values(sizes, [call.draws for call in calls])
+        return draws
     except (Differs, ValueError):
         return None
 
@@ -166,8 +166,8 @@ def _value(sizes: Sequence[int], *values: Any) -> Any:
     return first
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (not isinstance(one, np.ndarray) and bool(one == other))
+def _is_same(value: Any, other: Any) -> bool:
+    return value is other or (not isinstance(value, np.ndarray) and bool(value == other))
 
 
 def _line(sizes: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]:
@@ -186,9 +186,9 @@ def _line(sizes: Sequence[int], values: Sequence[float]) -> tuple[Any, Any]:
 def equal(expected: Any, value: Any, sizes: Mapping[str, int] = MappingProxyType({})) -> bool:
     """Tell whether nested arguments are those of a merged recording at given sizes."""
 
-    def same(one: Any, other: Any) -> None:
-        one = evaluate(one, sizes)
-        if not (_is_same(one, other) or (one != one and other != other)):
+    def same(value: Any, other: Any) -> None:
+        value = evaluate(value, sizes)
+        if not (_is_same(value, other) or (value != value and other != other)):
             raise Differs
 
     try:
@@ -222,14 +222,14 @@ def holds_at(
         )
         for m in merged.calls
     ]
-    made, output, returned = recording.calls, merged.output, recording.output
+    calls, output, returned = recording.calls, merged.output, recording.output
     if rows == 1:
         expected, output = _without_expansions(expected, output)
-        made, returned = _without_expansions(made, returned)
+        calls, returned = _without_expansions(calls, returned)
     sizes = {**lengths, ROWS: rows}
     return (
-        len(expected) == len(made)
-        and all(_same(a, b, sizes) for a, b in zip(expected, made, strict=True))
+        len(expected) == len(calls)
+        and all(_same(a, b, sizes) for a, b in zip(expected, calls, strict=True))
         and equal(output, returned, sizes)
     )
 

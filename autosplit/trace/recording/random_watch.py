@@ -69,8 +69,8 @@ class RandomWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # the device of a fake tensor, which operations ask again and again
             return func(*args, **kwargs)
-        if (made := ruled(func, args, kwargs)) is not None:
-            return made
+        if (answer := ruled(func, args, kwargs)) is not None:
+            return answer
         if not draws_numbers(func, args, kwargs):
             return func(*args, **kwargs)
         if is_composite(func):
@@ -111,8 +111,8 @@ def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
 
 def named_arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return all arguments of an aten operation by name, defaults included."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    return {a.name: given.get(a.name, a.default_value) for a in func._schema.arguments}
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    return {a.name: named.get(a.name, a.default_value) for a in func._schema.arguments}
 
 
 def _specs(value: Any) -> Any:

@@ -201,8 +201,8 @@ class Recorder(TorchFunctionMode):
         self._muted += 1
         try:
             inputs = tensors_in((args, kwargs))
-            own = list(self.model.get_submodule(target).buffers()) if kind == "module" else []
-            touched = [*inputs, *own]
+            buffers = list(self.model.get_submodule(target).buffers()) if kind == "module" else []
+            touched = [*inputs, *buffers]
             versions = [t._version for t in touched]
             call = Call(kind, target, self.encode(tuple(args)), self.encode(dict(kwargs)), self.path, "")
             call.leaf = target if kind == "module" else None

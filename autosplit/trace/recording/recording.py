@@ -154,9 +154,9 @@ def mapped_together(function: Callable[..., Any], *values: Any) -> Any:
 
 def leaves_in(value: Any) -> list[Any]:
     """Return the leaves of nested arguments."""
-    found: list[Any] = []
-    map_aggregate(value, found.append)
-    return found
+    leaves: list[Any] = []
+    map_aggregate(value, leaves.append)
+    return leaves
 
 
 def refs_in(value: Any) -> list[Ref]:

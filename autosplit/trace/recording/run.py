@@ -109,7 +109,7 @@ class PythonRun:
 
     def leave(self, kept: Sequence[torch.Tensor]) -> None:
         """Leave what the run left, with real tensors in the places of those that were kept."""
-        self.changes.make({**self.real, **{id(fake): own for fake, own in zip(self.kept, kept, strict=True)}})
+        self.changes.make({**self.real, **{id(fake): tensor for fake, tensor in zip(self.kept, kept, strict=True)}})
 
 
 def run_python(
@@ -186,16 +186,16 @@ def _run(
     check_given((args, kwargs), inputs.spec, [leaves[i] for i in one_tensor(inputs.leaves)], output)
     if torch.initial_seed() != seed:
         raise Refusal("forward sets torch's random seed; a graph would not: set it outside the model", "")
-    found = side_effects.changes(holders, before).without(partial(_comes_with_the_graph, recorder))
-    _refuse_modules(found)
-    left = side_effects.kept(found, real)
-    numbers = _logged(recorder, found)
+    changes = side_effects.changes(holders, before).without(partial(_comes_with_the_graph, recorder))
+    _refuse_modules(changes)
+    left = side_effects.kept(changes, real)
+    numbers = _logged(recorder, changes)
     left += numbers
     recording = recorder.finish(output, dict(model.named_buffers()), left)
     recording.logged = len(numbers)
     recording.inside = {} if recorder.observed is None else recorder.observed.inside()
-    recording.asks_grad_mode, recording.changed = asked.line or recorder.asks_grad_mode, found.places
-    return PythonRun(recording, found, real, left)
+    recording.asks_grad_mode, recording.changed = asked.line or recorder.asks_grad_mode, changes.places
+    return PythonRun(recording, changes, real, left)
 
 
 def _comes_with_the_graph(recorder: Recorder, holder: Holder, key: Any, value: Any) -> bool:
@@ -206,9 +206,9 @@ def _comes_with_the_graph(recorder: Recorder, holder: Holder, key: Any, value: A
     return not table and (path, key) in recorder.by_layers
 
 
-def _logged(recorder: Recorder, found: side_effects.Changes) -> list[torch.Tensor]:
+def _logged(recorder: Recorder, changes: side_effects.Changes) -> list[torch.Tensor]:
     """Return the tensors of the numbers that the run kept; raise Decides where one is used, or kept out of sight."""
-    kept = found.numbers()
+    kept = changes.numbers()
     ids = {id(number) for number in kept}
     alive = [number for ref in recorder.logged if (number := ref()) is not None]
     lines = recorder.decided.union(*(number.lines for number in alive if id(number) not in ids))
@@ -217,9 +217,9 @@ def _logged(recorder: Recorder, found: side_effects.Changes) -> list[torch.Tenso
     return list({id(tensor): tensor for number in kept for tensor in number.tensors}.values())
 
 
-def _refuse_modules(found: side_effects.Changes) -> None:
+def _refuse_modules(changes: side_effects.Changes) -> None:
     """Raise Refusal where a forward sets or deletes parameters, modules, or hooks that are not for its own outputs."""
-    for holder, entries in found.entries:
+    for holder, entries in changes.entries:
         path, table = holder.place
         collects = all(getattr(hook, "__module__", "") == COLLECTS for hook in entries.values())
         if table in ("_parameters", "_modules") or (table in HOOK_TABLES and not collects):
@@ -246,9 +246,9 @@ def _forward(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder, modes
             return model(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
         line = raised_line(error)
-        place = f" in {line}" if line else ""
+        location = f" in {line}" if line else ""
         raise Refusal(
-            f"a shape or a Python value depends on a tensor's contents ({str(error).splitlines()[0]}{place})"
+            f"a shape or a Python value depends on a tensor's contents ({str(error).splitlines()[0]}{location})"
             f"{_notes(error)}; a graph cannot follow that: compute it for all rows and choose by torch.where, or mask",
             recorder.failed_in or "",
         ) from error
@@ -259,11 +259,11 @@ def _forward(model: nn.Module, args: Any, kwargs: Any, recorder: Recorder, modes
             raise
         if recorder.modules_made:
             raise FirstCall([f"a {kind.__name__}" for kind in recorder.modules_made]) from error
-        place = where(recorder.failed_in or "")
+        location = where(recorder.failed_in or "")
         if _is_nested(error):
-            raise Refusal(f"{place} {NESTED}", "") from error
+            raise Refusal(f"{location} {NESTED}", "") from error
         if isinstance(error, UnsupportedOperatorException):
-            what = f"{place} calls {error.func}, which torch cannot run on shapes alone"
+            what = f"{location} calls {error.func}, which torch cannot run on shapes alone"
             raise Refusal(what, recorder.failed_in or "") from error
         if recorder.logged_lines:  # the model may have met a number that is none yet
             raise Decides(recorder.logged_lines, "") from error
@@ -303,26 +303,26 @@ def quiet_log() -> contextlib.AbstractContextManager[Any]:
 def patched(recorder: Recorder | Watcher) -> Iterator[None]:
     """Show calls of modules and of autograd functions to a recorder; those of other threads go on as ever."""
     call, initialize, apply = nn.Module.__call__, nn.Module.__init__, torch.autograd.Function.__dict__["apply"]
-    enter, own = saved_tensors_hooks.__enter__, threading.get_ident()
+    enter, thread = saved_tensors_hooks.__enter__, threading.get_ident()
 
     def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != own:
+        if threading.get_ident() != thread:
             return call(module, *args, **kwargs)
         return recorder.call_module(call, module, args, kwargs)
 
     def make(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() == own and isinstance(recorder, Recorder):
+        if threading.get_ident() == thread and isinstance(recorder, Recorder):
             recorder.modules_made.append(type(module))
         initialize(module, *args, **kwargs)
 
     def apply_function(function: type, *args: Any, **kwargs: Any) -> Any:
         plain = apply.__get__(None, function)
-        if threading.get_ident() != own:
+        if threading.get_ident() != thread:
             return plain(*args, **kwargs)
         return recorder.call_function(plain, function, args, kwargs)
 
     def enter_hooks(hooks: saved_tensors_hooks) -> None:
-        if threading.get_ident() == own and isinstance(recorder, Recorder):
+        if threading.get_ident() == thread and isinstance(recorder, Recorder):
             recorder.check_saved_hooks(hooks)
         enter(hooks)
 

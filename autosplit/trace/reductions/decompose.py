@@ -157,9 +157,9 @@ class _Rewriter:
         if loss is not None:
             self._loss(loss)
             return
-        found = _parsed(self.function, self.args, self.node.kwargs)
-        if found is not None and isinstance(found.value, fx.Node) and INFO in found.value.meta:
-            self._reduction(found, found.value)
+        reduction = _parsed(self.function, self.args, self.node.kwargs)
+        if reduction is not None and isinstance(reduction.value, fx.Node) and INFO in reduction.value.meta:
+            self._reduction(reduction, reduction.value)
 
     def _loss(self, loss: LossCall) -> None:
         probabilities = loss.by_class and _is_differentiable(loss.given["target"])
@@ -174,8 +174,8 @@ class _Rewriter:
         if loss.by_class and not probabilities and loss.reduction == "mean":
             each = self._before(_EACH, loss.function, (), loss.unreduced(), value)
             args = (each, loss.given["target"], self.rows, batch_dim, loss.given["ignore_index"], wide)
-            made = TensorInfo((_ROW, Size(0, 2)), wide)
-            rows = self._before(_ROWS, weigh_rows, (*args, self._again(loss.weight)), {}, made)
+            info = TensorInfo((_ROW, Size(0, 2)), wide)
+            rows = self._before(_ROWS, weigh_rows, (*args, self._again(loss.weight)), {}, info)
             self._become(ratio, (rows, value.dtype))
         elif value.shape == (_ROW,):
             rows = self._before(_ROWS, loss.function, (), loss.unreduced(), value)
@@ -184,41 +184,41 @@ class _Rewriter:
             each = self._before(_EACH, loss.function, (), loss.unreduced(), value)
             self._split(each, value, _Reduction(loss.reduction, each, dims, keepdim=False, dtype=None), value.dtype)
 
-    def _reduction(self, found: _Reduction, source: fx.Node) -> None:
-        value, made = source.meta[INFO].tensors[0], self.info.tensors[0].dtype
-        dims = _dims(found.dims, len(value.shape))
-        if value.dtype.is_complex or torch.promote_types(value.dtype, made) != made:
+    def _reduction(self, reduction: _Reduction, source: fx.Node) -> None:
+        value, dtype = source.meta[INFO].tensors[0], self.info.tensors[0].dtype
+        dims = _dims(reduction.dims, len(value.shape))
+        if value.dtype.is_complex or torch.promote_types(value.dtype, dtype) != dtype:
             return  # the halves would not be exact
         if dims is None or value.batch_dim not in dims:
             return
         if dims != (value.batch_dim,) or value.shape[value.batch_dim] != _ROW:
-            self._split(source, value, replace(found, dims=dims), made)
-        elif value.shape == (_ROW,) and found.dtype is None:
-            self._become(_HALVES[found.kind][1], (source, dims, found.keepdim, made))
+            self._split(source, value, replace(reduction, dims=dims), dtype)
+        elif value.shape == (_ROW,) and reduction.dtype is None:
+            self._become(_HALVES[reduction.kind][1], (source, dims, reduction.keepdim, dtype))
 
-    def _split(self, source: fx.Node, value: TensorInfo, found: _Reduction, dtype: torch.dtype) -> None:
+    def _split(self, source: fx.Node, value: TensorInfo, reduction: _Reduction, dtype: torch.dtype) -> None:
         """Reduce ``source`` by rows, then the rows."""
-        by_row, whole = _HALVES[found.kind]
+        by_row, whole = _HALVES[reduction.kind]
         batch_dim, wide = value.batch_dim, _wide(dtype)
         sizes = enumerate(value.shape)
-        shape = tuple(_ROW if d == batch_dim else _ONE if d in found.dims else size for d, size in sizes)
-        args = (source, self.rows, batch_dim, found.dims, wide)
+        shape = tuple(_ROW if d == batch_dim else _ONE if d in reduction.dims else size for d, size in sizes)
+        args = (source, self.rows, batch_dim, reduction.dims, wide)
         rows = self._before(_ROWS, by_row, args, {}, TensorInfo(shape, wide))
-        self._become(whole, (rows, found.dims, found.keepdim, dtype))
+        self._become(whole, (rows, reduction.dims, reduction.keepdim, dtype))
 
     # -- the graph ---------------------------------------------------------------------------------------------
     def _before(
-        self, part: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: TensorInfo
+        self, suffix: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], info: TensorInfo
     ) -> fx.Node:
         """Put a node before the reduction, in the ambient state of the reduction."""
         target, full = self._called(function, args)
         with self.graph.inserting_before(self.node):
             new = self.graph.create_node(
-                "call_function", target, full, dict(kwargs), name=f"{self.node.name}_{part[1:]}"
+                "call_function", target, full, dict(kwargs), name=f"{self.node.name}_{suffix[1:]}"
             )
         new.meta.update(self.node.meta)
         reads = tuple(str(n.target) for n in new.all_input_nodes if n.op == "get_attr" and n.target in self.info.reads)
-        new.meta[INFO] = replace(self.info, name=self.info.name + part, tensors=(made,), reads=reads, mutated=False)
+        new.meta[INFO] = replace(self.info, name=self.info.name + suffix, tensors=(info,), reads=reads, mutated=False)
         return new
 
     def _become(self, function: Any, args: tuple[Any, ...]) -> None:
@@ -251,20 +251,20 @@ class _Rewriter:
 def _parsed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Reduction | None:
     """Return what a sum or a mean reduces; None for another function or an unusual way to call it."""
     kind = next((kind for known, kind in _KINDS.items() if known is function), None)
-    given = dict(zip(_SIGNATURE, args, strict=False)) | {_SPELLINGS.get(k, k): v for k, v in kwargs.items()}
-    if kind is None or len(args) > len(_SIGNATURE) or not given.keys() <= {*_SIGNATURE, "out"}:
+    named = dict(zip(_SIGNATURE, args, strict=False)) | {_SPELLINGS.get(k, k): v for k, v in kwargs.items()}
+    if kind is None or len(args) > len(_SIGNATURE) or not named.keys() <= {*_SIGNATURE, "out"}:
         return None
-    if "input" not in given or given.get("out") is not None:
+    if "input" not in named or named.get("out") is not None:
         return None
-    return _Reduction(kind, given["input"], given.get("dim"), bool(given.get("keepdim")), given.get("dtype"))
+    return _Reduction(kind, named["input"], named.get("dim"), bool(named.get("keepdim")), named.get("dtype"))
 
 
 def _dims(dims: Any, count: int) -> tuple[int, ...] | None:
     """Return the reduced dimensions, all for None; None for what is not known before the model runs."""
-    given = range(count) if dims is None or dims in ((), []) else (dims,) if isinstance(dims, int) else dims
-    if not all(isinstance(dim, int) for dim in given):
+    reduced = range(count) if dims is None or dims in ((), []) else (dims,) if isinstance(dims, int) else dims
+    if not all(isinstance(dim, int) for dim in reduced):
         return None
-    return tuple(sorted(dim % count for dim in given))
+    return tuple(sorted(dim % count for dim in reduced))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -300,14 +300,14 @@ def free_sources(raw: RawGraph, devices: set[torch.device]) -> None:
     """
     for node in list(raw.graph.nodes) if len(devices) == 1 else ():
         info = node.meta.get(INFO)
-        place = _TYPED.get(function_of(node, raw.root)) if info is not None and node.op != "placeholder" else None
-        if place is None or (place == 0 and info.tensors[0].varying_dims):
+        position = _TYPED.get(function_of(node, raw.root)) if info is not None and node.op != "placeholder" else None
+        if position is None or (position == 0 and info.tensors[0].varying_dims):
             continue
-        place += 2 if node.target is under else 0
-        typed = node.args[place]
+        position += 2 if node.target is under else 0
+        typed = node.args[position]
         if isinstance(typed, fx.Node) and INFO in typed.meta:
             dtype = typed.meta[INFO].tensors[0].dtype
             name = f"_constant_{str(dtype).removeprefix('torch.')}"
             raw.root.__dict__[name] = torch.zeros((), dtype=dtype, device=next(iter(devices)))
             with raw.graph.inserting_before(node):
-                node.update_arg(place, raw.graph.get_attr(name))
+                node.update_arg(position, raw.graph.get_attr(name))

@@ -68,11 +68,11 @@ class LossCall:
         """Return a call of a loss; None for any other function, and for a loss that is not reduced."""
         if not is_loss(function):
             return None
-        given = by_name(function, args, kwargs)
-        if given.get("size_average") is not None or given.get("reduce") is not None:
+        named = by_name(function, args, kwargs)
+        if named.get("size_average") is not None or named.get("reduce") is not None:
             return None  # deprecated ways to say it
-        own_distance = given.get("distance_function") is not None
-        return None if own_distance or given["reduction"] not in ("mean", "sum", "batchmean") else cls(function, given)
+        own_distance = named.get("distance_function") is not None
+        return None if own_distance or named["reduction"] not in ("mean", "sum", "batchmean") else cls(function, named)
 
     @property
     def reduction(self) -> str:
@@ -143,5 +143,5 @@ def _broadcast(operands: Sequence[Sequence[Any] | None]) -> tuple[Any, ...] | No
     if len(known) < len(operands):
         return None
     columns = itertools.zip_longest(*(reversed(sizes) for sizes in known))
-    found = [[size for size in column if size is not None] for column in columns]
-    return tuple(next((size for size in sizes if size not in _ONES), sizes[0]) for sizes in found)[::-1]
+    candidates = [[size for size in column if size is not None] for column in columns]
+    return tuple(next((size for size in sizes if size not in _ONES), sizes[0]) for sizes in candidates)[::-1]

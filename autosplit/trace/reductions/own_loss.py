@@ -32,17 +32,17 @@ def own_loss(output: Any) -> torch.Tensor:
 
     Raises InputError when there is none.
     """
-    found: Any = None
+    loss: Any = None
     if isinstance(output, torch.Tensor):
-        found = output
+        loss = output
     elif isinstance(output, Mapping):
-        found = output.get("loss")
+        loss = output.get("loss")
     elif isinstance(getattr(output, "loss", None), torch.Tensor):
-        found = output.loss
+        loss = output.loss
     elif isinstance(output, (tuple, list)):
-        found = next((part for part in output if isinstance(part, torch.Tensor) and part.dim() == 0), None)
-    if isinstance(found, torch.Tensor) and found.dim() == 0 and found.is_floating_point():
-        return found
+        loss = next((item for item in output if isinstance(item, torch.Tensor) and item.dim() == 0), None)
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point():
+        return loss
     raise InputError(
         f"train_step needs loss_fn=, a function loss_fn(output, target) that returns a scalar: the model returns a "
         f"{type(output).__name__} without a loss of its own (a scalar 'loss', or a scalar in a tuple; does it want "
@@ -165,8 +165,8 @@ def form_of(traced: TracedGraph) -> Form:
         tensor = node.meta[INFO].tensors[0] if isinstance(node, fx.Node) and INFO in node.meta else None
         leaves.append(node if tensor is None else torch.empty(tensor.shape_at(2), dtype=tensor.dtype, device="meta"))
     wanted = own_loss(traced.unflatten(leaves))
-    place = next(place for place, leaf in enumerate(leaves) if leaf is wanted)
-    return Form(traced, nodes[place])
+    index = next(index for index, leaf in enumerate(leaves) if leaf is wanted)
+    return Form(traced, nodes[index])
 
 
 def note_on_loss(traced: TracedGraph) -> str | None:
@@ -183,13 +183,13 @@ def note_on_loss(traced: TracedGraph) -> str | None:
 
 def _behind(node: fx.Node) -> set[fx.Node]:
     """Return a node and all that it hangs on."""
-    found, todo = {node}, [node]
+    behind, todo = {node}, [node]
     while todo:
         for operand in todo.pop().all_input_nodes:
-            if operand not in found:
-                found.add(operand)
+            if operand not in behind:
+                behind.add(operand)
                 todo.append(operand)
-    return found
+    return behind
 
 
 def _check_pure(node: fx.Node) -> None:

@@ -59,15 +59,15 @@ class BackwardProbe:
         pieces = [self._gradients(range(*ends), scale) for ends in itertools.pairwise(self.cuts)]
         for operand, gradient in whole.items():
             parts = [piece[operand] for piece in pieces]
-            found = [part for part in parts if part is not None]
-            if gradient is None or not found:
-                if gradient is not None or found:
+            present = [piece for piece in parts if piece is not None]
+            if gradient is None or not present:
+                if gradient is not None or present:
                     return False
                 continue
             dim = _batch_dim(operand)
-            if dim is not None and len(found) < len(parts):  # an expert that no row of a piece takes has no gradient
+            if dim is not None and len(present) < len(parts):  # an expert that no row of a piece takes has no gradient
                 return False
-            together = torch.stack(found).sum(0, dtype=gradient.dtype) if dim is None else torch.cat(found, dim)
+            together = torch.stack(present).sum(0, dtype=gradient.dtype) if dim is None else torch.cat(present, dim)
             if not same_reordered(gradient, together):
                 return False
         return True
@@ -75,28 +75,28 @@ class BackwardProbe:
     def _gradients(self, rows: range, scale: float) -> Gradients:
         """Return the gradients of all operands and parameters for some of the rows."""
         leaves: dict[Operand, torch.Tensor] = {}
-        given = {n: self._operand(n, rows, leaves) for n in self.node.all_input_nodes}
-        args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), given.__getitem__)
+        operands = {n: self._operand(n, rows, leaves) for n in self.node.all_input_nodes}
+        args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), operands.__getitem__)
         function = function_of(self.node, self.run.module)
         if isinstance(function, nn.Module):
-            own = function.named_parameters()
-            leaves |= {name: p for name, p in own if p.requires_grad and not p._backward_hooks}
+            parameters = function.named_parameters()
+            leaves |= {name: p for name, p in parameters if p.requires_grad and not p._backward_hooks}
         result = getattr(self.run, self.node.op)(self.node.target, args, kwargs)
-        made = tensors_of(result)
+        tensors = tensors_of(result)
         if not self.weights:
             generator = torch.Generator().manual_seed(0)
-            self.weights = [torch.randn(t.shape, generator=generator) * scale for t in made]
+            self.weights = [torch.randn(t.shape, generator=generator) * scale for t in tensors]
         weights = [from_sources(w, d, self.rows, rows) for w, d in zip(self.weights, self.dims, strict=True)]
-        roots = [position for position, tensor in enumerate(made) if tensor.requires_grad]
+        roots = [position for position, tensor in enumerate(tensors) if tensor.requires_grad]
         if not roots or not leaves:
             return dict.fromkeys(leaves)
-        found = torch.autograd.grad(
-            [made[i] for i in roots],
+        gradients = torch.autograd.grad(
+            [tensors[i] for i in roots],
             list(leaves.values()),
-            [weights[i].to(made[i]) for i in roots],
+            [weights[i].to(tensors[i]) for i in roots],
             allow_unused=True,
         )
-        return dict(zip(leaves, found, strict=True))
+        return dict(zip(leaves, gradients, strict=True))
 
     def _operand(self, operand: fx.Node, rows: range, leaves: dict[Operand, torch.Tensor]) -> Any:
         value = rows_of(operand, self.run, self.rows, rows)
@@ -109,5 +109,5 @@ class BackwardProbe:
 def _batch_dim(operand: Operand) -> int | None:
     if isinstance(operand, str) or INFO not in operand.meta or len(operand.meta[INFO].tensors) != 1:
         return None
-    found: int | None = operand.meta[INFO].tensors[0].batch_dim
-    return found
+    dim: int | None = operand.meta[INFO].tensors[0].batch_dim
+    return dim

@@ -39,10 +39,10 @@ Dependencies = Mapping[fx.Node, Collection[fx.Node]]
 
 def value_dependencies(graph: fx.Graph, effects: Effects) -> dict[fx.Node, list[fx.Node]]:
     """Map every node to its operands and to the nodes whose in-place changes it sees."""
-    found = {node: list(node.all_input_nodes) for node in graph.nodes}
+    depends = {node: list(node.all_input_nodes) for node in graph.nodes}
     for writer, user in effects.flow:
-        found[user].append(writer)
-    return found
+        depends[user].append(writer)
+    return depends
 
 
 def batched_nodes(graph: fx.Graph, effects: Effects, batched_inputs: Collection[str]) -> set[fx.Node]:
@@ -158,14 +158,14 @@ def _spread(
 
 def _chain(seeds: set[fx.Node], depends: Dependencies, suspect: set[fx.Node]) -> set[fx.Node]:
     """Return the seeds and the suspects that lead to them without a gap."""
-    found: set[fx.Node] = set()
+    chain: set[fx.Node] = set()
     todo = list(seeds)
     while todo:
         node = todo.pop()
-        if node not in found and node.op != "placeholder":
-            found.add(node)
+        if node not in chain and node.op != "placeholder":
+            chain.add(node)
             todo += [d for d in depends[node] if d in suspect]
-    return found
+    return chain
 
 
 def _descend(

@@ -47,8 +47,8 @@ class Grouped:
 
 def grouped(graph: fx.Graph, root: nn.Module) -> Grouped:
     """Find the sorts whose rows come back."""
-    found = [_Sort(graph, root, node) for node in graph.nodes if _is_sort(node, root)]
-    good = [sort for sort in found if sort.follow()]
+    sorts = [_Sort(graph, root, node) for node in graph.nodes if _is_sort(node, root)]
+    good = [sort for sort in sorts if sort.follow()]
     return Grouped(
         {node: sort.node for sort in good for node in sort.kind},
         frozenset(node for sort in good for node in sort.back),
@@ -97,9 +97,9 @@ class _Sort:
     def sorting(self) -> set[fx.Node]:
         """Return the nodes that make or use the order, and are no operation row by row."""
         orders = {n for n, kind in self.kind.items() if kind in ("sort", "order", "keys")}
-        found = orders | self.ways | self.back | self.picks
-        users = {user for n in found - self.back - self.picks for user in n.users}
-        return found | users | {n for n in self.graph.nodes if n in self.bounds}
+        nodes = orders | self.ways | self.back | self.picks
+        users = {user for n in nodes - self.back - self.picks for user in n.users}
+        return nodes | users | {n for n in self.graph.nodes if n in self.bounds}
 
     def _step(self, node: fx.Node) -> bool:
         """Take one node that meets sorted rows; tell whether it treats rows one by one."""

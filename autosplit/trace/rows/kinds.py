@@ -144,13 +144,13 @@ def renormalises(node: fx.Node, root: nn.Module) -> bool:
     """Tell whether a node is a module that scales rows of a table before it looks them up, in the table itself."""
     function = function_of(node, root)
     modules = function.modules() if isinstance(function, nn.Module) else ()
-    return any(getattr(own, "max_norm", None) is not None for own in modules)
+    return any(getattr(module, "max_norm", None) is not None for module in modules)
 
 
 def _nodes(value: Any) -> Iterator[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(value, found.append)
-    yield from found
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(value, nodes.append)
+    yield from nodes
 
 
 def _name(function: Any) -> str:

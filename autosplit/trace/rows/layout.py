@@ -40,10 +40,10 @@ class Layout:
             return cls.stack(dim, numbers.shape[dim], rows)
         others = [d for d in range(numbers.dim()) if d != dim]
         least, most = (numbers.amin(others), numbers.amax(others)) if others else (numbers, numbers)
-        found = tuple(least.tolist())
-        entries = Counter(found)
-        evenly = all(entries[row] * rows == len(found) for row in range(rows))
-        return cls(dim, found) if evenly and torch.equal(least, most) else None
+        row_numbers = tuple(least.tolist())
+        entries = Counter(row_numbers)
+        evenly = all(entries[row] * rows == len(row_numbers) for row in range(rows))
+        return cls(dim, row_numbers) if evenly and torch.equal(least, most) else None
 
     @property
     def is_stack(self) -> bool:

@@ -37,7 +37,7 @@ _DRAWN = 65_537
 
 
 @dataclass(frozen=True)
-class Way:
+class Fill:
     """How to make up what a model may not take.
 
     Attributes:
@@ -53,18 +53,18 @@ class Way:
     positive: bool
 
 
-WAYS = (
-    Way(integers=(0, 6), number=0, first=False, positive=False),
-    Way(integers=(0, 1), number=0, first=True, positive=True),
-    Way(integers=(1, 2), number=1, first=False, positive=True),
+FILLS = (
+    Fill(integers=(0, 6), number=0, first=False, positive=False),
+    Fill(integers=(0, 1), number=0, first=True, positive=True),
+    Fill(integers=(1, 2), number=1, first=False, positive=True),
 )
 
 
 class MadeUp:
     """The made-up values of one probe of a graph."""
 
-    def __init__(self, raw: RawGraph, way: Way) -> None:
-        self.raw, self.way = raw, way
+    def __init__(self, raw: RawGraph, fill: Fill) -> None:
+        self.raw, self.fill = raw, fill
         self.hides = False
         """Whether some node gave NaN or infinity, beside which no difference shows."""
         self._names: dict[int, str] = {}
@@ -101,22 +101,22 @@ class MadeUp:
     def _held(self, holders: Holders, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         """Put values in the places of tensors that are not on the CPU, wherever they are held."""
         pairs = [(tensor, self.value(tensor)) for tensor in tensors if tensor.device.type != "cpu"]
-        holders.swap({id(own): made for own, made in pairs})
+        holders.swap({id(tensor): stand_in for tensor, stand_in in pairs})
         try:
             yield
         finally:
-            holders.swap({id(made): own for own, made in pairs})
+            holders.swap({id(stand_in): tensor for tensor, stand_in in pairs})
 
-    def value(self, own: Any) -> Any:
+    def value(self, value: Any) -> Any:
         """Return the values of a tensor that is not on the CPU, equal ones each time; anything else as it is."""
-        if not isinstance(own, torch.Tensor) or own.device.type == "cpu":
-            return own
-        if id(own) not in self._now:
-            meta = own.is_meta
-            made = self._filled(own, self._names.get(id(own), ""), given=False) if meta else own.detach().cpu()
-            parameter = isinstance(own, nn.Parameter)
-            self._now[id(own)] = nn.Parameter(made, own.requires_grad) if parameter else made
-        return self._now[id(own)]
+        if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+            return value
+        if id(value) not in self._now:
+            meta = value.is_meta
+            copy = self._filled(value, self._names.get(id(value), ""), is_input=False) if meta else value.detach().cpu()
+            parameter = isinstance(value, nn.Parameter)
+            self._now[id(value)] = nn.Parameter(copy, value.requires_grad) if parameter else copy
+        return self._now[id(value)]
 
     def sample(self, inputs: FlatInputs, *, rows: int) -> FlatInputs:
         """Return inputs with values, of no fewer rows than these where they are made up."""
@@ -126,7 +126,7 @@ class MadeUp:
             shape = [max(size, rows) if d == dim else size for d, size in enumerate(leaf.shape)]
             if leaf.is_meta:
                 blank = empty_in_layout(layout_of(leaf), shape, dtype=leaf.dtype, device="meta")
-                leaves[index] = self._filled(blank, first.setdefault(id(leaf), inputs.names[index]), given=True)
+                leaves[index] = self._filled(blank, first.setdefault(id(leaf), inputs.names[index]), is_input=True)
             else:
                 leaves[index] = leaf.detach().cpu()
             leaves[index].requires_grad_(leaf.requires_grad)
@@ -138,30 +138,31 @@ class MadeUp:
             bool((tensor.isnan() | (tensor == math.inf)).any()) for tensor in tensors if tensor.is_floating_point()
         )
 
-    def _filled(self, like: torch.Tensor, name: str, *, given: bool) -> torch.Tensor:
+    def _filled(self, like: torch.Tensor, name: str, *, is_input: bool) -> torch.Tensor:
         """Return a tensor like one on meta; ``given``: it is an input."""
-        made = torch.empty_like(like, device="cpu", requires_grad=False)
-        memory = made.new_empty(0).set_(made.untyped_storage())
-        drawn = self._drawn(like, name, min(memory.numel(), _DRAWN), given).to(made.dtype)
+        values = torch.empty_like(like, device="cpu", requires_grad=False)
+        memory = values.new_empty(0).set_(values.untyped_storage())
+        drawn = self._drawn(like, name, min(memory.numel(), _DRAWN), is_input).to(values.dtype)
         for piece in memory.split(_DRAWN):
             piece.copy_(drawn[: len(piece)])
-        if made.dtype == torch.bool and made.dim() and made.shape[-1] > 1:
-            made[..., 0], made[..., 1] = self.way.first, not self.way.first
-        return made
+        if values.dtype == torch.bool and values.dim() and values.shape[-1] > 1:
+            values[..., 0], values[..., 1] = self.fill.first, not self.fill.first
+        return values
 
-    def _drawn(self, like: torch.Tensor, name: str, count: int, given: bool) -> torch.Tensor:
+    def _drawn(self, like: torch.Tensor, name: str, count: int, is_input: bool) -> torch.Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if like.is_complex():
             return torch.randn(count, generator=generator, dtype=torch.complex128)
         if not like.is_floating_point():
-            low, high = (0, 1) if like.dtype == torch.bool else self.way.integers if given else (self.way.number,) * 2
+            numbers = self.fill.integers if is_input else (self.fill.number,) * 2
+            low, high = (0, 1) if like.dtype == torch.bool else numbers
             return torch.randint(low, high + 1, (count,), generator=generator)
         small = name.endswith(("bias", "mean"))
-        if self.way.positive if given else not small and (like.dim() < 2 or not isinstance(like, nn.Parameter)):
-            return torch.rand(count, generator=generator) + (0.0 if given else 0.5)
+        if self.fill.positive if is_input else not small and (like.dim() < 2 or not isinstance(like, nn.Parameter)):
+            return torch.rand(count, generator=generator) + (0.0 if is_input else 0.5)
         inputs = like.shape[1:]
         fan = max(inputs) if len(inputs) == 2 else math.prod(inputs)  # several matrices, or a convolution's weight
-        return torch.randn(count, generator=generator) * (1.0 if given else 0.1 if small else max(fan, 1) ** -0.5)
+        return torch.randn(count, generator=generator) * (1.0 if is_input else 0.1 if small else max(fan, 1) ** -0.5)
 
 
 class _Run(OnCpu):

@@ -96,10 +96,10 @@ class MoreRows(Layouts):
 
     def differs(self, node: fx.Node) -> bool | None:
         """Tell whether equal rows have unequal results; None where the operation does not run on so many."""
-        found = None if self._is_unknown(node) else self._differs(node)
-        if found is None and node not in self.valued:
+        differs = None if self._is_unknown(node) else self._differs(node)
+        if differs is None and node not in self.valued:
             self.unknown.add(node)
-        return found
+        return differs
 
     @property
     def _is_larger(self) -> bool:
@@ -114,16 +114,16 @@ class MoreRows(Layouts):
     def _differs(self, node: fx.Node) -> bool | None:
         plain = None
         with ForeignSuppressed():
-            given = {n: self._value(n) for n in node.all_input_nodes}
-            made = call_with(node, self.run, given)
+            operands = {n: self._value(n) for n in node.all_input_nodes}
+            result = call_with(node, self.run, operands)
             plain = result_of(node, self.run, {})
         if plain is None:  # a table may be too short for so many rows
             return None
-        many, infos = made_or_changed(node, made, given), made_or_changed_infos(node)
+        many, infos = made_or_changed(node, result, operands), made_or_changed_infos(node)
         if any(t.shape != i.shape_at(self.rows, self.lengths) for t, i in zip(many, infos, strict=True)):
             return None
         if node not in self.valued:
-            self.numbered[node] = made
+            self.numbered[node] = result
         layouts = zip(self.few.of_result(node, plain), self.of_result(node, many), strict=True)
         expected = (from_layout(t, *pair, self.few.rows, self.sources) for t, pair in zip(plain, layouts, strict=True))
         return any(not same_reordered(a, b) for a, b in zip(many, expected, strict=True))

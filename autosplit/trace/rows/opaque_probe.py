@@ -104,28 +104,28 @@ class OpaqueProbe:
 
     def _is_as_whole(self, rows: Sequence[int], forced: Forced | None = None) -> bool:
         """Tell whether rows give what they give among all."""
-        made, infos = self._results(rows, forced), self.node.meta[INFO].tensors
+        tensors, infos = self._results(rows, forced), self.node.meta[INFO].tensors
         return all(
             same_rounded(tensor, from_sources(whole, info.batch_dim, self.rows, rows))
-            for tensor, whole, info in zip(made, self.whole, infos, strict=True)
+            for tensor, whole, info in zip(tensors, self.whole, infos, strict=True)
         )
 
     def _results(
         self, rows: Sequence[int], forced: Forced | None = None, *, emptied: bool = False
     ) -> list[torch.Tensor]:
-        given = {n: rows_of(n, self.run, self.rows, rows) for n in self.node.all_input_nodes}
-        args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), given.__getitem__)
+        operands = {n: rows_of(n, self.run, self.rows, rows) for n in self.node.all_input_nodes}
+        args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), operands.__getitem__)
         log, buffers = ReadLog(self.steady, forced, emptied=emptied), list(self.module.buffers())
         with random_state():
             before = torch.get_rng_state(), [buffer._version for buffer in buffers]
             with log:
-                made = self.module(*args, **kwargs)
+                output = self.module(*args, **kwargs)
             if not torch.equal(before[0], torch.get_rng_state()) or before[1] != [b._version for b in buffers]:
                 raise RuntimeError("it draws random numbers, or writes to buffers")
         if forced is None:
             for site, outcomes in log.outcomes.items():
                 self.outcomes[site] += outcomes
-        return tensors_of(made)
+        return tensors_of(output)
 
     def _is_shown(self, site: Site) -> bool:
         """Tell whether the runs show what a read may bring about, or nothing hangs on it."""
@@ -160,8 +160,8 @@ class OpaqueProbe:
 
 def run_observing(run: fx.Interpreter, node: fx.Node) -> Any:
     """Run a module that observes gradients on copies that require them, and return what it gives without."""
-    given = {n: mapped(_as_computed, run.env[n]) for n in node.all_input_nodes}
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+    operands = {n: mapped(_as_computed, run.env[n]) for n in node.all_input_nodes}
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
     with torch.enable_grad():
         value = getattr(run, node.op)(node.target, args, kwargs)
         return mapped(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)

@@ -194,7 +194,7 @@ class OperatorProbe:
             base = self._with_neighbours(operands, {}, None, kind, generator)
         values = self._with_neighbours(operands, base, kept, kind, generator)
         try:
-            made = result_of(node, self.run, values)
+            after = result_of(node, self.run, values)
             before = result_of(node, self.run, base) if base else plain
         except Exception as error:  # the operation takes no such values, which says nothing about rows
             if is_internal(error) and not isinstance(error, IndexError):
@@ -202,8 +202,10 @@ class OperatorProbe:
             return False
         self.rearranged |= kind not in ROWS and any(is_rearranged(values[n], self.run.env[n]) for n in operands)
         same = same_rounded if is_opaque(node, self.root) else same_bits
-        results = zip(before, made, self.layouts.of_result(node, plain), strict=True)
-        return not all(own is None or same(own.select(new, kept), own.select(old, kept)) for old, new, own in results)
+        results = zip(before, after, self.layouts.of_result(node, plain), strict=True)
+        return not all(
+            layout is None or same(layout.select(b, kept), layout.select(a, kept)) for a, b, layout in results
+        )
 
     def _with_neighbours(
         self, operands: Sequence[fx.Node], base: Values, kept: int | None, kind: str, generator: torch.Generator
@@ -235,8 +237,8 @@ class OperatorProbe:
             parts.append(self._operand(n))
             return f"%{len(parts)}"
 
-        given = fx.node.map_arg((node.args, node.kwargs), described)
-        return node.op, str(function), repr(given), tuple(parts)
+        call = fx.node.map_arg((node.args, node.kwargs), described)
+        return node.op, str(function), repr(call), tuple(parts)
 
     def _operand(self, node: fx.Node) -> Any:
         value = self.run.env[node]
@@ -245,26 +247,26 @@ class OperatorProbe:
         if not isinstance(value, torch.Tensor):
             return value if isinstance(value, (int, float, str, bool)) else id(node)
         layouts = (self.layouts, *self.places)
-        own = [tuple(known.of(node)) if node in known.noted else () for known in layouts]
+        noted = [tuple(known.of(node)) if node in known.noted else () for known in layouts]
         batch = [t.batch_dim for t in node.meta[INFO].tensors] if INFO in node.meta else []
-        return tuple(value.shape), value.stride(), value.dtype, node in self.valued, tuple(batch), tuple(own)
+        return tuple(value.shape), value.stride(), value.dtype, node in self.valued, tuple(batch), tuple(noted)
 
 
 def _valued(graph: fx.Graph, root: nn.Module) -> set[fx.Node]:
     """Return the nodes whose values depend on rows' values; others depend on the number of rows at most."""
-    found: set[fx.Node] = set()
+    valued: set[fx.Node] = set()
     for node in graph.nodes:
         info = node.meta.get(INFO)
         rows = info is not None and any(tensor.varying_dims for tensor in info.tensors)
         if node.op == "placeholder":
-            given = rows
+            depends = rows
         elif rows and (info.random or info.mutated):
-            given = True
+            depends = True
         else:
-            given = any(n in found for n in node.all_input_nodes) and not takes_shape_only(node, root)
-        if given:
-            found.add(node)
-    return found
+            depends = any(n in valued for n in node.all_input_nodes) and not takes_shape_only(node, root)
+        if depends:
+            valued.add(node)
+    return valued
 
 
 # -- without values ------------------------------------------------------------------------------------------------

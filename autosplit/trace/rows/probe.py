@@ -36,7 +36,7 @@ from autosplit.trace.rows.backward_probe import BackwardProbe, has_own_backward
 from autosplit.trace.rows.findings import Findings, key_of_opaque
 from autosplit.trace.rows.grouped import grouped
 from autosplit.trace.rows.kinds import NormsInEval, is_opaque, keeps_statistics, leaves_unset
-from autosplit.trace.rows.made_up import WAYS, MadeUp
+from autosplit.trace.rows.made_up import FILLS, MadeUp
 from autosplit.trace.rows.opaque_probe import OpaqueProbe, run_observing
 from autosplit.trace.rows.operator_probe import OperatorProbe
 from autosplit.trace.rows.row_values import range_of, tensors_of
@@ -53,7 +53,7 @@ def probe_rows(leaf: torch.Tensor, dim: int, rows: Sequence[int], *, vary: bool 
 
 def probe_inputs(inputs: FlatInputs, rows: int) -> list[torch.Tensor]:
     """Return the tensors of a sample at a number of rows; those on meta, and without a batch, as they are."""
-    pairs = [(inputs.leaves[place], inputs.batch_dims[place]) for place in inputs.tensors()]
+    pairs = [(inputs.leaves[index], inputs.batch_dims[index]) for index in inputs.tensors()]
     return [leaf if dim is None or leaf.is_meta else probe_rows(leaf, dim, range(rows)) for leaf, dim in pairs]
 
 
@@ -113,10 +113,10 @@ def run_probe_made_up(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Findin
 
     Where no way to make them up gives values in which all influence shows, what was seen in all of them counts.
     """
-    found: list[Findings] = []
+    findings: list[Findings] = []
     errors: list[Exception] = []
-    for way in WAYS:
-        values = MadeUp(raw, way)
+    for fill in FILLS:
+        values = MadeUp(raw, fill)
         try:
             with torch.device("cpu"), values.written():
                 seen = run_probe(raw, values.sample(inputs, rows=kept + 7), kept=kept, values=values)
@@ -128,14 +128,14 @@ def run_probe_made_up(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Findin
             continue
         if not values.hides:
             return seen
-        found.append(seen)
-    if not found:
+        findings.append(seen)
+    if not findings:
         raise errors[0]
     return Findings(
         True,
-        frozenset().union(*(seen.suspects for seen in found)),
-        frozenset().union(*(seen.mixing for seen in found)),
-        frozenset.intersection(*(seen.alone for seen in found)),
+        frozenset().union(*(seen.suspects for seen in findings)),
+        frozenset().union(*(seen.mixing for seen in findings)),
+        frozenset.intersection(*(seen.alone for seen in findings)),
     )
 
 
@@ -264,28 +264,28 @@ class _Lockstep:
                 raise
             self.failed.append(node)  # a row alone does not get this far: what it would give is taken from among
 
-    def _run_node(self, interpreter: fx.Interpreter, node: fx.Node, own: dict[str, torch.Tensor]) -> Any:
+    def _run_node(self, interpreter: fx.Interpreter, node: fx.Node, contents: dict[str, torch.Tensor]) -> Any:
         """Run a node with the run's own contents of the buffers that the graph changes."""
         info = node.meta.get(INFO)
         if info is None:
             return interpreter.run_node(node)
         quiet = NormsInEval() if info.writes and keeps_statistics(node, self.raw.root) else contextlib.nullcontext()
-        with self._own_contents(info, own) as touched:
+        with self._own_contents(info, contents) as touched:
             with quiet:
                 observes = info.whole.startswith(OBSERVES)
                 value = run_observing(interpreter, node) if observes else interpreter.run_node(node)
             if leaves_unset(node, self.raw.root):
                 value.detach().zero_()  # what lay in that memory says nothing about rows
             for name in touched:
-                own[name].copy_(self.buffers[name])
+                contents[name].copy_(self.buffers[name])
         return value
 
     @contextlib.contextmanager
-    def _own_contents(self, info: TracedNode, own: dict[str, torch.Tensor]) -> Iterator[list[str]]:
+    def _own_contents(self, info: TracedNode, contents: dict[str, torch.Tensor]) -> Iterator[list[str]]:
         """Put a run's own contents into the buffers that a node touches; yield their names."""
-        touched = [name for name in own if name in (*info.reads, *info.writes)]
+        touched = [name for name in contents if name in (*info.reads, *info.writes)]
         for name in touched:
-            self.buffers[name].copy_(own[name])
+            self.buffers[name].copy_(contents[name])
         yield touched
 
     def _compare(self, node: fx.Node) -> None:
@@ -336,7 +336,7 @@ class _Lockstep:
         if sort is None:
             return values
         back = {name: self.orders[name, sort].argsort() for name in values}
-        return {name: [tensor.index_select(0, back[name]) for tensor in found] for name, found in values.items()}
+        return {name: [tensor.index_select(0, back[name]) for tensor in tensors] for name, tensors in values.items()}
 
     def _equalize(self, values: dict[str, list[torch.Tensor]], tensors: Sequence[TensorInfo]) -> None:
         """Give the compared rows the same last bits: in groups of other sizes, other kernels compute them."""

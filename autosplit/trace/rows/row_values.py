@@ -55,12 +55,12 @@ class Layouts:
             return self.noted.get(node, [])
         return self.stacks(tensors_of(self.value_of(node)), node.meta[INFO].tensors)
 
-    def of_result(self, node: fx.Node, made: Sequence[torch.Tensor]) -> list[Layout | None]:
+    def of_result(self, node: fx.Node, result: Sequence[torch.Tensor]) -> list[Layout | None]:
         """Return how rows lie in what a node that has been asked made, or in what it changed."""
         infos = node.meta[INFO].tensors
         if not infos:
             return [layout for n in changed_by(node) for layout in self.of(n)]
-        return self.noted.get(node) or self.stacks(made, infos)
+        return self.noted.get(node) or self.stacks(result, infos)
 
     def has_moved(self, node: fx.Node) -> bool:
         """Tell whether a node or one of its operands is no stack of rows."""
@@ -84,10 +84,10 @@ class Layouts:
         if len(noted) < len(operands) or None in noted or any(t.batch_dim is None for t in tensors):
             return False
         pairs = [(t.batch_dim, shape[t.batch_dim]) for t, shape in zip(tensors, shapes, strict=True)]
-        found = [{layout.after(dim, size) for layout in noted if layout is not None} for dim, size in pairs]
-        if any(len(orders) != 1 or None in orders for orders in found):
+        layouts = [{layout.after(dim, size) for layout in noted if layout is not None} for dim, size in pairs]
+        if any(len(orders) != 1 or None in orders for orders in layouts):
             return False
-        self.noted[node] = [next(iter(orders)) for orders in found]
+        self.noted[node] = [next(iter(orders)) for orders in layouts]
         return True
 
     def moved(self, node: fx.Node, suspects: Collection[str]) -> bool | None:
@@ -105,13 +105,13 @@ class Layouts:
             return True
         with ForeignSuppressed():
             numbers = {n: self._numbers(n) for n in operands}
-            found = self._after(node, numbers)
+            layouts = self._after(node, numbers)
             if stated and not self._stays(node, {**numbers, **{n: torch.zeros_like(self.value_of(n)) for n in stated}}):
                 return False
             if index:
                 return self._picks_own(node, numbers, index, suspects)
-            if not all(layout is not None and layout.is_stack for layout in found):
-                self.noted[node] = found
+            if not all(layout is not None and layout.is_stack for layout in layouts):
+                self.noted[node] = layouts
             return True
         return None  # it takes no row numbers
 
@@ -136,17 +136,17 @@ class Layouts:
     @cached_property
     def stated(self) -> set[fx.Node]:
         """The nodes whose numbers depend on parameters, buffers, or arguments without rows: others in the next call."""
-        found: set[fx.Node] = set()
-        own = {name for name, _ in (*self.root.named_parameters(), *self.root.named_buffers())}
+        nodes: set[fx.Node] = set()
+        names = {name for name, _ in (*self.root.named_parameters(), *self.root.named_buffers())}
         for node in self.run.graph.nodes:
             if node.op == "placeholder":
                 stated = bool(node.meta.get(INFO) and node.meta[INFO].tensors) and not has_rows(node)
             else:
-                held = node.op == "get_attr" and str(node.target) in own
-                stated = held or any(n in found for n in node.all_input_nodes)
+                held = node.op == "get_attr" and str(node.target) in names
+                stated = held or any(n in nodes for n in node.all_input_nodes)
             if stated:
-                found.add(node)
-        return found
+                nodes.add(node)
+        return nodes
 
     def _after(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Layout | None]:
         pairs = zip(result_of(node, self.run, values, self.value_of), node.meta[INFO].tensors, strict=True)
@@ -187,13 +187,13 @@ def result_of(
     """
     value_of = value_of or run.env.__getitem__
     operands = {n: values[n] if n in values else value_of(n) for n in node.all_input_nodes}
-    given = {n: copied(value) if INFO in n.meta else value for n, value in operands.items()}
-    return made_or_changed(node, call_with(node, run, given), given)
+    copies = {n: copied(value) if INFO in n.meta else value for n, value in operands.items()}
+    return made_or_changed(node, call_with(node, run, copies), copies)
 
 
-def made_or_changed(node: fx.Node, made: Any, given: Mapping[fx.Node, Any]) -> list[torch.Tensor]:
+def made_or_changed(node: fx.Node, out: Any, inputs: Mapping[fx.Node, Any]) -> list[torch.Tensor]:
     """Return the tensors that a call of a node made, or those of the given operands that it changed."""
-    return tensors_of(made) if node.meta[INFO].tensors else [t for n in changed_by(node) for t in tensors_of(given[n])]
+    return tensors_of(out) if node.meta[INFO].tensors else [t for n in changed_by(node) for t in tensors_of(inputs[n])]
 
 
 def made_or_changed_infos(node: fx.Node) -> tuple[TensorInfo, ...]:
@@ -211,9 +211,9 @@ def rows_of(node: fx.Node, run: fx.Interpreter, rows: int, sources: Sequence[int
     return copied(value, lambda tensor: from_sources(tensor, next(infos).batch_dim, rows, sources))
 
 
-def call_with(node: fx.Node, run: fx.Interpreter, given: Mapping[fx.Node, Any]) -> Any:
+def call_with(node: fx.Node, run: fx.Interpreter, operands: Mapping[fx.Node, Any]) -> Any:
     """Run a node on the given operands; what it draws is drawn from one seed."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
     with contextlib.ExitStack() as stack:
         if node.meta[INFO].random:
             stack.enter_context(random_state())
@@ -240,10 +240,10 @@ def with_neighbours(
             return tensor.clone().masked_scatter_(others, _arranged(tensor[others], kind, generator))
         if kind in (*ROWS, *ARRANGEMENTS) or tensor.is_complex():
             return _from_rows(tensor, layout, sources)
-        made = tensor.clone().copy_(_random(tensor, generator, _FAR if kind == "far" else 1.0))
+        drawn = tensor.clone().copy_(_random(tensor, generator, _FAR if kind == "far" else 1.0))
         if kept is None:
-            return made
-        return layout.put(made, kept, layout.select(tensor, kept))
+            return drawn
+        return layout.put(drawn, kept, layout.select(tensor, kept))
 
     flat, rebuild = take_apart(value)
     rest = iter(layouts)
@@ -256,10 +256,10 @@ def with_neighbours(
 
 
 def _from_rows(tensor: torch.Tensor, layout: Layout, sources: Sequence[int]) -> torch.Tensor:
-    made = tensor.clone()
+    result = tensor.clone()
     for row, source in enumerate(sources):
-        layout.put(made, row, layout.select(tensor, source))
-    return made
+        layout.put(result, row, layout.select(tensor, source))
+    return result
 
 
 def _arranged(flat: torch.Tensor, kind: str, generator: torch.Generator) -> torch.Tensor:
@@ -301,10 +301,10 @@ def _random(tensor: torch.Tensor, generator: torch.Generator, scale: float = 1.0
         flat = tensor.reshape(-1)
         if tensor.dtype == torch.bool:
             return torch.randint(2, tensor.shape, generator=generator).bool()
-        own = flat[torch.randint(max(1, flat.numel()), tensor.shape, generator=generator)]
-        if scale == 1.0 or bool(own.any()):
-            return own
-        return torch.randint(2, tensor.shape, generator=generator).to(own.dtype)
+        picked = flat[torch.randint(max(1, flat.numel()), tensor.shape, generator=generator)]
+        if scale == 1.0 or bool(picked.any()):
+            return picked
+        return torch.randint(2, tensor.shape, generator=generator).to(picked.dtype)
     low, high = range_of(tensor)
     if scale != 1.0 or low == high:
         reach = scale * max(abs(low), abs(high), 1.0)

@@ -32,17 +32,17 @@ _LINEAR = frozenset(
 
 def tallies(graph: fx.Graph, root: nn.Module) -> set[fx.Node]:
     """Return the nodes that add sums over rows to a buffer in place, and whose result only such nodes take."""
-    found: dict[fx.Node, Any] = {}
+    sums: dict[fx.Node, Any] = {}
     """Of each what it adds to: the buffer, or the result of another one."""
     for node in graph.nodes:
-        if INFO in node.meta and node.meta[INFO].writes and _is_tally(node, root, found):
-            found[node] = called(node, root)[1][0]
+        if INFO in node.meta and node.meta[INFO].writes and _is_tally(node, root, sums):
+            sums[node] = called(node, root)[1][0]
     size = -1
-    while size != len(found):
-        size = len(found)
-        kept = [n for n, to in found.items() if n.users.keys() <= found.keys() and (to.op == "get_attr" or to in found)]
-        found = {node: found[node] for node in kept}
-    return set(found)
+    while size != len(sums):
+        size = len(sums)
+        kept = [n for n, to in sums.items() if n.users.keys() <= sums.keys() and (to.op == "get_attr" or to in sums)]
+        sums = {node: sums[node] for node in kept}
+    return set(sums)
 
 
 def tallied_with(graph: fx.Graph, root: nn.Module) -> Iterator[tuple[fx.Node, ...]]:
@@ -56,7 +56,7 @@ def tallied_with(graph: fx.Graph, root: nn.Module) -> Iterator[tuple[fx.Node, ..
             readers.setdefault(name, []).append(node)
     for node in filter(counts_by_microbatch, tallies(graph, root)):
         module = node.meta[INFO].module
-        near = [own[0] for name, own in readers.items() if len(own) == 1 and name.rpartition(".")[0] == module]
+        near = [nodes[0] for name, nodes in readers.items() if len(nodes) == 1 and name.rpartition(".")[0] == module]
         alike = [other for other in near if other.op != "call_module" and other.meta[INFO].module == module]
         if module and len(alike) > 1:
             yield tuple(alike)
@@ -83,12 +83,12 @@ def _adds_up(node: fx.Node, root: nn.Module) -> bool:
         rows = node.op == "placeholder" and LENGTH not in node.meta
         return rows or (node.target is operator.mul and len(operands) == 1 and _adds_up(operands[0], root))
     name = called(node, root)[0]
-    own, taken = node.meta[INFO].tensors, [t for o in operands if INFO in o.meta for t in o.meta[INFO].tensors]
-    if node.target in (invoke, apply_function) or len(own) != 1 or own[0].batch_dim is not None or not taken:
+    outs, taken = node.meta[INFO].tensors, [t for o in operands if INFO in o.meta for t in o.meta[INFO].tensors]
+    if node.target in (invoke, apply_function) or len(outs) != 1 or outs[0].batch_dim is not None or not taken:
         return False
     if name in _SUMMING:
         return all(tensor.batch_dim is not None for tensor in taken)
-    exact = own[0].dtype.is_floating_point or not taken[0].dtype.is_floating_point
+    exact = outs[0].dtype.is_floating_point or not taken[0].dtype.is_floating_point
     return (
-        name in _LINEAR and len(operands) == 1 and exact and own[0].dtype != torch.bool and _adds_up(operands[0], root)
+        name in _LINEAR and len(operands) == 1 and exact and outs[0].dtype != torch.bool and _adds_up(operands[0], root)
     )

@@ -103,15 +103,15 @@ def generalise(
         return None
     now = lengths_in(lengths, inputs.shapes())
     first = lengths_in(lengths, before)
-    own = lengths_in(merged.lengths, before)
-    found = _symbolic(model, scope, inputs, max(rows, LEAST), lengths, now)
-    if found is None:
+    recorded = lengths_in(merged.lengths, before)
+    symbolic = _symbolic(model, scope, inputs, max(rows, LEAST), lengths, now)
+    if symbolic is None:
         return None
-    recording, converted, conditions = found
+    recording, converted, conditions = symbolic
     domain = Domain(tuple(lengths), conditions)
     if not (domain.holds(max(rows, LEAST), now) and domain.holds(max(rows, LEAST), first)):
         return None
-    points = [({**own, ROWS: r}, {**first, ROWS: r}) for r in BATCH_SIZES]
+    points = [({**recorded, ROWS: r}, {**first, ROWS: r}) for r in BATCH_SIZES]
     wide = _widened(merged, recording, converted, points)
     return None if wide is None else (replace(wide, lengths=tuple(lengths)), domain)
 
@@ -121,10 +121,10 @@ def for_one_row(
 ) -> Domain | None:
     """Return a domain that covers batches of one row too, or None when the model does other things there."""
     now = lengths_in(domain.lengths, inputs.shapes())
-    found = _symbolic(model, scope, inputs, 1, domain.lengths, now)
-    if found is None:
+    symbolic = _symbolic(model, scope, inputs, 1, domain.lengths, now)
+    if symbolic is None:
         return None
-    recording, converted, conditions = found
+    recording, converted, conditions = symbolic
     points = [({**sizes, ROWS: 1}, sizes) for sizes in _around(now)]
     return None if _widened(merged, recording, converted, points) is None else replace(domain, single=conditions)
 
@@ -211,13 +211,13 @@ class _Compare:
     def __init__(self, points: Points) -> None:
         self.points = points
 
-    def __call__(self, kept: Any, found: Any) -> Any:
-        return mapped_together(self._leaf, kept, found)
+    def __call__(self, kept: Any, symbolic: Any) -> Any:
+        return mapped_together(self._leaf, kept, symbolic)
 
-    def _leaf(self, kept: Any, found: Any) -> Any:
-        if _is_number(kept) and _is_number(found):
-            return self._number(kept, found)
-        if type(kept) is not type(found) or not (kept is found or kept == found):
+    def _leaf(self, kept: Any, symbolic: Any) -> Any:
+        if _is_number(kept) and _is_number(symbolic):
+            return self._number(kept, symbolic)
+        if type(kept) is not type(symbolic) or not (kept is symbolic or kept == symbolic):
             raise Differs
         return kept
 
@@ -230,25 +230,25 @@ class _Compare:
 
     def _size(self, size: Size, number: Number) -> Size:
         kept = size.number if size.number is not None else affine(size.per_row, size.constant)
-        found = self(kept, number)
-        if symbols_in(found) <= {ROWS}:
+        general = self(kept, number)
+        if symbols_in(general) <= {ROWS}:
             return replace(size, number=None)
-        batched = ROWS in symbols_in(found)
+        batched = ROWS in symbols_in(general)
         if batched != bool(size.per_row):
             raise Differs
         around = _around({name: length for name, length in self.points[0][1].items() if name != ROWS})
-        if batched and not size.constant and any(evaluate(found, {**at, ROWS: 0}) for at in around):
+        if batched and not size.constant and any(evaluate(general, {**at, ROWS: 0}) for at in around):
             raise Differs
-        return replace(size, number=found)
+        return replace(size, number=general)
 
-    def _number(self, kept: Any, found: Any) -> Any:
-        for own, at in self.points:
-            if evaluate(kept, own) != evaluate(found, at):
+    def _number(self, kept: Any, symbolic: Any) -> Any:
+        for sizes, at in self.points:
+            if evaluate(kept, sizes) != evaluate(symbolic, at):
                 raise Differs
-        free = symbols_in(found)
+        free = symbols_in(symbolic)
         if free != {ROWS}:
-            return found
-        at_none, at_one = (evaluate(found, {ROWS: rows}) for rows in (0, 1))
+            return symbolic
+        at_none, at_one = (evaluate(symbolic, {ROWS: rows}) for rows in (0, 1))
         return affine(at_one - at_none, at_none)
 
 

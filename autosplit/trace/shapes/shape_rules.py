@@ -61,19 +61,19 @@ class ShapeRules(TorchDispatchMode):
     """Applies the rules to all operations that run inside."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = ruled(func, args, kwargs or {})
-        return func(*args, **(kwargs or {})) if made is None else made
+        answer = ruled(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if answer is None else answer
 
 
 def _grouped_mm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> New | None:
     """Products of groups of rows."""
-    one, other, *rest = args
-    groups = (rest[0] if rest else kwargs.get("offs")) if one.dim() == other.dim() == 2 else None
-    if one.dtype is not other.dtype or one.dtype not in _GROUPED or len(rest) > 1 or kwargs.keys() - {"offs"}:
+    left, other, *rest = args
+    groups = (rest[0] if rest else kwargs.get("offs")) if left.dim() == other.dim() == 2 else None
+    if left.dtype is not other.dtype or left.dtype not in _GROUPED or len(rest) > 1 or kwargs.keys() - {"offs"}:
         return None
-    leads = ((len(groups),) if groups is not None else ()) if one.dim() == other.dim() == 2 else one.shape[:-2]
-    rows, width = one.shape[-2], other.shape[-1]
-    return New((*(leads if other.dim() == one.dim() else ()), rows, width), one.dtype)
+    leads = ((len(groups),) if groups is not None else ()) if left.dim() == other.dim() == 2 else left.shape[:-2]
+    rows, width = left.shape[-2], other.shape[-1]
+    return New((*(leads if other.dim() == left.dim() else ()), rows, width), left.dtype)
 
 
 def _histogram(args: Sequence[Any], kwargs: Mapping[str, Any]) -> New | None:

@@ -117,10 +117,10 @@ class SymbolicSizes(TorchFunctionMode):
 
     def __enter__(self) -> SymbolicSizes:
         super().__enter__()
-        own = threading.get_ident()
+        thread = threading.get_ident()
 
         def text(symbol: torch.SymInt) -> str:
-            return repr(int(symbol)) if threading.get_ident() == own else plain(symbol)
+            return repr(int(symbol)) if threading.get_ident() == thread else plain(symbol)
 
         plain = torch.SymInt.__repr__
         self._patch = patch.multiple(torch.SymInt, __repr__=text, __str__=text)
@@ -192,10 +192,10 @@ def _recurrent(states: int, input: torch.Tensor, hx: Any, weights: Sequence[torc
     if len(options) != 6:
         raise NotImplementedError("a packed sequence has no symbolic length")
     bidirectional = options[4]
-    given = hx if states > 1 else (hx,)
-    width = given[0].shape[-1] * (2 if bidirectional else 1)
+    states_in = hx if states > 1 else (hx,)
+    width = states_in[0].shape[-1] * (2 if bidirectional else 1)
     output = input.new_empty((*input.shape[:-1], width))
-    found = [output, *(torch.empty_like(state) for state in given)]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *given, *weights)):
-        found = [tensor.requires_grad_().clone() for tensor in found]
-    return tuple(found)
+    tensors = [output, *(torch.empty_like(state) for state in states_in)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *states_in, *weights)):
+        tensors = [tensor.requires_grad_().clone() for tensor in tensors]
+    return tuple(tensors)
