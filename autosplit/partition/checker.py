@@ -46,12 +46,12 @@ class Costs:
     def device_loads_s(self) -> tuple[float, ...]:
         """The load of each device: of all its stages, of which replicas share theirs."""
         loads_s = [load_s / len(self._schedule.lanes_of(stage)) for stage, load_s in enumerate(self.loads_s)]
-        return tuple(sum(loads_s[stage] for stage in own) for own in self._stages_on)
+        return tuple(sum(loads_s[stage] for stage in stages) for stages in self._stages_on)
 
     @property
     def device_bytes(self) -> tuple[int, ...]:
         """Peak bytes of each device: of its stages' transients the largest counts."""
-        return tuple(_peak_bytes([self.stages[stage] for stage in own]) for own in self._stages_on)
+        return tuple(_peak_bytes([self.stages[stage] for stage in stages]) for stages in self._stages_on)
 
     @property
     def _schedule(self) -> Schedule:
@@ -211,30 +211,30 @@ class _Cut:
 
     def load_s(self, stage: int, option: str) -> float:
         """Return the seconds per microbatch, a share of what is done once per step included."""
-        own = [self.problem.works[work] for work in self.members[stage]]
-        works_s = sum(work.forward_s + work.backward_s for work in own) + self._recomputed_s(stage, option)
+        works = [self.problem.works[work] for work in self.members[stage]]
+        works_s = sum(work.forward_s + work.backward_s for work in works) + self._recomputed_s(stage, option)
         each_s = self._slowdown(stage) * works_s + self._link(stage) * self.net_s[stage]
         return each_s + self._link(stage) * self.tie_s[stage] / self.problem.microbatches
 
     def _link(self, stage: int) -> float:
         """Return the slower of the links next to the stage's position."""
-        place = self.lane[stage]
-        return max((self.problem.links or ())[max(place - 1, 0) : place + 1], default=1.0)
+        lane = self.lane[stage]
+        return max((self.problem.links or ())[max(lane - 1, 0) : lane + 1], default=1.0)
 
     def stage_bytes(self, stage: int, option: str) -> StageBytes:
         """Return the stage's bytes under a recompute option."""
-        own = self.members[stage]
-        transient = max((self.problem.works[work].transient_bytes for work in own), default=0)
+        works = self.members[stage]
+        transient = max((self.problem.works[work].transient_bytes for work in works), default=0)
         resident = self.kept[stage]
         if option in ("always", "except_last"):
             resident = self.boundary[stage]
             transient += self.kept[stage] - resident
         elif option == "block":
             resident = self.of_blocks[stage]
-            again = (self.saved.get(self._block(work), 0) + self.problem.works[work].transient_bytes for work in own)
+            again = (self.saved.get(self._block(work), 0) + self.problem.works[work].transient_bytes for work in works)
             transient = max(again, default=0)
         return StageBytes(
-            static_bytes=sum(self.problem.works[work].static_bytes for work in own) + self.tied_bytes[stage],
+            static_bytes=sum(self.problem.works[work].static_bytes for work in works) + self.tied_bytes[stage],
             resident_bytes=resident,
             in_flight=self.in_flight[stage],
             transient_bytes=transient,
@@ -248,10 +248,10 @@ class _Cut:
         """Simulate one step."""
         schedule = self.problem.schedule_of(self.count)
         forward, backward, weight = ([0.0] * self.count for _ in range(3))
-        for stage, own in enumerate(self.members):
-            if not own:
+        for stage, members in enumerate(self.members):
+            if not members:
                 continue
-            works = [self.problem.works[work] for work in own]
+            works = [self.problem.works[work] for work in members]
             each = self._slowdown(stage)
             forward[stage] = each * sum(work.forward_s for work in works)
             weight[stage] = each * sum(work.weight_s for work in works)
@@ -261,7 +261,7 @@ class _Cut:
             schedule,
             forward_s=forward,
             backward_s=backward,
-            input_gradient_s=[whole - own for whole, own in zip(backward, weight, strict=True)],
+            input_gradient_s=[whole - weight_s for whole, weight_s in zip(backward, weight, strict=True)],
             weight_gradient_s=weight,
             transfers=self.transfers(),
         )
@@ -276,9 +276,9 @@ class _Cut:
                 # What is not ordered is a gradient.
                 pair[0] += net.forward_s if net.ordered else 0.0
                 pair[1] += net.backward_s if net.ordered else net.forward_s + net.backward_s
-        found = []
+        transfers = []
         for (producer, consumer), (forward_s, backward_s) in sorted(seconds.items()):
             ends = sorted((self.lane[producer], self.lane[consumer]))
             link = max((self.problem.links or ())[ends[0] : ends[1]], default=1.0)
-            found.append(TransferTime(producer, consumer, link * forward_s, link * backward_s))
-        return tuple(found)
+            transfers.append(TransferTime(producer, consumer, link * forward_s, link * backward_s))
+        return tuple(transfers)

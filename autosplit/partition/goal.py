@@ -54,8 +54,8 @@ PLAIN = Terms()
 
 
 @dataclass(frozen=True)
-class Place:
-    """What the cost of one stage depends on: stages on equal places cost the same."""
+class CostBasis:
+    """What the cost of one stage depends on: stages on an equal basis cost the same."""
 
     terms: Terms
     capacity_bytes: float
@@ -107,9 +107,9 @@ class Goal:
         """Whether bytes matter at all."""
         return self.least == "bytes" or self.capacity_bytes is not None
 
-    def place(self, stage: int) -> Place:
+    def cost_basis(self, stage: int) -> CostBasis:
         """Return what a stage costs by."""
-        return Place(
+        return CostBasis(
             terms=PLAIN if self.terms is None else self.terms[stage],
             capacity_bytes=math.inf if self.capacity_bytes is None else self.capacity_bytes[stage],
             in_flight=self.in_flight[stage] if self.needs_bytes else 0,

@@ -36,27 +36,27 @@ def no_fit(
     looked for. ``smallest``: no assignment's fullest device needs less than this one's.
     """
     limit = max(costs.stage_bytes)
-    given = [limit if own is None else own for own in problem.capacity_bytes or ()]
+    capacities = [limit if capacity is None else capacity for capacity in problem.capacity_bytes or ()]
     groups = _groups(problem)
     heaviest = max(groups, key=lambda group: group.bytes)
     static = sum(work.static_bytes for work in problem.works)
     fact = f"no partition fits {stages} stages"
     ways = [f"the smallest limit that {'can be' if smallest else 'was found to be'} met is {_exact(limit)} per device"]
-    if heaviest.bytes > max(given):
-        why = f"{_needs(problem, heaviest)} on one device, none has more than {_exact(max(given))}"
-    elif static > sum(given):
+    if heaviest.bytes > max(capacities):
+        why = f"{_needs(problem, heaviest)} on one device, none has more than {_exact(max(capacities))}"
+    elif static > sum(capacities):
         why = (
-            f"the nodes have {_exact(static)} of static memory, all devices together {_exact(sum(given))}, and "
+            f"the nodes have {_exact(static)} of static memory, all devices together {_exact(sum(capacities))}, and "
             f"{_needs(problem, heaviest)} of it"
         )
         ways.append("or use more devices")
     else:
         fact = fact if exhaustive else f"no partition was found that fits {stages} stages"
-        over = max(range(len(costs.stages)), key=lambda stage: costs.stage_bytes[stage] - given[stage])
+        over = max(range(len(costs.stages)), key=lambda stage: costs.stage_bytes[stage] - capacities[stage])
         inside = [group for group in groups if assignment[group.works[0]] == over]
         why = (
             f"with the most even use of memory stage {over} needs {_exact(costs.stage_bytes[over])}, its device has "
-            f"{_exact(given[over])}, and {_needs(problem, max(inside, key=lambda group: group.bytes))} of it"
+            f"{_exact(capacities[over])}, and {_needs(problem, max(inside, key=lambda group: group.bytes))} of it"
         )
         ways.append("or use more devices or smaller microbatches" if problem.holds else "or use more devices")
     return InfeasibleError(f"{fact}: {why}; {', '.join(ways)}", smallest_bytes=limit)
@@ -67,16 +67,16 @@ def over_capacity(problem: Problem, assignment: Sequence[int], *, stage_bytes: S
 
     ``assignment`` uses memory most evenly; its stages need ``stage_bytes``, each alone on its device.
     """
-    given = zip(stage_bytes, problem.capacity_bytes or (), strict=False)
-    pairs = [(needed, needed if capacity is None else capacity) for needed, capacity in given]
+    with_limits = zip(stage_bytes, problem.capacity_bytes or (), strict=False)
+    pairs = [(needed, needed if capacity is None else capacity) for needed, capacity in with_limits]
     over = max(range(len(pairs)), key=lambda stage: pairs[stage][0] - pairs[stage][1])
     needed, capacity = pairs[over]
     limit = max(stage_bytes)
     largest = max(_groups(problem), key=lambda group: (assignment[group.works[0]] == over, group.bytes))
-    part = f"node {_named(problem, largest.works[0])}" if len(largest.works) == 1 else _held(problem, largest)
+    what = f"node {_named(problem, largest.works[0])}" if len(largest.works) == 1 else _held(problem, largest)
     return InfeasibleError(
         f"no partition was found that fits {len(pairs)} stages: with the most even use of memory stage {over} needs "
-        f"{_exact(needed)} (its largest part that cannot be cut: {part}), its device has {_exact(capacity)}; devices "
+        f"{_exact(needed)} (its largest part that cannot be cut: {what}), its device has {_exact(capacity)}; devices "
         f"of {_exact(limit)} each would hold it, or use more devices or smaller microbatches",
         smallest_bytes=limit,
     )
@@ -108,10 +108,10 @@ def _groups(problem: Problem) -> list[_Group]:
     for tie in problem.ties:
         for group in {group_of[user] for user in tie.users}:
             least[group] += min(tie.home_bytes, tie.copy_bytes)
-    for group, own in members.items():
-        works = [problem.works[work] for work in own]
+    for group, ids in members.items():
+        works = [problem.works[work] for work in ids]
         least[group] += sum(work.static_bytes for work in works) + max(work.transient_bytes for work in works)
-    return [_Group(tuple(own), least[group]) for group, own in sorted(members.items())]
+    return [_Group(tuple(ids), least[group]) for group, ids in sorted(members.items())]
 
 
 def _needs(problem: Problem, group: _Group) -> str:

@@ -62,8 +62,8 @@ def flushed(works_s: Floats, bytes_s: Floats, sent_s: Floats, *, minibatches: in
     def own_s(replicas: int) -> Floats:
         if replicas > minibatches:
             return np.full_like(work_s, np.inf)
-        own = (-(-minibatches // replicas) - 1) * work_s + 2 * (replicas - 1) / replicas * gradients_s
-        return stages_only(np.maximum(own, minibatches / replicas * border_s))
+        seconds = (-(-minibatches // replicas) - 1) * work_s + 2 * (replicas - 1) / replicas * gradients_s
+        return stages_only(np.maximum(seconds, minibatches / replicas * border_s))
 
     return lambda replicas, ahead: own_s(replicas)
 
@@ -89,8 +89,8 @@ def replicate(stage_s: StageSeconds, *, devices: int) -> Replication | None:
         return None
 
     def within(replicas: int, ahead: int) -> Floats:
-        own = stage_s(replicas, ahead)
-        return np.where(own <= slowest_s * _TIES, own, np.inf)
+        seconds = stage_s(replicas, ahead)
+        return np.where(seconds <= slowest_s * _TIES, seconds, np.inf)
 
     return Replication(*_program(within, devices, np.add)[1:], slowest_s)
 
@@ -106,7 +106,7 @@ def _program(stage_s: StageSeconds, devices: int, join: np.ufunc) -> tuple[float
     bounds, replicas, n = [0], [], devices
     while math.isfinite(least[-1, 0]) and n:
         ways = [join(stage_s(m, n)[bounds[-1]], least[n - m]) for m in range(1, n + 1)]
-        m = 1 + int(np.argmin([way.min() for way in ways]))
+        m = 1 + int(np.argmin([option.min() for option in ways]))
         bounds.append(int(ways[m - 1].argmin()))
         replicas.append(m)
         n -= m

@@ -126,7 +126,7 @@ def step_lower_bound(problem: Problem, *, stages: int, clock: Clock = FOREVER) -
     works: tuple[Work, ...] = problem.works
     if not problem.schedule_of(stages).has_backward:
         works = tuple(replace(work, backward_s=0.0, weight_s=0.0) for work in works)
-    devices = None if problem.devices is None else tuple(replace(own, capacity_bytes=None) for own in problem.devices)
+    devices = None if problem.devices is None else tuple(replace(each, capacity_bytes=None) for each in problem.devices)
     order = tuple(sorted(problem.precedence))
     alone = replace(problem, works=works, nets=(), holds=(), order=order, devices=devices)
     answer = _find(alone, stages=stages, least="load", empty=True, ideal_limit=IDEAL_LIMIT, clock=clock)

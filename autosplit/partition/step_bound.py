@@ -61,7 +61,7 @@ def families(schedule: Schedule) -> list[Family]:
     microbatches, stages = schedule.microbatches, schedule.stages
     lanes = _Lanes(schedule)
     some = {0, microbatches - 1, min(stages, microbatches) - 1, max(0, microbatches - stages)}
-    some |= {microbatches * part // 8 for part in range(8)}
+    some |= {microbatches * eighth // 8 for eighth in range(8)}
     return [lanes.family(microbatch) for microbatch in sorted(some)]
 
 
@@ -70,10 +70,10 @@ class _Lanes:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.own: list[list[Action]] = [[] for _ in range(schedule.stages)]
+        self.actions: list[list[Action]] = [[] for _ in range(schedule.stages)]
         for action in schedule:
-            self.own[action.stage].append(action)
-        self.places = [{action: place for place, action in enumerate(actions)} for actions in self.own]
+            self.actions[action.stage].append(action)
+        self.places = [{action: index for index, action in enumerate(actions)} for actions in self.actions]
 
     def family(self, microbatch: int) -> Family:
         """Return the family of paths that leave with microbatch ``microbatch``."""
@@ -81,18 +81,21 @@ class _Lanes:
         before = np.array(
             [
                 _counts(actions[self._place(stage, "F", 0) + 1 : self._place(stage, "F", microbatch) + 1])
-                for stage, actions in enumerate(self.own)
+                for stage, actions in enumerate(self.actions)
             ]
         )
-        behind = self.own[last][self._place(last, "F", microbatch) + 1 :]
+        behind = self.actions[last][self._place(last, "F", microbatch) + 1 :]
         back = next((action.microbatch for action in behind if action.kind in "BI"), None)
         if back is None:
             return Family(before, np.zeros_like(before), np.zeros_like(before[0]))
         ends = [self._gradient(stage, final) + 1 for stage in range(last + 1)]
         after = np.array(
-            [_counts(actions[self._gradient(stage, back) + 1 : ends[stage]]) for stage, actions in enumerate(self.own)]
+            [
+                _counts(actions[self._gradient(stage, back) + 1 : ends[stage]])
+                for stage, actions in enumerate(self.actions)
+            ]
         )
-        return Family(before, after, np.array(_counts(self.own[0][ends[0] :])))
+        return Family(before, after, np.array(_counts(self.actions[0][ends[0] :])))
 
     def _place(self, stage: int, kind: Kind, microbatch: int) -> int:
         return self.places[stage][Action(stage, kind, microbatch)]
@@ -168,7 +171,7 @@ def _alike(kinds: Floats) -> Floats:
     parts = np.round(kinds / np.where(whole > 0, whole, 1.0), 7)
     _, first = np.unique(parts, axis=1, return_inverse=True)
     first = first.ravel()
-    return np.stack([np.bincount(first, own) for own in kinds])
+    return np.stack([np.bincount(first, row) for row in kinds])
 
 
 def _paths(simulator: FastSimulator, totals: Floats, scale: Floats) -> Floats:
@@ -180,7 +183,7 @@ def _paths(simulator: FastSimulator, totals: Floats, scale: Floats) -> Floats:
     chance = random.Random(0)
     tolerance = _TIE * float(ends.max())
     last = simulator.last[ends[simulator.last] >= ends[simulator.last].max() - tolerance].tolist()
-    found: dict[bytes, Ints] = {}
+    distinct: dict[bytes, Ints] = {}
     length = max(1, len(simulator.starts))
     stages, kinds = simulator.stage.tolist(), simulator.duration.tolist()
     lanes, none = max(simulator.schedule.stage_lane) + 1, simulator.count
@@ -197,12 +200,12 @@ def _paths(simulator: FastSimulator, totals: Floats, scale: Floats) -> Floats:
             passed[stages[at] * _KINDS + kinds[at]] += 1
             if started[at] <= tolerance:
                 break
-            own, other = late[at]
+            previous, other = late[at]
             stay = chance.random() < (stays if lane[at] == target else 1 - stays)
-            at = own if other == none or (own < none and stay) else other
+            at = previous if other == none or (previous < none and stay) else other
         counts = np.array(passed, dtype=np.int64).reshape(simulator.stages, _KINDS)
-        found[counts.tobytes()] = counts
-    paths: Floats = np.array(list(found.values()), dtype=np.float64)
+        distinct[counts.tobytes()] = counts
+    paths: Floats = np.array(list(distinct.values()), dtype=np.float64)
     return paths
 
 

@@ -59,10 +59,10 @@ class _Arrivals:
     pair: Ints
     ticks: tuple[int, ...]
 
-    def waits(self, place: int) -> tuple[int, int]:
+    def waits(self, index: int) -> tuple[int, int]:
         """Return the first wait of the action at a place, and the one behind its last."""
-        low = int(self.begins[place])
-        return low, int(self.begins[place + 1]) if place + 1 < len(self.begins) else len(self.source)
+        low = int(self.begins[index])
+        return low, int(self.begins[index + 1]) if index + 1 < len(self.begins) else len(self.source)
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ class FastSimulator:
                 arrive = ends[arrivals.source[begin:end]] + far[arrivals.pair[begin:end]]
                 if end - begin > last - first:
                     arrive = np.maximum.reduceat(arrive, arrivals.begins[first:last] - begin)
-                own = arrivals.action[first:last] - low
-                start[own] = np.maximum(start[own], arrive)
+                rows = arrivals.action[first:last] - low
+                start[rows] = np.maximum(start[rows], arrive)
             np.add(start, duration.take(kind, 0), out=ends[low:high])
         return ends
 
@@ -222,7 +222,7 @@ class StepModel:
         self.simulator = FastSimulator(schedule)
         self.lane = problem.lanes(stages)
         devices = problem.devices
-        self.scale: Floats = np.array([1.0 if devices is None else devices[place].slowdown for place in self.lane])
+        self.scale: Floats = np.array([1.0 if devices is None else devices[lane].slowdown for lane in self.lane])
         self.link, self.near_link = _links(problem, self.lane)
         self.forward_s, self.backward_s, self.weight_s = (
             _by_group(group_of, [getattr(work, name) for work in problem.works])
@@ -236,8 +236,8 @@ class StepModel:
         width = max(1, _ENTRIES // max(len(self.crossings.net) + self.stages**2, 1))
         parts = []
         for low in range(0, len(stage_of), width):
-            own = stage_of[low : low + width]
-            parts.append(self.simulator.steps(self._times_of(own, again[low : low + width])) + self.once_s(own))
+            chunk = stage_of[low : low + width]
+            parts.append(self.simulator.steps(self._times_of(chunk, again[low : low + width])) + self.once_s(chunk))
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def _times_of(self, stage_of: NDArray[np.int64], again: Floats) -> StepTimes:
@@ -261,17 +261,17 @@ class StepModel:
 
     def _travels(self, stage_of: NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Return how long values and gradients travel between each pair of stages: a net once per consumer stage."""
-        own, stages, cuts = self.crossings, self.stages, len(stage_of)
-        tail, head = stage_of[:, own.producer], stage_of[:, own.consumer]
+        crossings, stages, cuts = self.crossings, self.stages, len(stage_of)
+        tail, head = stage_of[:, crossings.producer], stage_of[:, crossings.consumer]
         cut, row = np.nonzero(tail != head)
         tail, head = tail[cut, row], head[cut, row]
-        nets = int(own.net.max(initial=0)) + 1
-        _, first = np.unique((cut * nets + own.net[row]) * stages + head, return_index=True)
+        nets = int(crossings.net.max(initial=0)) + 1
+        _, first = np.unique((cut * nets + crossings.net[row]) * stages + head, return_index=True)
         cut, row, tail, head = cut[first], row[first], tail[first], head[first]
         key = (cut * stages + np.minimum(tail, head)) * stages + np.maximum(tail, head)
         size, shape = cuts * stages * stages, (cuts, stages, stages)
         ahead, back = (
-            np.bincount(key, seconds[row], minlength=size).reshape(shape) for seconds in (own.forward_s, own.backward_s)
+            np.bincount(key, s[row], minlength=size).reshape(shape) for s in (crossings.forward_s, crossings.backward_s)
         )
         return ahead * self.link, back * self.link
 
@@ -301,5 +301,5 @@ def _links(problem: Problem, lane: Sequence[int]) -> tuple[Floats, Floats]:
         slowest[low, low + 1 :] = np.maximum.accumulate(links[low : places - 1])
         slowest[low + 1 :, low] = slowest[low, low + 1 :]
     between = slowest[np.ix_(lane, lane)]
-    near = np.array([max(links[max(place - 1, 0) : place + 1], default=1.0) for place in lane])
+    near = np.array([max(links[max(position - 1, 0) : position + 1], default=1.0) for position in lane])
     return between, near

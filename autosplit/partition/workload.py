@@ -105,9 +105,9 @@ def load_workload(path: str | Path) -> Workload:
 def parse_workload(text: str, *, source: str = "the workload") -> Workload:
     """Return the workload that JSON text describes; ``source`` is what errors call it."""
     try:
-        found = _Header.model_validate_json(text).format
-        if found != FORMAT:
-            raise InputError(f"{source} has the format {_short(found)}; this autosplit reads {FORMAT!r}")
+        file_format = _Header.model_validate_json(text).format
+        if file_format != FORMAT:
+            raise InputError(f"{source} has the format {_short(file_format)}; this autosplit reads {FORMAT!r}")
         file = _File.model_validate_json(text)
     except ValidationError as error:
         raise InputError(f"{source} is no workload: {_first_error(error)}; the format is {FORMAT}") from error
@@ -152,19 +152,19 @@ def _workload(file: _File) -> Workload:
     )
 
 
-def _check_spelling(place: str, extra: Mapping[str, object] | None, *, known: Sequence[str]) -> None:
+def _check_spelling(where: str, extra: Mapping[str, object] | None, *, known: Sequence[str]) -> None:
     for name in extra or ():
         near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.8)
         if near:
-            raise _Refused(f"{place} has {_short(name)}, which is nothing here; did you mean {near[0]!r}?")
+            raise _Refused(f"{where} has {_short(name)}, which is nothing here; did you mean {near[0]!r}?")
 
 
 def _check_id(nodes: Sequence[_Node], index: int) -> None:
-    own = nodes[index].id
-    if own == index:
+    id_ = nodes[index].id
+    if id_ == index:
         return
-    again = f", and so is that of nodes[{own}]" if 0 <= own < len(nodes) and nodes[own].id == own else ""
-    raise _Refused(f"the id of nodes[{index}] is {_number(own)}{again}; an id is the node's place in the list, {index}")
+    again = f", and so is that of nodes[{id_}]" if 0 <= id_ < len(nodes) and nodes[id_].id == id_ else ""
+    raise _Refused(f"the id of nodes[{index}] is {_number(id_)}{again}; an id is the node's place in the list, {index}")
 
 
 def _nets(file: _File) -> tuple[tuple[TensorEdge, ...], tuple[tuple[int, int], ...]]:
@@ -242,11 +242,11 @@ def shortest_cycle(flows: Iterable[tuple[int, int]], order: Iterable[tuple[int, 
     """
     flows = sorted(flows)
     graph = nx.DiGraph([*flows, *order])
-    component = {node: index for index, own in enumerate(nx.strongly_connected_components(graph)) for node in own}
+    component = {node: index for index, scc in enumerate(nx.strongly_connected_components(graph)) for node in scc}
     inside = [(tail, head) for tail, head in flows if component[tail] == component[head]]
     ways = (nx.shortest_path(graph, head, tail) for tail, head in inside[:_CYCLE_FLOWS])
-    way = min(ways, key=len, default=None)
-    return None if way is None else [way[-1], *way[:-1]]
+    path = min(ways, key=len, default=None)
+    return None if path is None else [path[-1], *path[:-1]]
 
 
 def _named(nodes: Sequence[_Node], cycle: Sequence[int]) -> str:
@@ -259,19 +259,17 @@ def _named(nodes: Sequence[_Node], cycle: Sequence[int]) -> str:
 
 def _first_error(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
-    place = ""
-    for step, part in enumerate(first["loc"][:3]):
-        if isinstance(part, str):
-            place += f".{part}" if place else part
+    path = ""
+    for step, key in enumerate(first["loc"][:3]):
+        if isinstance(key, str):
+            path += f".{key}" if path else key
         else:
-            place += (
-                f".{_EDGE[part]}" if step == 2 and first["loc"][0] == "edges" and part < len(_EDGE) else f"[{part}]"
-            )
+            path += f".{_EDGE[key]}" if step == 2 and first["loc"][0] == "edges" and key < len(_EDGE) else f"[{key}]"
     scalar = isinstance(first["input"], (int, float, str, bool, type(None))) and first["type"] != "json_invalid"
-    given = f" is {_short(first['input'])}" if scalar else ""
+    value = f" is {_short(first['input'])}" if scalar else ""
     text = first["msg"][0].lower() + first["msg"][1:]
     more = f" (problems in all: {error.error_count()})" if error.error_count() > 1 else ""
-    return f"{place or 'the file'}{given}: {text}{more}"
+    return f"{path or 'the file'}{value}: {text}{more}"
 
 
 def _number(value: int) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.goal import FOREVER, PLAIN, Clock, Goal, Place
+from autosplit.partition.goal import FOREVER, PLAIN, Clock, CostBasis, Goal
 from autosplit.partition.ideals.table import Floats, Ints, Table
 
 
@@ -43,9 +43,9 @@ class _Search:
         self.limit: Ints = np.array([self._quanta(most) for most in _most(table, goal)], dtype=np.int64)
         # What the stages that are left can take, by how many are used.
         self.room: Ints = np.append(np.cumsum(self.limit[::-1])[::-1], 0)
-        places = [goal.place(stage) for stage in range(goal.stages)]
-        self.places = list(dict.fromkeys(places))
-        self.place: Ints = np.array([self.places.index(place) for place in places])
+        bases = [goal.cost_basis(stage) for stage in range(goal.stages)]
+        self.bases = list(dict.fromkeys(bases))
+        self.basis_of: Ints = np.array([self.bases.index(basis) for basis in bases])
 
     def _quanta(self, most: float) -> int:
         """Return the weight that a stage may have; each group's was rounded by half a quantum, so allow for all."""
@@ -76,12 +76,12 @@ class _Search:
         larger = self._candidates(ideal, used)
         if not len(larger):
             return
-        places = np.unique(self.place[used])
-        larger, costs = self.costs.of(ideal, larger, [self.places[place] for place in places.tolist()])
+        bases = np.unique(self.basis_of[used])
+        larger, costs = self.costs.of(ideal, larger, [self.bases[index] for index in bases.tolist()])
         if not len(larger):
             return
-        if len(places) > 1:
-            costs = costs[np.searchsorted(places, self.place[used])]
+        if len(bases) > 1:
+            costs = costs[np.searchsorted(bases, self.basis_of[used])]
         values = np.maximum(self.best[ideal, used], costs.T)
         where = np.ix_(larger, used + 1)
         known = self.best[where]
@@ -116,37 +116,37 @@ class _StageCosts:
         self.table, self.goal = table, goal
         self._needs_loads = goal.least == "load" or math.isfinite(goal.load_limit_s)
 
-    def of(self, ideal: int, larger: Ints, places: Sequence[Place]) -> tuple[Ints, Floats]:
-        """Return which of ``larger`` may end a stage on one of the places at least, and the costs: [place, larger].
+    def of(self, ideal: int, larger: Ints, bases: Sequence[CostBasis]) -> tuple[Ints, Floats]:
+        """Return which of ``larger`` may end a stage on one of the bases at least, and the costs: [place, larger].
 
         Where a stage is beyond a limit its cost is infinite.
         """
         if not self._needs_loads:
-            return larger, self._bytes(ideal, larger, places)
-        loads = self._loads(ideal, larger, places)
+            return larger, self._bytes(ideal, larger, bases)
+        loads = self._loads(ideal, larger, bases)
         within = loads <= self.goal.load_limit_s
         if not within.all():
             kept = within.any(axis=0)
             larger, loads = larger[kept], np.where(within, loads, np.inf)[:, kept]
         if not self.goal.needs_bytes or not len(larger):
             return larger, loads
-        needed = self._bytes(ideal, larger, places)
+        needed = self._bytes(ideal, larger, bases)
         if self.goal.least == "bytes":
             return larger, np.where(np.isfinite(loads), needed, np.inf)
         return larger, np.where(np.isfinite(needed), loads, np.inf)
 
-    def _loads(self, ideal: int, larger: Ints, places: Sequence[Place]) -> Floats:
-        """Return the loads, one row for all places where these are plain."""
+    def _loads(self, ideal: int, larger: Ints, bases: Sequence[CostBasis]) -> Floats:
+        """Return the loads, one row for all bases where these are plain."""
         works_s, nets_s = self.table.works_s(ideal, larger), self.table.nets_s(ideal, larger)
-        if all(place.terms == PLAIN for place in places):
+        if all(basis.terms == PLAIN for basis in bases):
             return (works_s + nets_s)[None, :]
-        return np.stack([place.terms.work * works_s + place.terms.net * nets_s for place in places])
+        return np.stack([basis.terms.work * works_s + basis.terms.net * nets_s for basis in bases])
 
-    def _bytes(self, ideal: int, larger: Ints, places: Sequence[Place]) -> Floats:
+    def _bytes(self, ideal: int, larger: Ints, bases: Sequence[CostBasis]) -> Floats:
         """Return what the stages need, infinite beyond the capacity."""
         fixed, resident = self.table.static_and_transient(ideal, larger), self.table.residents(ideal, larger)
-        in_flight = np.array([[place.in_flight] for place in places])
-        capacity = np.array([[place.capacity_bytes] for place in places])
+        in_flight = np.array([[basis.in_flight] for basis in bases])
+        capacity = np.array([[basis.capacity_bytes] for basis in bases])
         needed = fixed + in_flight * resident
         return np.where(needed <= capacity, needed, np.inf)
 

@@ -103,19 +103,19 @@ class _Moves:
         graph = self.graph
         before = reach(self.predecessors, range(graph.size))
         after = reach(self.successors, reversed(range(graph.size)))
-        direct = [[sum(1 << other for other in own) for own in each] for each in (self.predecessors, self.successors)]
+        direct = [[sum(1 << other for other in row) for row in each] for each in (self.predecessors, self.successors)]
         return _Reach(before, after, *direct)
 
     def _allowed(self, moved: int) -> Iterable[int]:
         graph = self.graph
         others = dict.fromkeys(sorted(self.predecessors[moved] | self.successors[moved]))
         if self.keeps_loads:
-            cheap = _targets(self.tensors[moved], moved, own=graph.times_s[moved], others=others)
+            cheap = _targets(self.tensors[moved], moved, cost=graph.times_s[moved], others=others)
             others = dict.fromkeys(cheap)
         if self.keeps_bytes and others:
             # What is kept beyond boundaries (savers, storages within the group) moves along whatever the target.
-            own = self.kept[moved] - sum(storage.cost for storage in self.boundaries[moved])
-            light = _targets(self.boundaries[moved], moved, own=own, others=others, private=self.unsaved[moved])
+            cost = self.kept[moved] - sum(storage.cost for storage in self.boundaries[moved])
+            light = _targets(self.boundaries[moved], moved, cost=cost, others=others, private=self.unsaved[moved])
             others = dict.fromkeys(
                 other
                 for other in light
@@ -126,35 +126,35 @@ class _Moves:
 
 
 def _targets(
-    nets: Sequence[Net], moved: int, *, own: float, others: Iterable[int], private: Sequence[Net] | None = None
+    nets: Sequence[Net], moved: int, *, cost: float, others: Iterable[int], private: Sequence[Net] | None = None
 ) -> list[int]:
-    """Return the groups for which ``own`` and the nets that they have no part in are at most the private ones."""
+    """Return the groups for which ``cost`` and the nets that they have no part in are at most the private ones."""
     alone: dict[int, float] = {}
     for net in nets if private is None else private:
         if len(net.ends) == 2:
             other = min(net.ends - {moved})
             alone[other] = alone.get(other, 0.0) + net.cost
-    if own > max(alone.values(), default=0.0) * _ROUNDING:
+    if cost > max(alone.values(), default=0.0) * _ROUNDING:
         return []
     touched = dict.fromkeys((*others, *alone))
     for net in nets:
         # What has a cost of its own joins only what it shares something alone with.
-        if own <= 0.0 and len(net.ends) <= _MANY:
+        if cost <= 0.0 and len(net.ends) <= _MANY:
             touched |= dict.fromkeys(sorted(net.ends - {moved}))
-    found = []
+    targets = []
     for other in touched:
         most = alone.get(other, 0.0) * _ROUNDING
-        if own <= most and own + sum(net.cost for net in nets if other not in net.ends) <= most:
-            found.append(other)
-    return found
+        if cost <= most and cost + sum(net.cost for net in nets if other not in net.ends) <= most:
+            targets.append(other)
+    return targets
 
 
 def _by_end(size: int, nets: Iterable[Net]) -> list[list[Net]]:
-    found: list[list[Net]] = [[] for _ in range(size)]
+    by_end: list[list[Net]] = [[] for _ in range(size)]
     for net in nets:
         for end in net.ends:
-            found[end].append(net)
-    return found
+            by_end[end].append(net)
+    return by_end
 
 
 def _end(target: Sequence[int], group: int) -> int:
@@ -174,7 +174,7 @@ def lossless(graph: Graph, *, goal: Goal, loads: bool, bytes_: bool) -> Graph:
 def without_small(graph: Graph, *, goal: Goal, small_s: float) -> Graph:
     """Return the graph with costs below ``small_s`` at zero: no load grows, so its best value is a lower bound."""
     terms = goal.terms or (PLAIN,)
-    work, net = max(own.work for own in terms), max(own.net for own in terms)
+    work, net = max(term.work for term in terms), max(term.net for term in terms)
     tensors = tuple(tensor for tensor in graph.tensors if net * tensor.cost >= small_s)
     return replace(
         graph,
@@ -185,7 +185,7 @@ def without_small(graph: Graph, *, goal: Goal, small_s: float) -> Graph:
 
 def labels(graph: Graph, coarse: Graph) -> list[int]:
     """Return for each group of ``graph`` its group in ``coarse``, which was merged from it."""
-    found = [0] * graph.size
+    coarse_of = [0] * graph.size
     for fine, group in zip(graph.group_of, coarse.group_of, strict=True):
-        found[fine] = group
-    return found
+        coarse_of[fine] = group
+    return coarse_of

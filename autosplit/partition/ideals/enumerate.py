@@ -27,7 +27,7 @@ def list_ideals(graph: Graph, *, limit: int, quantum: float = 1.0, clock: Clock 
     """
     quanta = [round(time_s / quantum) for time_s in graph.times_s]
     before, after = _masks(graph.predecessors()), [sorted(heads) for heads in graph.successors()]
-    found = {0: 0}
+    times = {0: 0}
     level = {0: sum(1 << group for group, tails in enumerate(before) if not tails)}
     """The ideals of one size, with the groups that each may grow by."""
     while level:
@@ -43,11 +43,11 @@ def list_ideals(graph: Graph, *, limit: int, quantum: float = 1.0, clock: Clock 
                     group = bit.bit_length() - 1
                     opened = sum(1 << head for head in after[group] if not before[head] & ~grown)
                     following[grown] = addable ^ bit | opened
-                    found[grown] = found[ideal] + quanta[group]
-        if len(found) > limit:
+                    times[grown] = times[ideal] + quanta[group]
+        if len(times) > limit:
             return None
         level = following
-    return found
+    return times
 
 
 def prefix_ideals(orders: Iterable[Sequence[int]]) -> list[int]:
@@ -117,15 +117,15 @@ class _Steps:
         low, end = (~ideal & ideal + 1).bit_length() - 1, ideal.bit_length()
         fewer = np.flatnonzero(self.first_after[:end] >= low)
         more = low + np.flatnonzero(self.last_before[low:] < end)
-        found = []
+        adjacent = []
         for group in np.union1d(fewer, more).tolist():
             bit = 1 << group
             if ideal & bit:
                 if not self.after[group] & ideal:
-                    found.append(ideal ^ bit)
+                    adjacent.append(ideal ^ bit)
             elif not self.before[group] & ~ideal:
-                found.append(ideal | bit)
-        return found
+                adjacent.append(ideal | bit)
+        return adjacent
 
 
 def _walk(before: Sequence[set[int]], after: Sequence[set[int]], *, chance: random.Random | None = None) -> list[int]:

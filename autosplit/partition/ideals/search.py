@@ -153,9 +153,9 @@ class Search:
         ideals = lattice(graph, limit=_MANY + _PER_GROUP * graph.size, clock=self.clock)
         if ideals is None:
             return
-        found = threshold_search(ideals, stages=self.goal.stages, lower=self.lower, upper=upper, clock=self.clock)
-        self.lower, self.loads_known = max(self.lower, found.lower_bound), True
-        seed = found.chain or seed
+        improved = threshold_search(ideals, stages=self.goal.stages, lower=self.lower, upper=upper, clock=self.clock)
+        self.lower, self.loads_known = max(self.lower, improved.lower_bound), True
+        seed = improved.chain or seed
         if seed is not None and self.capacity is None and self._is_legal(seed):
             self._take(seed, graph)
         if not self.closed:
@@ -298,8 +298,8 @@ class Search:
         if not self.loads:
             return 0.0
         terms = self.goal.terms or (PLAIN,) * self.goal.stages
-        together_s = sum(self.base.times_s) / sum(1.0 / own.work for own in terms)
-        return max(together_s, min(own.work for own in terms) * max(self.base.times_s))
+        together_s = sum(self.base.times_s) / sum(1.0 / term.work for term in terms)
+        return max(together_s, min(term.work for term in terms) * max(self.base.times_s))
 
     def _binding_capacity(self) -> tuple[float, ...] | None:
         """Return the capacities, or None when even everything on one stage would fit in each."""

@@ -67,13 +67,13 @@ class Pins:
 
     def stage_cost(self, ideal: int, larger: Ints) -> Floats:
         """Return what the stages ``larger`` minus ``ideal`` pay."""
-        own = self.inside[:, ideal]
-        cost = self.paid[larger] - self.closed_cost @ (own == self.every)
-        rows = np.flatnonzero((own != 0) & (own != self.every))
+        inside = self.inside[:, ideal]
+        cost = self.paid[larger] - self.closed_cost @ (inside == self.every)
+        rows = np.flatnonzero((inside != 0) & (inside != self.every))
         if len(rows):
             block = self.inside[np.ix_(rows, larger)]
             whole = self.whole[rows][:, None]
-            pays = _pays(block - own[rows][:, None], whole).astype(np.int8)
+            pays = _pays(block - inside[rows][:, None], whole).astype(np.int8)
             cost += self.cost[rows] @ (pays - _pays(block, whole))
         return cost
 
@@ -144,9 +144,9 @@ class Table:
         """Return the positions in ``start..stop-1`` whose ideal contains the one at ``ideal``."""
         keep = np.ones(stop - start, dtype=np.bool_)
         for word in range(int(self.full[start:stop].min()), self.words.shape[0]):
-            own = self.words[word, ideal]
-            if own:
-                keep &= (self.words[word, start:stop] & own) == own
+            bits = self.words[word, ideal]
+            if bits:
+                keep &= (self.words[word, start:stop] & bits) == bits
         return start + np.flatnonzero(keep)
 
     def works_s(self, ideal: int, larger: Ints) -> Floats:

@@ -121,18 +121,18 @@ class Lattice:
 
         A tensor across both ends is counted twice by these: once too often, and twice where the stage has no pin of it.
         """
-        own = self._blocks[position // _BLOCK]
-        column = own.inside[:, position - own.start]
-        across = (column > 0) & (column < self._pin_counts[own.tensors])
-        tensors, pins = own.tensors[across], column[across]
+        source = self._blocks[position // _BLOCK]
+        column = source.inside[:, position - source.start]
+        across = (column > 0) & (column < self._pin_counts[source.tensors])
+        tensors, pins = source.tensors[across], column[across]
         loads = self.time_s[start:stop] + self.cut_s[start:stop] + (self.cut_s[position] - self.time_s[position])
         for block, span in self._spans(start, stop):
             _, mine, theirs = np.intersect1d(tensors, block.tensors, assume_unique=True, return_indices=True)
             inside = block.inside[theirs, span]
             still = inside < self._pin_counts[block.tensors[theirs], None]
             twice = still.astype(np.int8) + (still & (inside == pins[mine, None]))
-            place = slice(block.start + span.start - start, block.start + span.stop - start)
-            loads[place] -= self._cost[block.tensors[theirs]] @ twice
+            where = slice(block.start + span.start - start, block.start + span.stop - start)
+            loads[where] -= self._cost[block.tensors[theirs]] @ twice
         return np.where(self.supersets(position, start=start, stop=stop), loads, np.inf)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[_Block, slice]]:
@@ -141,12 +141,12 @@ class Lattice:
 
     def _block(self, start: int) -> _Block:
         stop = min(start + _BLOCK, len(self))
-        own = self.ideals[start:stop]
-        every, some_of = reduce(and_, own), reduce(or_, own)
+        ideals = self.ideals[start:stop]
+        every, some_of = reduce(and_, ideals), reduce(or_, ideals)
         base = (~every & every + 1).bit_length() - 1
         width = some_of.bit_length() - base
         size = width // 8 + 1
-        packed = b"".join((ideal >> base).to_bytes(size, "little") for ideal in own)
+        packed = b"".join((ideal >> base).to_bytes(size, "little") for ideal in ideals)
         table = np.frombuffer(packed, dtype=np.uint8).reshape(stop - start, size)
         member = np.unpackbits(table, axis=1, count=width, bitorder="little").T.astype(np.bool_)
         full, some = member.all(axis=1), member.any(axis=1)
@@ -214,14 +214,14 @@ def threshold_search(lattice: Lattice, *, stages: int, lower: float, upper: floa
             break
         threshold = upper * (1 - _CLOSE) if certify else (lower + upper) / 2
         try:
-            found = search.chain(threshold)
+            better = search.chain(threshold)
         except OutOfTime:
             break
-        if found is None:
+        if better is None:
             lower = threshold if not certify else upper
         else:
-            chain, upper = found, found.value
-        certify = found is None or upper <= lower * (1 + 1e-4)
+            chain, upper = better, better.value
+        certify = better is None or upper <= lower * (1 + 1e-4)
     return Improved(lower, chain)
 
 
@@ -274,8 +274,8 @@ class _Thresholds:
                 fits = self.lattice.loads(position, start=start, stop=stop) <= threshold
                 window = parent[start - low : stop - low]
                 window[fits & (window < 0)] = position
-        found = np.flatnonzero(parent >= 0)
-        return found + low, parent[found]
+        reached = np.flatnonzero(parent >= 0)
+        return reached + low, parent[reached]
 
     def _frontier(self, reached: Ints, threshold: float) -> Ints:
         """Leave out the ideals from which no more can be done than from another."""

@@ -58,8 +58,8 @@ def taken_apart(group_of: Sequence[int], coarse: Coarse, bounds: Sequence[int]) 
     """Return the unit of each work where the units next to each boundary are taken apart into groups."""
     near = {unit for bound in bounds[1:-1] for unit in (bound - 1, bound)}
     pieces = [(unit, group if unit in near else -1) for unit, group in zip(coarse.unit_of, group_of, strict=True)]
-    place = {piece: index for index, piece in enumerate(sorted(set(pieces)))}
-    return tuple(place[piece] for piece in pieces)
+    index_of = {piece: index for index, piece in enumerate(sorted(set(pieces)))}
+    return tuple(index_of[piece] for piece in pieces)
 
 
 def coarsened(problem: Problem, unit_of: Sequence[int]) -> Coarse:
@@ -102,20 +102,20 @@ def _units(problem: Problem, unit_of: Sequence[int], count: int) -> tuple[Work, 
     for work, unit in zip(problem.works, unit_of, strict=True):
         members[unit].append(work)
     units = []
-    for own in members:
-        backward_s = sum(work.backward_s for work in own)
-        blocks = {work.block for work in own}
+    for works in members:
+        backward_s = sum(work.backward_s for work in works)
+        blocks = {work.block for work in works}
         units.append(
             Work(
-                own[0].name,
-                sum(work.forward_s for work in own),
+                works[0].name,
+                sum(work.forward_s for work in works),
                 backward_s,
-                sum(work.static_bytes for work in own),
-                max(work.transient_bytes for work in own),
-                weight_s=min(sum(work.weight_s for work in own), backward_s),
-                split_s=sum(work.split_s for work in own),
+                sum(work.static_bytes for work in works),
+                max(work.transient_bytes for work in works),
+                weight_s=min(sum(work.weight_s for work in works), backward_s),
+                split_s=sum(work.split_s for work in works),
                 block=next(iter(blocks)) if len(blocks) == 1 else None,
-                step_bytes=sum(work.step_bytes for work in own),
+                step_bytes=sum(work.step_bytes for work in works),
             )
         )
     return tuple(units)

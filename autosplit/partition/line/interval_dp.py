@@ -21,7 +21,7 @@ _TIES = 1e-9
 
 
 @dataclass(frozen=True)
-class Place:
+class Slot:
     """Where a stage may lie: how slow its device is, what it holds, and what it may recompute, the fastest first.
 
     Each of ``options`` is a name and which part of its forwards the stage does again. ``limit`` is in bytes, None where
@@ -35,28 +35,28 @@ class Place:
 
 
 class IntervalDP:
-    """Lengths of the stages at each place, by how many units they have and where they end: places alike share one."""
+    """Lengths of the stages at each place, by how many units they have and where they end: slots alike share one."""
 
-    def __init__(self, line: Line, places: Sequence[Place], *, widest: int, least_bytes: bool = False) -> None:
+    def __init__(self, line: Line, slots: Sequence[Slot], *, widest: int, least_bytes: bool = False) -> None:
         self.line, self.widest, self.least_bytes = line, widest, least_bytes
         self.spans = line.spans(widest)
         self._seconds: dict[tuple[float, float], Floats] = {}
-        kinds = list(dict.fromkeys(places))
-        self.kind = [kinds.index(place) for place in places]
-        self.cost = [self._of(place) for place in kinds]
+        kinds = list(dict.fromkeys(slots))
+        self.kind = [kinds.index(slot) for slot in slots]
+        self.cost = [self._of(slot) for slot in kinds]
 
     def chains(self) -> Iterator[tuple[int, ...]]:
         """Yield the cuts that come into question."""
         known = set()
         crossing_s = self.spans.crossing_s[: self.widest]
         for share, more in _SHARES:
-            costs = self.cost if not share else [own + share * crossing_s for own in self.cost]
+            costs = self.cost if not share else [cost + share * crossing_s for cost in self.cost]
             shortest = self._program(costs, highest=True)
             if shortest is None:
                 return
             value, chain = shortest
-            found = [chain, *reversed(list(self._least(costs, value, more)))]
-            for each in found:
+            chains = [chain, *reversed(list(self._least(costs, value, more)))]
+            for each in chains:
                 if each not in known:
                     known.add(each)
                     yield each
@@ -67,13 +67,13 @@ class IntervalDP:
         A cut that keeps a tighter limit as well is the one that would be found for it: it is not sought again.
         """
         loosest = value * max(more) * (1 + 1e-12)
-        rows = max(int(np.flatnonzero((own <= loosest).any(axis=1)).max(initial=-1)) for own in costs) + 1
-        costs = [own[:rows] for own in costs]
-        summed = [own + _TIES * own * own / (value or 1.0) for own in costs]
+        rows = max(int(np.flatnonzero((cost <= loosest).any(axis=1)).max(initial=-1)) for cost in costs) + 1
+        costs = [cost[:rows] for cost in costs]
+        summed = [cost + _TIES * cost * cost / (value or 1.0) for cost in costs]
         chain, longest = None, math.inf
         for limit in sorted((value * each * (1 + 1e-12) for each in more), reverse=True):
             if longest > limit:
-                within = [np.where(own <= limit, each, np.inf) for own, each in zip(costs, summed, strict=True)]
+                within = [np.where(cost <= limit, each, np.inf) for cost, each in zip(costs, summed, strict=True)]
                 least = self._program(within, highest=False)
                 if least is None:
                     return
@@ -85,31 +85,31 @@ class IntervalDP:
 
     def highest(self) -> tuple[int, ...] | None:
         """Return the cut whose highest stage is lowest."""
-        found = self._program(self.cost, highest=True)
-        return None if found is None else found[1]
+        best = self._program(self.cost, highest=True)
+        return None if best is None else best[1]
 
-    def _of(self, place: Place) -> Floats:
+    def _of(self, slot: Slot) -> Floats:
         cost = np.full((self.widest, self.line.size + 1), np.inf)
-        for option, again in reversed(place.options):
-            if place.limit is None:
-                cost = self._works_s(place.scale, again).copy()
+        for option, again in reversed(slot.options):
+            if slot.limit is None:
+                cost = self._works_s(slot.scale, again).copy()
                 continue
-            fixed, each, least = (own[: self.widest] for own in self.spans.held(option))
-            needed = each * place.in_flight
+            fixed, each, least = (array[: self.widest] for array in self.spans.held(option))
+            needed = each * slot.in_flight
             needed += fixed
             np.maximum(needed, least, out=needed)
             if self.least_bytes:
-                needed /= place.limit
+                needed /= slot.limit
                 np.minimum(cost, needed, out=cost)
             else:
-                np.copyto(cost, self._works_s(place.scale, again), where=needed <= place.limit)
+                np.copyto(cost, self._works_s(slot.scale, again), where=needed <= slot.limit)
         cost[self.spans.none[: self.widest]] = np.inf
         return cost
 
     def _works_s(self, scale: float, again: float) -> Floats:
         """Return what stages take on a device that is so slow, with a part of their forwards done again."""
         if (scale, again) not in self._seconds:
-            works_s, forward_s = (own[: self.widest] for own in (self.spans.works_s, self.spans.forward_s))
+            works_s, forward_s = (array[: self.widest] for array in (self.spans.works_s, self.spans.forward_s))
             self._seconds[scale, again] = scale * (works_s + again * forward_s)
         return self._seconds[scale, again]
 
@@ -132,6 +132,6 @@ class IntervalDP:
         chain = [size - 1]
         for kind, earlier in zip(reversed(self.kind), reversed(known), strict=True):
             end = chain[-1]
-            own = join(earlier[end : end + most][::-1], costs[kind][:, end])
-            chain.append(end - 1 - int(own.argmin()))
+            joined = join(earlier[end : end + most][::-1], costs[kind][:, end])
+            chain.append(end - 1 - int(joined.argmin()))
         return float(best[-1]), tuple(chain[::-1])

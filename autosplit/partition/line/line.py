@@ -175,7 +175,7 @@ class Spans:
         """Return what each stage holds under a recompute option: once, per microbatch, and at least."""
         if option not in self._held:
             table = self.line.table(option)
-            fixed, each, least = (own[self.tail, self.ends] for own in (table.fixed, table.each, table.least))
+            fixed, each, least = (array[self.tail, self.ends] for array in (table.fixed, table.each, table.least))
             self._held[option] = fixed, each, least
         return self._held[option]
 
@@ -199,21 +199,21 @@ class LineBytes:
 
         What "except_last" keeps of the last microbatch is there on all stages of a device at once.
         """
-        own = np.array(stages)
-        runs = bounds[..., own], bounds[..., own + 1]
+        indices = np.array(stages)
+        runs = bounds[..., indices], bounds[..., indices + 1]
         tables = [line.table(option) for option in options]
         worst = [line.table("never" if option == "except_last" else option) for option in options]
         transient = np.stack([table.transient[runs] for table in worst], axis=-1)
         fixed = np.stack([table.fixed[runs] for table in tables], axis=-1)
         each = np.stack([table.each[runs] for table in tables], axis=-1)
-        held = fixed - transient + np.array(in_flight)[own, None] * each
+        held = fixed - transient + np.array(in_flight)[indices, None] * each
         return cls(held, transient, tables[0].least[runs])
 
     def needed(self, options: Ints, *, stages: Sequence[int] | None = None) -> Floats:
         """Return what a device needs whose stages take these options; by default it has all of them."""
-        own = np.arange(self.step.shape[-1]) if stages is None else np.array(stages)
-        moving = self.held[..., own, options].sum(axis=-1) + self.transient[..., own, options].max(axis=-1)
-        needed: Floats = np.maximum(moving, self.step[..., own].sum(axis=-1))
+        indices = np.arange(self.step.shape[-1]) if stages is None else np.array(stages)
+        moving = self.held[..., indices, options].sum(axis=-1) + self.transient[..., indices, options].max(axis=-1)
+        needed: Floats = np.maximum(moving, self.step[..., indices].sum(axis=-1))
         return needed
 
 

@@ -15,7 +15,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.line.interval_dp import IntervalDP, Place
+from autosplit.partition.line.interval_dp import IntervalDP, Slot
 from autosplit.partition.line.line import Line, LineBytes
 from autosplit.partition.problem import Problem, recompute_fraction
 from autosplit.partition.step_model import StepModel
@@ -88,29 +88,29 @@ class LineSearch:
         """
         best = None if near is None else self._best(self._fitting(self._beside(near), policy, room))
         for slack in _SLACK if self.each > 1 and room is not None else (1.0,):
-            bands = self._bands(policy, None if room is None else [own * slack / self.each for own in room])
+            bands = self._bands(policy, None if room is None else [limit * slack / self.each for limit in room])
             chains = np.array(list(bands.chains()), dtype=np.int64).reshape(-1, self.stages + 1)
-            found = self._best(self._fitting(chains, policy, room))
-            if found is not None and (best is None or found.step_s < best.step_s):
-                best = found
-            if found is not None:
+            cut = self._best(self._fitting(chains, policy, room))
+            if cut is not None and (best is None or cut.step_s < best.step_s):
+                best = cut
+            if cut is not None:
                 break
         return None if best is None else self._moved(best, policy, room)
 
     def _beside(self, cut: LineCut) -> Ints:
         """Return the cut, for other options may fit it, and those with one boundary elsewhere, or two."""
-        own = np.array([cut.bounds], dtype=np.int64)
-        return np.concatenate([own, moved(cut.bounds, further=False), paired(cut.bounds)])
+        bounds = np.array([cut.bounds], dtype=np.int64)
+        return np.concatenate([bounds, moved(cut.bounds, further=False), paired(cut.bounds)])
 
     def _bands(self, policy: Policy, room: Sequence[float] | None, *, least_bytes: bool = False) -> IntervalDP:
-        places = []
-        for place, options in enumerate(policy):
-            limit = None if room is None else room[self.lane[place]]
+        slots = []
+        for stage, options in enumerate(policy):
+            limit = None if room is None else room[self.lane[stage]]
             each = tuple((option, self.share(option)) for option in options)
-            scale = float(self.model.scale[place]) / self.replicas[place]
-            places.append(Place(scale, self.in_flight[place], each, limit))
+            scale = float(self.model.scale[stage]) / self.replicas[stage]
+            slots.append(Slot(scale, self.in_flight[stage], each, limit))
         widest = self.line.size if least_bytes else _widest(self)
-        return IntervalDP(self.line, places, widest=widest, least_bytes=least_bytes)
+        return IntervalDP(self.line, slots, widest=widest, least_bytes=least_bytes)
 
     def min_memory_cut(self, policy: Policy, room: Sequence[float]) -> LineCut:
         """Return the cut whose fullest device is fullest by least, relative to its room.
@@ -120,8 +120,8 @@ class LineSearch:
         chain = self._bands(policy, list(room), least_bytes=True).highest()
         assert chain is not None, "without a limit every line of enough units can be cut"
         names = _names(policy)
-        own = self._bytes(chain, names)
-        held = [dict(zip(names, each, strict=True)) for each in (own.held + own.transient).tolist()]
+        stage_bytes = self._bytes(chain, names)
+        held = [dict(zip(names, each, strict=True)) for each in (stage_bytes.held + stage_bytes.transient).tolist()]
         return self.cut(chain, [min(options, key=each.__getitem__) for options, each in zip(policy, held, strict=True)])
 
     def cut(self, bounds: Sequence[int], recompute: Sequence[str]) -> LineCut:
@@ -140,16 +140,16 @@ class LineSearch:
     def device_bytes(self, chain: Sequence[int], recompute: Sequence[str]) -> tuple[int, ...]:
         """Return what each device holds: of its stages' transients the largest."""
         options = sorted(set(recompute))
-        each, own = self._bytes(chain, options), np.array([options.index(option) for option in recompute])
-        return tuple(round(float(each.needed(own[stages], stages=stages))) for stages in self.stages_on)
+        each, chosen = self._bytes(chain, options), np.array([options.index(option) for option in recompute])
+        return tuple(round(float(each.needed(chosen[stages], stages=stages))) for stages in self.stages_on)
 
     def _bytes(
         self, chains: Sequence[int] | Ints, options: Sequence[str], *, stages: Sequence[int] | None = None
     ) -> LineBytes:
         """Return what some stages hold under each option."""
-        own = range(self.stages) if stages is None else stages
+        which = range(self.stages) if stages is None else stages
         bounds = np.asarray(chains, dtype=np.int64)
-        return LineBytes.of(self.line, bounds, options, stages=own, in_flight=self.in_flight)
+        return LineBytes.of(self.line, bounds, options, stages=which, in_flight=self.in_flight)
 
     def _fitting(
         self, chains: Ints, policy: Policy, room: Sequence[float] | None, *, beside: LineCut | None = None
@@ -172,8 +172,8 @@ class LineSearch:
         for stages, limit in zip(self.stages_on, room, strict=False):
             some = np.flatnonzero(changed[:, stages].any(axis=1) & fits)
             if len(some):
-                each, own = self._bytes(chains[some], names, stages=stages), [allowed[stage] for stage in stages]
-                chosen[some[:, None], stages], fits[some] = self._on_device(each, own, self._again(names), limit)
+                each, choices = self._bytes(chains[some], names, stages=stages), [allowed[stage] for stage in stages]
+                chosen[some[:, None], stages], fits[some] = self._on_device(each, choices, self._again(names), limit)
         kept = np.flatnonzero(fits)
         return _Chosen(chains[kept], chosen[kept], names)
 
@@ -181,14 +181,14 @@ class LineSearch:
         self, each: LineBytes, allowed: Sequence[Sequence[int]], again: Floats, limit: float
     ) -> tuple[Ints, NDArray[np.bool_]]:
         """Return what the stages of one device take of their options in each cut, and whether they have room so."""
-        own = np.array([options[0] for options in allowed])
-        chosen, fits = np.tile(own, (len(each.held), 1)), each.needed(own) <= limit
+        first = np.array([options[0] for options in allowed])
+        chosen, fits = np.tile(first, (len(each.held), 1)), each.needed(first) <= limit
         free = any(len(options) > 1 for options in allowed)
         for row in np.flatnonzero(~fits).tolist() if free else ():
-            one = LineBytes(each.held[row], each.transient[row], each.step[row])
-            found = self._leaner(one, allowed, again.tolist(), limit)
-            if found is not None:
-                fits[row], chosen[row] = True, found
+            single = LineBytes(each.held[row], each.transient[row], each.step[row])
+            leaner = self._leaner(single, allowed, again.tolist(), limit)
+            if leaner is not None:
+                fits[row], chosen[row] = True, leaner
         return chosen, fits
 
     def _leaner(
@@ -196,7 +196,7 @@ class LineSearch:
     ) -> list[int] | None:
         """Return what the stages of one device do again so that it has room; None where they cannot."""
         held, transient, step = each.held.tolist(), each.transient.tolist(), float(each.step.sum())
-        own = [options[0] for options in allowed]
+        chosen = [options[0] for options in allowed]
         if step > limit:
             return None
 
@@ -205,17 +205,17 @@ class LineSearch:
             moving = sum(held[stage][option] for stage, option in pairs) + max(transient[s][o] for s, o in pairs)
             return float(max(moving, step))
 
-        while (now := needed(own)) > limit:
+        while (now := needed(chosen)) > limit:
             moves = []
             for stage, options in enumerate(allowed):
-                for option in options[options.index(own[stage]) + 1 :]:
-                    then = needed([*own[:stage], option, *own[stage + 1 :]])
+                for option in options[options.index(chosen[stage]) + 1 :]:
+                    then = needed([*chosen[:stage], option, *chosen[stage + 1 :]])
                     moves.append((then > limit, again[option] * (then <= limit), then - now, stage, option))
             # Nothing may come of one stage alone: what one does again is there beside what another keeps.
             if not moves or (best := min(moves))[2] > 0:
                 return None
-            own[best[3]] = best[4]
-        return own
+            chosen[best[3]] = best[4]
+        return chosen
 
     def _steps(self, chains: Ints, again: Floats) -> Floats:
         """Return what a step takes in each cut."""
@@ -235,11 +235,11 @@ class LineSearch:
         left = _MOVED // max(self.model.simulator.count, 1)
         for further in (False, True) if self.stages <= _RANGED else (False,):
             for _ in range(_ROUNDS):
-                found, simulated = self._nearby(cut, policy, room, left, further=further)
+                better, simulated = self._nearby(cut, policy, room, left, further=further)
                 left -= simulated
-                if found is None:
+                if better is None:
                     break
-                cut = found
+                cut = better
         return cut
 
     def _nearby(
@@ -250,9 +250,9 @@ class LineSearch:
         if not len(chains) or most < 1:
             return None, 0
         chosen = self._fitting(chains[:: -(-len(chains) // most)], policy, room, beside=cut)
-        found = self._best(chosen)
-        gains = found is not None and found.step_s < cut.step_s * (1 - _GAIN)
-        return found if gains else None, len(chosen.chains)
+        best = self._best(chosen)
+        gains = best is not None and best.step_s < cut.step_s * (1 - _GAIN)
+        return best if gains else None, len(chosen.chains)
 
 
 def stages_of(chains: Ints, size: int) -> Ints:

@@ -57,8 +57,8 @@ def least_step(
     """
     graph = base_graph(problem)
     count = stages if empty else min(stages, graph.size)
-    found = _Search(problem, graph, stages=count, empty=empty, clock=clock).run(assignment)
-    return tuple(found.stages[list(graph.group_of)].tolist())
+    cut = _Search(problem, graph, stages=count, empty=empty, clock=clock).run(assignment)
+    return tuple(cut.stages[list(graph.group_of)].tolist())
 
 
 @dataclass(frozen=True)
@@ -86,25 +86,25 @@ class _Search:
         if self.stages <= self.graph.size:
             by_stage = np.lexsort((np.arange(len(start)), start))
             lines = [np.array(order) for order in some_orders(self.graph)[:_LINES]]
-            cuts += [self._costed(own) for line in (by_stage, *lines) if (own := self._best_of_line(line)) is not None]
+            cuts += [self._costed(cut) for line in (by_stage, *lines) if (cut := self._best_of_line(line)) is not None]
         best = min((cut for cut in cuts if cut is not None), key=lambda cut: cut.step_s)
         return self._kicked(self._downhill(best))
 
     def _best_of_line(self, line: NDArray[np.int64]) -> Stages | None:
         """Return the best cut of the groups in a topological order; None where none fits."""
-        place = np.argsort(line)
-        on_line = replace(self.graph, group_of=tuple(place[self.group_of].tolist()))
+        rank = np.argsort(line)
+        on_line = replace(self.graph, group_of=tuple(rank[self.group_of].tolist()))
         coarse = coarsened(self.problem, runs(self.problem, on_line, most=max(_UNITS, 2 * self.stages)))
         if self.clock.over or len(coarse.problem.works) < self.stages:
             return None
         capacity = self.problem.capacity_bytes
-        limits = None if capacity is None else [math.inf if own is None else float(own) for own in capacity]
+        limits = None if capacity is None else [math.inf if limit is None else float(limit) for limit in capacity]
         search = LineSearch(Line(coarse.problem), coarse.problem, stages=self.stages)
-        found = search.fastest([("never",)] * self.stages, limits)
-        if found is None:
+        cut = search.fastest([("never",)] * self.stages, limits)
+        if cut is None:
             return None
         stages = np.zeros(self.graph.size, dtype=np.int64)
-        stages[self.group_of] = coarse.assignment(found.bounds)
+        stages[self.group_of] = coarse.assignment(cut.bounds)
         return stages
 
     def _costed(self, stages: Stages) -> _Cut | None:
@@ -131,9 +131,9 @@ class _Search:
             for _ in range(chance.randint(2, _STRENGTH)):
                 stages = self._moved(stages, chance.randrange(self.graph.size), chance.choice((-1, 1)))
             away = self._costed(stages) if self._is_legal(stages) else None
-            found = None if away is None else self._downhill(away)
-            if found is not None and found.step_s < best.step_s * (1 - _GAIN):
-                best, idle = found, 0
+            settled = None if away is None else self._downhill(away)
+            if settled is not None and settled.step_s < best.step_s * (1 - _GAIN):
+                best, idle = settled, 0
         return best
 
     def _better(self, cut: _Cut) -> _Cut | None:
@@ -143,26 +143,26 @@ class _Search:
             return None
         self.left -= len(moves)
         steps = self.model.steps(np.array(moves), np.zeros((len(moves), self.stages)))
-        for place in np.argsort(steps, kind="stable")[:_CHECKED].tolist():
-            found = self._costed(moves[place]) if steps[place] < cut.step_s * (1 - _GAIN) else None
-            if found is not None and found.step_s < cut.step_s * (1 - _GAIN):
-                return found
+        for index in np.argsort(steps, kind="stable")[:_CHECKED].tolist():
+            better = self._costed(moves[index]) if steps[index] < cut.step_s * (1 - _GAIN) else None
+            if better is not None and better.step_s < cut.step_s * (1 - _GAIN):
+                return better
         return None
 
     def _moves(self, stages: Stages) -> list[Stages]:
         """Return the cuts with a group in a neighbouring stage."""
         every = (self._moved(stages, group, by) for group in range(self.graph.size) for by in (1, -1))
-        found = {moved.tobytes(): moved for moved in every if self._is_legal(moved)}
-        return list(found.values())
+        legal = {moved.tobytes(): moved for moved in every if self._is_legal(moved)}
+        return list(legal.values())
 
     def _moved(self, stages: Stages, group: int, by: int) -> Stages:
         """Return the cut with a group, and what must move along with it, in a neighbouring stage if there is one."""
         stage, along = int(stages[group]), self.after if by > 0 else self.before
         moved, waiting = stages.copy(), [group] if 0 <= stage + by < self.stages else []
         while waiting:
-            own = waiting.pop()
-            moved[own] = stage + by
-            waiting += [other for other in along[own] if moved[other] == stage]
+            current = waiting.pop()
+            moved[current] = stage + by
+            waiting += [other for other in along[current] if moved[other] == stage]
         return moved
 
     def _is_legal(self, stages: Stages) -> bool:
