@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def calibrate_some(turn: int) -> None:
         if given is None:
-            timings.extend(time_cases(list(cases())[turn :: arguments.rounds], place=place))
+            timings.extend(time_cases(list(cases())[turn :: arguments.rounds], device=place))
 
     clock = clock_of(place, threads=1)
     times = measured(stages, rounds=arguments.rounds, clock=clock, before=calibrate_some)

@@ -220,11 +220,11 @@ def _non_negative(rows: Array, targets: Array) -> Array:
     best, least = np.zeros(len(norms)), float(targets @ targets)
     for count in range(1, len(norms) + 1):
         for columns in map(list, combinations(range(len(norms)), count)):
-            found = np.zeros(len(norms))
-            found[columns] = np.linalg.lstsq(scaled[:, columns], targets, rcond=None)[0]
-            error = float(np.sum((scaled @ found - targets) ** 2))
-            if error < least and (found >= 0).all():
-                best, least = found, error
+            solution = np.zeros(len(norms))
+            solution[columns] = np.linalg.lstsq(scaled[:, columns], targets, rcond=None)[0]
+            error = float(np.sum((scaled @ solution - targets) ** 2))
+            if error < least and (solution >= 0).all():
+                best, least = solution, error
     return best / norms
 
 

@@ -70,12 +70,12 @@ class Group:
 
     def _ring(self, kind: Kind, byte_count: float) -> float:
         passes, steps = _passes(kind), self.size - 1
-        slowest_s = max(self._byte_s(*way) for way in self._ways())
+        slowest_s = max(self._byte_s(*route) for route in self._ways())
         return passes * (steps * self._latency_s() + steps / self.size * byte_count * slowest_s)
 
     def _tree(self, byte_count: float) -> float:
         depth = 2 * math.ceil(math.log2(self.size))
-        slowest_s = max(self._byte_s(*way) for way in self._ways())
+        slowest_s = max(self._byte_s(*route) for route in self._ways())
         return depth * self._latency_s() + 2 * byte_count * slowest_s
 
     def _hierarchical(self, kind: Kind, byte_count: float) -> float:
@@ -112,8 +112,8 @@ def group_of(machine: MachineSpec, devices: Sequence[int]) -> Group:
     if len(devices) != each * len(sizes):
         each = 1
     first, others = devices[0], list(zip(devices, places, strict=True))[1:]
-    near = [machine.link(first, other) for other, place in others if place == places[0]]
-    far = [machine.link(first, other) for other, place in others if place != places[0]]
+    near = [machine.link(first, other) for other, island in others if island == places[0]]
+    far = [machine.link(first, other) for other, island in others if island != places[0]]
     return Group(
         islands=len(devices) // each,
         each=each,

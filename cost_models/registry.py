@@ -122,8 +122,8 @@ def _layout(text: str, *, folder: Path | None) -> tuple[list[DeviceSpec], int]:
     """Return the devices of one host, and how many such hosts there are."""
     parts = text.split("+")
     hosts, specs = 1, list[DeviceSpec]()
-    for part in parts:
-        counts, name = _counts(part, text=text)
+    for term in parts:
+        counts, name = _counts(term, text=text)
         if len(counts) == 2:
             if len(parts) > 1:
                 raise ValueError(f"{text!r} mixes hosts and kinds of devices; write a machine file with host_devices")
@@ -132,18 +132,18 @@ def _layout(text: str, *, folder: Path | None) -> tuple[list[DeviceSpec], int]:
     return specs, hosts
 
 
-def _counts(part: str, *, text: str) -> tuple[list[int], str]:
+def _counts(rest: str, *, text: str) -> tuple[list[int], str]:
     """Return the numbers before a device's name, at most two, and the name."""
     counts = list[int]()
-    while len(counts) < 2 and (found := _COUNT.match(part)):
-        counts.append(int(found[1]))
-        part = part[found.end() :]
+    while len(counts) < 2 and (match := _COUNT.match(rest)):
+        counts.append(int(match[1]))
+        rest = rest[match.end() :]
     total = 1
     for count in counts:
         total *= count
-    if not part.strip() or not 1 <= total <= _MOST_DEVICES:
+    if not rest.strip() or not 1 <= total <= _MOST_DEVICES:
         raise ValueError(f"{text!r} names no machine; write {_FORMS}, with 1 to {_MOST_DEVICES} devices")
-    return counts or [1], part.strip()
+    return counts or [1], rest.strip()
 
 
 def _named(name: str, *, text: str, folder: Path | None) -> DeviceSpec:
@@ -158,9 +158,9 @@ def _named(name: str, *, text: str, folder: Path | None) -> DeviceSpec:
 
 def _assembled(specs: Sequence[DeviceSpec], *, hosts: int = 1) -> MachineSpec:
     """Return the machine with these devices on each host; what is known of one host of that kind holds for several."""
-    one = _text(specs, hosts=1)
-    is_known = one in machine_names() and all(spec == device(spec.name) for spec in specs)
-    known = _machine_text(one) if is_known else None
+    host_name = _text(specs, hosts=1)
+    is_known = host_name in machine_names() and all(spec == device(spec.name) for spec in specs)
+    known = _machine_text(host_name) if is_known else None
     if known is not None and hosts == 1:
         return known
     return MachineSpec(
@@ -175,10 +175,10 @@ def _assembled(specs: Sequence[DeviceSpec], *, hosts: int = 1) -> MachineSpec:
 
 def _host(specs: Sequence[DeviceSpec]) -> HostSpec:
     if all(spec.issue_s == 0 for spec in specs):
-        own = Source(status="prior", text="every lane's own thread issues its work")
-        return HostSpec(issue_threads=len(specs), sources={"issue_threads": own})
-    one = Source(status="prior", text="one thread issues for all devices of a host, as a single process does")
-    return HostSpec(issue_threads=1, sources={"issue_threads": one})
+        per_lane = Source(status="prior", text="every lane's own thread issues its work")
+        return HostSpec(issue_threads=len(specs), sources={"issue_threads": per_lane})
+    shared = Source(status="prior", text="one thread issues for all devices of a host, as a single process does")
+    return HostSpec(issue_threads=1, sources={"issue_threads": shared})
 
 
 def _text(specs: Iterable[DeviceSpec], *, hosts: int) -> str:
@@ -219,13 +219,13 @@ def _machine(fields: Any, *, where: str, folder: Path | None) -> MachineSpec:
 
 
 def _with_devices(fields: Any, *, folder: Path | None) -> Any:
-    given = fields.get("devices") if isinstance(fields, dict) else None
-    if isinstance(given, str):
-        specs, hosts = _layout(given, folder=folder)
+    listed = fields.get("devices") if isinstance(fields, dict) else None
+    if isinstance(listed, str):
+        specs, hosts = _layout(listed, folder=folder)
         shape = {"devices": specs * hosts, "host_devices": (len(specs),) * hosts}
         return shape | {name: value for name, value in fields.items() if name != "devices"}
-    if isinstance(given, list):
-        specs = [device(_beside(entry, folder)) if isinstance(entry, str) else entry for entry in given]
+    if isinstance(listed, list):
+        specs = [device(_beside(entry, folder)) if isinstance(entry, str) else entry for entry in listed]
         return {"host_devices": (len(specs),)} | fields | {"devices": specs}
     return fields
 
@@ -255,12 +255,12 @@ def _read_file(path: Path) -> Any:
 def nearest(name: str, *, among: Iterable[str]) -> list[str]:
     """Return the known names nearest to ``name``, the best first: those with most of its parts, else alike ones."""
     known = list(among)
-    parts = [part for part in _PART.findall(name.lower()) if len(part) > 1 and part not in _SAID_OF_MANY]
-    shared = {entry: sum(part in _squashed(entry) for part in parts) for entry in known}
+    parts = [word for word in _PART.findall(name.lower()) if len(word) > 1 and word not in _SAID_OF_MANY]
+    shared = {entry: sum(word in _squashed(entry) for word in parts) for entry in known}
     alike = {entry: _likeness("".join(parts), entry) for entry in known}
     most = max(shared.values(), default=0)
-    found = [entry for entry in known if shared[entry] == most and (most or alike[entry] >= _LEAST_LIKENESS)]
-    return sorted(found, key=lambda entry: (-alike[entry], entry))[:_MOST_NEAR]
+    closest = [entry for entry in known if shared[entry] == most and (most or alike[entry] >= _LEAST_LIKENESS)]
+    return sorted(closest, key=lambda entry: (-alike[entry], entry))[:_MOST_NEAR]
 
 
 def _likeness(wanted: str, entry: str) -> float:
@@ -274,8 +274,8 @@ def _squashed(name: str) -> str:
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
-    found = nearest(name, among=known)
-    return f", the nearest: {', '.join(found)}" if found else ""
+    closest = nearest(name, among=known)
+    return f", the nearest: {', '.join(closest)}" if closest else ""
 
 
 @cache

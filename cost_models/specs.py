@@ -51,7 +51,7 @@ def describe(error: ValidationError) -> str:
 
 
 def _problem(problem: ErrorDetails) -> str:
-    where = ".".join(str(part) for part in problem["loc"] if part != "[key]") or "the whole"
+    where = ".".join(str(key) for key in problem["loc"] if key != "[key]") or "the whole"
     if problem["type"] in ("missing", "json_invalid", "value_error"):  # the value would be all that stands around
         return f"{where}: {problem['msg']}"
     return f"{where} is {short_repr(problem['input'])}: {problem['msg']}"
@@ -97,13 +97,13 @@ class Spec(Record):
 
     def figures(self) -> list[str]:
         """Return the name of every figure that needs a source: all that is known but names and notes."""
-        found = []
+        names = []
         for name, value in self:
             if isinstance(value, dict) and name != "sources":
-                found += [f"{name}.{entry}" for entry in value]
+                names += [f"{name}.{entry}" for entry in value]
             elif isinstance(value, (int, float, str)) and name not in ("name", "notes"):
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def _source_key(self, figure: str) -> str:
         return figure if figure in self.sources else figure.partition(".")[0]

@@ -122,9 +122,9 @@ def diff_command(
     with beside_stdout():
         from autosplit.planning.plan.plan import Plan
 
-        found = Plan.load(before).diff(Plan.load(after))
-    typer.echo(json.dumps(asdict(found)) if as_json else str(found))
-    return ANSWER_IS_NO if found else DONE
+        diff = Plan.load(before).diff(Plan.load(after))
+    typer.echo(json.dumps(asdict(diff)) if as_json else str(diff))
+    return ANSWER_IS_NO if diff else DONE
 
 
 @command
@@ -139,16 +139,16 @@ def verify_command(
 ) -> int:
     """Compare the pipeline with the plain model: outputs, gradients, buffers, in train and in eval mode."""
     spec = inputs.spec(model)
-    own = torch_devices(devices)
-    choices = options.choices(count_of(own), chunks=chunks)
+    device_list = torch_devices(devices)
+    choices = options.choices(count_of(device_list), chunks=chunks)
     with beside_stdout():
         with phase("importing"):
             from autosplit import verification
             from autosplit.cli.models import make_pipe
-        pipe, sample = make_pipe(spec, devices=own, **choices)
-        found = verification.verify(pipe.unsplit(), pipe, sample)
-    typer.echo(found.to_json() if as_json else str(found))
-    return DONE if found else ANSWER_IS_NO
+        pipe, sample = make_pipe(spec, devices=device_list, **choices)
+        result = verification.verify(pipe.unsplit(), pipe, sample)
+    typer.echo(result.to_json() if as_json else str(result))
+    return DONE if result else ANSWER_IS_NO
 
 
 app.command("devices", epilog=DEVICES_EXAMPLES)(devices_command)

@@ -47,11 +47,11 @@ def calibrate_here(model: str | None, *, device: str | None, quick: bool, save: 
     try:
         with beside_stdout():
             with phase("timing kernels", total=100):
-                found = calibrate(name, quick=quick, progress=show)
-            if found.fallback.device.memory_bytes is None:
+                calibrated = calibrate(name, quick=quick, progress=show)
+            if calibrated.fallback.device.memory_bytes is None:
                 with phase("timing steps"):
-                    found = with_step(found, step_costs(cases(), steps=_STEPS_QUICK if quick else _STEPS))
-        found.save(path)
+                    calibrated = with_step(calibrated, step_costs(cases(), steps=_STEPS_QUICK if quick else _STEPS))
+        calibrated.save(path)
     except ValueError as error:
         raise DeviceError(str(error)) from error
     except OSError as error:
@@ -59,13 +59,13 @@ def calibrate_here(model: str | None, *, device: str | None, quick: bool, save: 
     typer.echo(f"wrote {path}; use it by --device {path}")
 
 
-def with_step(found: Calibrated, costs: Mapping[str, float]) -> Calibrated:
+def with_step(calibrated: Calibrated, costs: Mapping[str, float]) -> Calibrated:
     """Return a calibration whose device says what a step takes beside its operations."""
-    text = f"{found.stamp.date}: fitted to steps of {_lanes()} lanes whose stages are layers of one kind"
+    text = f"{calibrated.stamp.date}: fitted to steps of {_lanes()} lanes whose stages are layers of one kind"
     source = Source(status="measured", text=text)
     step = StepSpec(**costs, sources=dict.fromkeys(costs, source))
-    device = found.fallback.device.model_copy(update={"step": step})
-    return replace(found, fallback=Roofline(device))
+    device = calibrated.fallback.device.model_copy(update={"step": step})
+    return replace(calibrated, fallback=Roofline(device))
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def step_costs(chosen: Iterable[StepCase], *, steps: int) -> dict[str, float]:
     with random_state(), one_intra_op_thread(only=True):
         samples = [sample for case in chosen for sample in _samples(case, steps=steps)]
     costs = robust_costs(
-        [own.amounts for own in samples],
-        [own.extra_s for own in samples],
-        parts_of_s=[own.step_s for own in samples],
+        [sample.amounts for sample in samples],
+        [sample.extra_s for sample in samples],
+        parts_of_s=[sample.step_s for sample in samples],
     )
     return dict(zip(_FIGURES, costs, strict=True))
 

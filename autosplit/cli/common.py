@@ -147,7 +147,7 @@ def number_or_word(text: str) -> int | str:
 
 def words(text: str) -> list[str]:
     """Return what stands between commas."""
-    return [part.strip() for part in text.split(",")]
+    return [item.strip() for item in text.split(",")]
 
 
 def torch_devices(text: str) -> int | list[str]:
@@ -213,14 +213,14 @@ def command(answer: Callable[..., int]) -> Callable[..., None]:
     A parameter of ``answer`` that is a dataclass stands for the options that are its fields. Every command has --debug.
     """
     parameters = inspect.signature(answer, eval_str=True).parameters
-    groups: dict[str, Any] = {name: own.annotation for name, own in parameters.items() if is_dataclass(own.annotation)}
+    groups: dict[str, Any] = {name: p.annotation for name, p in parameters.items() if is_dataclass(p.annotation)}
 
     @functools.wraps(answer)
     def run(**options: Any) -> None:
         debug = options.pop("debug")
         try:
-            given = {name: kind(**{f.name: options.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
-            code = answer(**given, **options)
+            built = {name: kind(**{f.name: options.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+            code = answer(**built, **options)
         except BrokenPipeError:
             raise  # typer ends without a word: who reads has what it wanted, as head does
         except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -231,8 +231,8 @@ def command(answer: Callable[..., int]) -> Callable[..., None]:
         raise typer.Exit(code)
 
     flat: list[inspect.Parameter] = []
-    for name, own in parameters.items():
-        inside = inspect.signature(groups[name], eval_str=True).parameters.values() if name in groups else [own]
+    for name, parameter in parameters.items():
+        inside = inspect.signature(groups[name], eval_str=True).parameters.values() if name in groups else [parameter]
         flat += (each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in inside)
     flat.append(inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug))
     run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]  # what typer reads
@@ -265,12 +265,12 @@ def _place(error: BaseException) -> str:
     That is the line of the model's own forward, or of the package that the model is from; "" where there is none.
     """
     torch = getattr(sys.modules.get("torch"), "__file__", None)
-    own = ("<", f"{Path(__file__).parents[1]}{os.sep}", *([f"{Path(torch).parent}{os.sep}"] if torch else ()))
+    excluded = ("<", f"{Path(__file__).parents[1]}{os.sep}", *([f"{Path(torch).parent}{os.sep}"] if torch else ()))
     library = f"{Path(os.__file__).parent}{os.sep}"
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(own)
+        if not frame.filename.startswith(excluded)
         and (not frame.filename.startswith(library) or "-packages" in frame.filename)
     ]
     return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""

@@ -35,23 +35,23 @@ def costs_of(spec: ModelSpec, options: ProfileOptions) -> CostReport:
     sample = Sample.of(make_sample(spec, model=model, rows=ROWS_PER_DEVICE * options.chunks))
     on_meta = has_meta(model)
     measured = _measures(options, on_meta=on_meta)
-    place = torch.device("meta") if on_meta else where
-    if place is not None:
-        model = model if on_meta else model.to(place)
-        sample = _moved(sample, place)
+    target = torch.device("meta") if on_meta else where
+    if target is not None:
+        model = model if on_meta else model.to(target)
+        sample = _moved(sample, target)
     device = _cost_model(options, where)
-    found = trace(model, sample, batch_dims=spec.batch_dims)
-    sizes = _sizes(found, options)
+    traced = trace(model, sample, batch_dims=spec.batch_dims)
+    sizes = _sizes(traced, options)
     costs = profile(
-        found.graph,
+        traced.graph,
         rows=sizes[0],
         batch_rows=sum(sizes),
-        inputs=probe_inputs(found.inputs, sizes[0]),
+        inputs=probe_inputs(traced.inputs, sizes[0]),
         measure=measured,
         device=device,
     )
     hardware = device_text(torch.device(costs.times.device)) if costs.measured else ""
-    return cost_report(model, found.graph, costs, sizes=sizes, hardware=hardware)
+    return cost_report(model, traced.graph, costs, sizes=sizes, hardware=hardware)
 
 
 def _torch_device(device: str | None) -> torch.device | None:
@@ -90,11 +90,11 @@ def _cost_model(options: ProfileOptions, where: torch.device | None) -> str:
     return CPU_LANE
 
 
-def _sizes(found: Trace, options: ProfileOptions) -> tuple[int, ...]:
+def _sizes(traced: Trace, options: ProfileOptions) -> tuple[int, ...]:
     """Return the rows of each microbatch, the largest first."""
-    least = found.graph.min_rows
+    least = traced.graph.min_rows
     if options.rows is None:
-        return sizes_of(batch_rows(found.inputs), options.chunks, least)
+        return sizes_of(batch_rows(traced.inputs), options.chunks, least)
     if options.rows < least:
         raise InputError(f"--rows {options.rows}: this model needs at least {least} rows in a microbatch")
     return (options.rows,) * options.chunks

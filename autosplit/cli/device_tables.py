@@ -27,12 +27,12 @@ def describe(name: str | None, *, as_json: bool) -> str:
         return _listed_json()
     if name is None:
         return as_text((_devices("Devices", map(device, names())), _machines()), width=DEFAULT_WIDTH)
-    found = find(name)
+    spec = find(name)
     if as_json:
-        return found.model_dump_json(indent=2)
-    sections = list(_device(found) if isinstance(found, DeviceSpec) else _machine(found))
-    if found.notes:
-        sections.append(Section(f"note: {found.notes}"))
+        return spec.model_dump_json(indent=2)
+    sections = list(_device(spec) if isinstance(spec, DeviceSpec) else _machine(spec))
+    if spec.notes:
+        sections.append(Section(f"note: {spec.notes}"))
     return as_text(sections, width=DEFAULT_WIDTH)
 
 
@@ -131,7 +131,7 @@ def _rate(spec: DeviceSpec, dtype: str) -> str:
 
 def _trust(spec: DeviceSpec) -> str:
     parts: list[Spec] = [spec, spec.host_link, *([spec.peer_link] if spec.peer_link is not None else [])]
-    counts = Counter[str](part.source(figure).status for part in parts for figure in part.figures())
+    counts = Counter[str](item.source(figure).status for item in parts for figure in item.figures())
     return " ".join(f"{counts[status]:2}" for status in STATUSES)
 
 

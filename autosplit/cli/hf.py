@@ -54,19 +54,19 @@ def build(target: str, *, kwargs: Mapping[str, Any], blank: bool) -> nn.Module:
         config_class = _config_class(transformers, data, target=target)
     try:
         config = config_class.from_dict(data)
-        for part in (config, config.get_text_config()):
-            if hasattr(part, "use_cache"):
-                part.use_cache = False
+        for settings in (config, config.get_text_config()):
+            if hasattr(settings, "use_cache"):
+                settings.use_cache = False
         with phase("importing"):
             model_class = _model_class(transformers, config)
         with _default_dtype(dtype), torch.device("meta"):
-            made: nn.Module = model_class(config)
-        size = sum(parameter.numel() * parameter.element_size() for parameter in made.parameters())
+            model: nn.Module = model_class(config)
+        size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         if not blank and size <= MOST_BYTES:
             with _default_dtype(dtype):
-                made = model_class(config)
-        if getattr(made, "loss_type", "") is None:
-            made.loss_type = "ForCausalLM"  # type: ignore[assignment]  # what transformers takes then, with a warning
+                model = model_class(config)
+        if getattr(model, "loss_type", "") is None:
+            model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # what transformers takes then, with a warning
     except InputError:
         raise
     except Exception as error:
@@ -77,7 +77,7 @@ def build(target: str, *, kwargs: Mapping[str, Any], blank: bool) -> nn.Module:
             f"{target} has {format_bytes(size)} of parameters, and a config's model gets values up to "
             f"{format_bytes(MOST_BYTES)}; autosplit plan, and autosplit profile --device NAME, need none"
         )
-    return made
+    return model
 
 
 def default_inputs(
@@ -141,8 +141,8 @@ def _heads(config: Any) -> Iterator[tuple[str, tuple[type, ...]]]:
     for head in _HEADS:
         mapping = getattr(modeling, head, {})
         if type(config) in mapping:
-            found = mapping[type(config)]
-            yield head, found if isinstance(found, tuple) else (found,)
+            classes = mapping[type(config)]
+            yield head, classes if isinstance(classes, tuple) else (classes,)
 
 
 def _tokens(config: Any) -> int:
@@ -205,9 +205,9 @@ def _config_class(transformers: Any, data: Mapping[str, Any], *, target: str) ->
     if family not in known:
         near = difflib.get_close_matches(family, list(known.keys()), n=3)
         hint = f"; near it: {', '.join(near)}" if near else ""
-        own = "; the code that its auto_map names is not run" if "auto_map" in data else ""
+        note = "; the code that its auto_map names is not run" if "auto_map" in data else ""
         raise InputError(
-            f"{target}: transformers {transformers.__version__} has no model_type {family!r}{hint}{own}; write a "
+            f"{target}: transformers {transformers.__version__} has no model_type {family!r}{hint}{note}; write a "
             "factory that builds the model, and name it as file.py:factory"
         )
     return known[family]
@@ -215,10 +215,10 @@ def _config_class(transformers: Any, data: Mapping[str, Any], *, target: str) ->
 
 def _model_class(transformers: Any, config: Any) -> Any:
     named = next(iter(config.architectures or ()), None)
-    found = getattr(transformers, named, None) if isinstance(named, str) else None
-    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    if is_model and getattr(found, "config_class", None) in (None, type(config)):
-        return found
+    candidate = getattr(transformers, named, None) if isinstance(named, str) else None
+    is_model = isinstance(candidate, type) and issubclass(candidate, transformers.PreTrainedModel)
+    if is_model and getattr(candidate, "config_class", None) in (None, type(config)):
+        return candidate
     for _, (chosen, *_) in _heads(config):
         if named is not None:
             warnings.warn(f"transformers has no {named} for this config; {chosen.__name__} is taken", stacklevel=2)

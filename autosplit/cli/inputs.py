@@ -57,11 +57,11 @@ class TensorForm:
 class InputSpec:
     """One ``--input``: its place in the call, such as ``x``, ``0`` or ``batch.mask``, and what goes there."""
 
-    place: str
+    path: str
     value: TensorForm | bool | int | float | str | None
 
     def __str__(self) -> str:
-        return f"{self.place}={self.value if isinstance(self.value, TensorForm) else repr(self.value)}"
+        return f"{self.path}={self.value if isinstance(self.value, TensorForm) else repr(self.value)}"
 
     @classmethod
     def tensor(cls, name: str, dtype: str, shape: tuple[int, ...], limit: int | None = None) -> InputSpec:
@@ -114,8 +114,8 @@ def nested(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     InputError: a place is given twice, is of two kinds, or the positions in it have gaps.
     """
     arguments: dict[str, list[_At]] = {}
-    for place, value in values:
-        name, *steps = re.findall(rf"^\w+|{_STEP}", place)
+    for path, value in values:
+        name, *steps = re.findall(rf"^\w+|{_STEP}", path)
         arguments.setdefault(name, []).append((list(map(_step, steps)), value))
     _check_positions("positions are", [int(name) for name in arguments if name.isdecimal()])
     return {name: _built(name, inside) for name, inside in arguments.items()}
@@ -133,11 +133,11 @@ _At = tuple[list[tuple[type, str | int]], Any]
 """The steps from a place inwards, and the value there."""
 
 
-def _built(place: str, inside: Sequence[_At]) -> Any:
+def _built(path: str, inside: Sequence[_At]) -> Any:
     """Return the value at a place, or the dict, list or tuple of the values inside of it."""
     if not all(steps for steps, _ in inside):
         if len(inside) > 1:
-            raise InputError(f"--input {place} is given twice, or whole and in parts; give every input once")
+            raise InputError(f"--input {path} is given twice, or whole and in parts; give every input once")
         return inside[0][1]
     entries: dict[Any, list[_At]] = {}
     for (step, *further), value in inside:
@@ -145,13 +145,13 @@ def _built(place: str, inside: Sequence[_At]) -> Any:
     kinds = {kind for kind, _ in entries}
     if len(kinds) > 1:
         names = " and a ".join(sorted(kind.__name__ for kind in kinds))
-        raise InputError(f"--input {place} is a {names}; write .name for a dict, [0] for a list, .0 for a tuple")
-    found = {key: _built(f"{place}[{key!r}]", further) for (_, key), further in entries.items()}
+        raise InputError(f"--input {path} is a {names}; write .name for a dict, [0] for a list, .0 for a tuple")
+    values = {key: _built(f"{path}[{key!r}]", further) for (_, key), further in entries.items()}
     kind = kinds.pop()
     if kind is dict:
-        return found
-    _check_positions(f"{place} has the positions", list(found))
-    return kind(found[position] for position in range(len(found)))
+        return values
+    _check_positions(f"{path} has the positions", list(values))
+    return kind(values[position] for position in range(len(values)))
 
 
 def _check_positions(what: str, positions: Sequence[int]) -> None:
@@ -169,16 +169,16 @@ def parse_json(option: str, text: str | None, form: str) -> Any:
 
 def parse_kwargs(text: str | None) -> dict[str, Any]:
     """Read ``--kwargs``: a JSON object."""
-    found = parse_json("--kwargs", text, KWARGS_FORM)
-    if not isinstance(found, dict | None):
+    parsed = parse_json("--kwargs", text, KWARGS_FORM)
+    if not isinstance(parsed, dict | None):
         raise InputError(f"--kwargs {text!r} is no object with names; write {KWARGS_FORM}")
-    return found or {}
+    return parsed or {}
 
 
 def parse_batch_dims(text: str | None) -> Any:
     """Read ``--batch-dims`` as the argument ``batch_dims`` takes it."""
-    found = parse_json("--batch-dims", text, BATCH_DIMS_FORM)
-    return tuple(found) if isinstance(found, list) else found
+    dims = parse_json("--batch-dims", text, BATCH_DIMS_FORM)
+    return tuple(dims) if isinstance(dims, list) else dims
 
 
 def check_target(target: str) -> None:
@@ -291,7 +291,7 @@ class InputOptions:
             self.seed,
             train,
         )
-        nested([(each.place, each.value) for each in spec.inputs])
+        nested([(each.path, each.value) for each in spec.inputs])
         asked = {"--batch": self.batch, "--sequence": self.sequence, "--labels": labels or None}
         option = next((option for option, value in asked.items() if value is not None), None)
         if option is not None and (spec.gives_tensors or not spec.is_config):

@@ -53,10 +53,10 @@ def input_specs(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = Tru
     """
     specs = spec.inputs
     if spec.is_config and not spec.gives_tensors:
-        named = {each.place for each in specs}
+        named = {each.path for each in specs}
         described = hf.default_inputs(model, batch=spec.batch or rows, sequence=spec.sequence, labels=spec.labels)
-        described = [each for each in described if each.place not in named]
-        labels = ", --no-labels" if any(each.place == "labels" for each in described) else ""
+        described = [each for each in described if each.path not in named]
+        labels = ", --no-labels" if any(each.path == "labels" for each in described) else ""
         specs = (*described, *specs)
         if say:
             text = " ".join(map(str, described))
@@ -116,14 +116,14 @@ def build_sample(specs: Sequence[InputSpec], *, model: nn.Module, seed: int) -> 
     generator = torch.Generator().manual_seed(seed)
     blank = any(parameter.is_meta for parameter in model.parameters())
 
-    def value(given: Any) -> Any:
-        if not isinstance(given, TensorForm):
-            return given
+    def value(form: Any) -> Any:
+        if not isinstance(form, TensorForm):
+            return form
         if blank:
-            return torch.empty(given.shape, dtype=getattr(torch, given.dtype), device="meta")
-        return random_tensor(given, generator=generator)
+            return torch.empty(form.shape, dtype=getattr(torch, form.dtype), device="meta")
+        return random_tensor(form, generator=generator)
 
-    values = nested([(spec.place, value(spec.value)) for spec in specs])
+    values = nested([(spec.path, value(spec.value)) for spec in specs])
     args = [values.pop(name) for name in sorted(filter(str.isdecimal, values), key=int)]
     sample = Sample(*args, **values)
     _check_call(model, sample)
@@ -148,13 +148,13 @@ def load_model(target: str, *, kwargs: Mapping[str, Any] | None = None, blank: b
     ``kwargs`` go to the factory, or take the place of entries of the config. ``blank``: on the meta device, where the
     factory works there; a config's model is made with values only up to `MOST_BYTES`.
     """
-    given = dict(kwargs or {})
+    arguments = dict(kwargs or {})
     if target.startswith(CONFIG_PREFIX):
-        return hf.build(target, kwargs=given, blank=blank)
+        return hf.build(target, kwargs=arguments, blank=blank)
     model = _named(target, option="MODEL")
     if callable(model) and not isinstance(model, nn.Module):
-        model = _called(model, given, target=target, blank=blank)
-    elif given:
+        model = _called(model, arguments, target=target, blank=blank)
+    elif arguments:
         raise InputError(f"{target} is a {type(model).__name__} already and takes no --kwargs; name a factory")
     if not isinstance(model, nn.Module):
         raise InputError(
@@ -168,19 +168,19 @@ def load_loss(target: str) -> Callable[..., Any]:
     source, _, name = target.rpartition(":")
     if not source or not name:
         raise InputError(f"--loss {target!r} names no function; write package.module:name or file.py:name")
-    found = _named(target, option="--loss")
-    if isinstance(found, type):
-        found = found()
-    if not callable(found):
-        raise InputError(f"--loss: {target} is a {type(found).__name__}; name a function")
-    return found
+    loss = _named(target, option="--loss")
+    if isinstance(loss, type):
+        loss = loss()
+    if not callable(loss):
+        raise InputError(f"--loss: {target} is a {type(loss).__name__}; name a function")
+    return loss
 
 
-def _called(factory: Callable[..., Any], given: Mapping[str, Any], *, target: str, blank: bool) -> Any:
+def _called(factory: Callable[..., Any], arguments: Mapping[str, Any], *, target: str, blank: bool) -> Any:
     """Return what a factory makes, on the meta device where ``blank`` and where it works there."""
     signature = inspect.signature(factory)
     try:
-        signature.bind(**given)
+        signature.bind(**arguments)
     except TypeError as error:
         raise InputError(
             f"{target}{signature} cannot be called: {error}; give its arguments as --kwargs, {KWARGS_FORM}"
@@ -188,8 +188,8 @@ def _called(factory: Callable[..., Any], given: Mapping[str, Any], *, target: st
     if blank:
         with contextlib.suppress(Exception), warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # of values that are loaded into nothing
-            return factory(**given)
-    return factory(**given)
+            return factory(**arguments)
+    return factory(**arguments)
 
 
 def _named(target: str, *, option: str) -> Any:
@@ -205,8 +205,8 @@ def _named(target: str, *, option: str) -> Any:
 
 
 def _is_model(value: Any, module: ModuleType) -> bool:
-    own = callable(value) and getattr(value, "__module__", "") == module.__name__
-    return own or isinstance(value, nn.Module)
+    is_local = callable(value) and getattr(value, "__module__", "") == module.__name__
+    return is_local or isinstance(value, nn.Module)
 
 
 def _import(source: str, *, option: str) -> ModuleType:

@@ -125,17 +125,17 @@ def plan_command(
         outputs = _with_plan(outputs, script=script, spec=spec, schedule=options.schedule, find=find)
     machine = resolve_machine(_devices(devices, options.pinned))
     degrees = check_mesh(mesh, devices=len(machine))
-    each = replicas if replicas in (None, "auto") else [common.number_or_word(own) for own in common.words(replicas)]
+    each = replicas if replicas in (None, "auto") else [common.number_or_word(word) for word in common.words(replicas)]
     stages = degrees.pp if isinstance(degrees, Parallel) else len(check_replicas(each, devices=len(machine)) or machine)
     choices = options.choices(stages, chunks=common.number_or_word(chunks), precision=precision)
     choices |= {"mesh": mesh, "zero": common.number_or_word(zero), "replicas": each}
     choices["sequence_parallel"] = sequence_parallel
     with common.beside_stdout():
-        found, given = _planned(spec, machine=machine, loss=loss, find=find, processes=processes, **choices)
+        planned, specs = _planned(spec, machine=machine, loss=loss, find=find, processes=processes, **choices)
         if script is not None:
-            own = resolve_machine(found.machine) if find == "smallest" else machine
-            _write_script(script, found, outputs=outputs, spec=spec, inputs=given, loss=loss, machine=own)
-    return outputs.answer(found)
+            resolved = resolve_machine(planned.machine) if find == "smallest" else machine
+            _write_script(script, planned, outputs=outputs, spec=spec, inputs=specs, loss=loss, machine=resolved)
+    return outputs.answer(planned)
 
 
 def _with_plan(outputs: OutputOptions, *, script: Path, spec: ModelSpec, schedule: str, find: str) -> OutputOptions:
@@ -154,7 +154,7 @@ def _with_plan(outputs: OutputOptions, *, script: Path, spec: ModelSpec, schedul
 
 def _write_script(
     script: Path,
-    found: Plan,
+    plan: Plan,
     *,
     outputs: OutputOptions,
     spec: ModelSpec,
@@ -167,9 +167,7 @@ def _write_script(
 
     assert outputs.save is not None
     named = None if loss is None else (loss, load_loss(loss))
-    text = script_text(
-        found, path=script, plan_path=outputs.save, spec=spec, inputs=inputs, loss=named, machine=machine
-    )
+    text = script_text(plan, path=script, plan_path=outputs.save, spec=spec, inputs=inputs, loss=named, machine=machine)
     write_file("script", script, text)
 
 
@@ -198,11 +196,11 @@ def _planned(
         from autosplit.cli.models import load_loss, make_model
 
     choices["loss_fn"] = None if loss is None else load_loss(loss)
-    made = make_model(spec, blank=True)
+    model = make_model(spec, blank=True)
     try:
-        return _plan_of(made, spec, machine=machine, **choices)
+        return _plan_of(model, spec, machine=machine, **choices)
     except TraceError:
-        sizes = [parameter.numel() * parameter.element_size() for parameter in made.parameters() if parameter.is_meta]
+        sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters() if parameter.is_meta]
         if not 0 < sum(sizes) <= _SMALL_BYTES:
             raise
     return _plan_of(make_model(spec), spec, machine=machine, again=True, **choices)
@@ -215,6 +213,6 @@ def _plan_of(
     from autosplit.cli.models import input_specs, make_sample
 
     rows = ROWS_PER_DEVICE * len(machine)
-    given = input_specs(spec, model=model, rows=rows, say=not again)
-    sample = make_sample(replace(spec, inputs=given), model=model, rows=rows)
-    return plan(model, sample=sample, batch_dims=spec.batch_dims, devices=machine, **choices), given
+    inputs = input_specs(spec, model=model, rows=rows, say=not again)
+    sample = make_sample(replace(spec, inputs=inputs), model=model, rows=rows)
+    return plan(model, sample=sample, batch_dims=spec.batch_dims, devices=machine, **choices), inputs

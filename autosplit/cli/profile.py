@@ -79,7 +79,7 @@ def profile_command(
         with phase("importing"):
             from autosplit.cli.costs import costs_of
             from autosplit.report.costs import render_costs
-        found = costs_of(spec, options)
-    text = render_costs(found, width=common.page_width(), depth=depth, nodes=nodes, top=top)
-    typer.echo(found.model_dump_json(indent=2) if as_json else text)
+        costs = costs_of(spec, options)
+    text = render_costs(costs, width=common.page_width(), depth=depth, nodes=nodes, top=top)
+    typer.echo(costs.model_dump_json(indent=2) if as_json else text)
     return common.DONE

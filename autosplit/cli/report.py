@@ -70,18 +70,18 @@ def report_command(
     measured = None
     if is_plan_file(model):
         _check_alone(context, model)
-        found = _saved(model)
+        plan = _saved(model)
     else:
         spec = inputs.spec(model, labels=wants_labels(labels, options.schedule), train=train)
         if devices is None or chunks is None:
             raise InputError(f"{model} needs --devices and --chunks: devices such as 4 or cpu,cuda:0, and microbatches")
-        own = common.torch_devices(devices)
-        choices = options.choices(common.count_of(own), chunks=chunks)
+        device_list = common.torch_devices(devices)
+        choices = options.choices(common.count_of(device_list), chunks=chunks)
         if measure and options.schedule == "forward":
             raise InputError("--measure runs a training step, and --schedule forward has none; leave one out")
         with common.beside_stdout():
-            found, measured = _plan(spec, measure=measure, devices=own, **choices)
-    return outputs.answer(found, measured)
+            plan, measured = _plan(spec, measure=measure, devices=device_list, **choices)
+    return outputs.answer(plan, measured)
 
 
 def _check_alone(context: typer.Context, path: str) -> None:
@@ -99,13 +99,13 @@ def _check_alone(context: typer.Context, path: str) -> None:
 def _saved(path: str) -> Plan:
     from autosplit.planning.plan.plan import Plan
 
-    found = Plan.load(path)
-    if found.edited:
+    plan = Plan.load(path)
+    if plan.edited:
         common.tell(
             "warning: the plan was edited; times and memory are those of before: autosplit plan MODEL --plan "
             f"{path} costs it anew"
         )
-    return found
+    return plan
 
 
 def _plan(
@@ -120,14 +120,14 @@ def _plan(
     return pipe.plan, _measured_step(pipe, sample) if measure else None
 
 
-def _measured_step(pipe: PipelinedModule, given: Any) -> StepTimeline:
+def _measured_step(pipe: PipelinedModule, inputs: Any) -> StepTimeline:
     """Run a pipe's training step on a sample: once to warm up, once for the times, once for the bytes of CPU lanes.
 
     The loss is the model's own, else the mean of what it returns. Raises InputError where nothing can be trained.
     """
     from autosplit.options import Sample
 
-    sample = Sample.of(given)
+    sample = Sample.of(inputs)
     loss: dict[str, Any] = {}
     try:
         pipe.train_step(*sample.args, **sample.kwargs)

@@ -118,7 +118,7 @@ def script_text(
         devices=plural(len(plan.devices), "device") + ", a process for each," * plan.processes,
         loaders="load_model" if loss is None else "load_loss, load_model",
         where="torchrun" if plan.processes else len(plan.devices),
-        inputs=_call([(each.place, each.value) for each in inputs], dtype=dtype),
+        inputs=_call([(each.path, each.value) for each in inputs], dtype=dtype),
         loss=_loss(plan, loss, folder=path.parent),
         seed=spec.seed,
         target=_beside(spec.target, folder=path.parent),
@@ -158,8 +158,8 @@ def _beside(target: str, *, folder: Path) -> str:
     source, colon, name = (target.removeprefix(prefix), "", "") if prefix else target.rpartition(":")
     if not prefix and not source.endswith(".py"):
         return repr(target)
-    place = os.path.relpath(source, folder)
-    return f"{prefix!r} + str(HERE / {place!r})" if prefix else f"str(HERE / {place!r}) + {colon + name!r}"
+    relative = os.path.relpath(source, folder)
+    return f"{prefix!r} + str(HERE / {relative!r})" if prefix else f"str(HERE / {relative!r}) + {colon + name!r}"
 
 
 def _loss(plan: Plan, loss: tuple[str, Callable[..., Any]] | None, *, folder: Path) -> str:
@@ -181,13 +181,13 @@ def _call(values: Sequence[tuple[str, Any]], *, dtype: str | None) -> str:
 def _code(value: Any, dtype: str | None) -> str:
     if isinstance(value, TensorForm):
         if value.dtype.startswith(("float", "bfloat", "complex")):
-            own = dtype if dtype is not None and not value.dtype.startswith("complex") else value.dtype
-            return f"torch.randn({value.shape}, dtype=torch.{own})"
+            name = dtype if dtype is not None and not value.dtype.startswith("complex") else value.dtype
+            return f"torch.randn({value.shape}, dtype=torch.{name})"
         return f"torch.randint({value.limit or 2}, {value.shape}).to(torch.{value.dtype})"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_code(own, dtype)}" for key, own in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {_code(item, dtype)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(_code(own, dtype) for own in value) + "]"
+        return "[" + ", ".join(_code(item, dtype) for item in value) + "]"
     if isinstance(value, tuple):
-        return "(" + "".join(_code(own, dtype) + ", " for own in value) + ")"
+        return "(" + "".join(_code(item, dtype) + ", " for item in value) + ")"
     return repr(value)

@@ -69,11 +69,11 @@ def solve_command(
 
     if time_limit is not None and not time_limit > 0:
         raise InputError(f"--time-limit {time_limit} is no number of seconds above 0")
-    found = load_workload(workload)
+    loaded = load_workload(workload)
     # More stages than nodes would all stay empty.
-    used = min(stages, len(found.works))
+    used = min(stages, len(loaded.works))
     cap_bytes = None if memory_cap is None else parse_bytes(memory_cap)
-    problem = found.problem(stages=used, capacity_bytes=cap_bytes, microbatches=microbatches, schedule=schedule)
+    problem = loaded.problem(stages=used, capacity_bytes=cap_bytes, microbatches=microbatches, schedule=schedule)
     prints_json = as_json if as_json is not None else not on_terminal()
     started = time.perf_counter()
     try:
@@ -90,7 +90,7 @@ def solve_command(
     if prints_json:
         typer.echo(json.dumps(_answer_json(partition, stages=used, seconds=seconds)))
     else:
-        typer.echo(_answer_table(found, partition, stages=stages, seconds=seconds))
+        typer.echo(_answer_table(loaded, partition, stages=stages, seconds=seconds))
     return DONE
 
 
@@ -103,7 +103,7 @@ def _answer_json(partition: Partition, *, stages: int, seconds: float) -> dict[s
     """Return what a script reads; times other than seconds are in ms, as in the file."""
     empty = stages - partition.stages
     value, bound = _ms(partition.value_s), _ms(partition.lower_bound_s)
-    found = {
+    answer = {
         "assignment": partition.assignment,
         "bottleneck": _ms(partition.costs.bottleneck_s),
         "lower_bound": bound,
@@ -115,7 +115,7 @@ def _answer_json(partition: Partition, *, stages: int, seconds: float) -> dict[s
         "loads": [*map(_ms, partition.costs.loads_s), *[0.0] * empty],
         "bytes": [*partition.costs.stage_bytes, *[0] * empty],
     }
-    return found | ({"step_time": value} if partition.objective == "step_time" else {})
+    return answer | ({"step_time": value} if partition.objective == "step_time" else {})
 
 
 def _answer_table(workload: Workload, partition: Partition, *, stages: int, seconds: float) -> str:
@@ -128,10 +128,10 @@ def _answer_table(workload: Workload, partition: Partition, *, stages: int, seco
     has_bytes = any(partition.costs.stage_bytes)
     header = ["stage", "nodes", "first", "last", "load"] + ["memory"] * has_bytes
     rows = []
-    for stage, own in enumerate(members):
-        ends = [f"{node} {_short(workload.works[node].name)}" for node in (own[0], own[-1])] if own else ["-", "-"]
+    for stage, ids in enumerate(members):
+        ends = [f"{node} {_short(workload.works[node].name)}" for node in (ids[0], ids[-1])] if ids else ["-", "-"]
         load = f"{_ms(partition.costs.loads_s[stage]):.6g} ms"
-        rows.append([stage, len(own), *ends, load] + [format_bytes(partition.costs.stage_bytes[stage])] * has_bytes)
+        rows.append([stage, len(ids), *ends, load] + [format_bytes(partition.costs.stage_bytes[stage])] * has_bytes)
     align = ("right", "right", "left", "left", "right", "right")[: len(header)]
     table = tabulate(rows, headers=header, tablefmt="simple", disable_numparse=True, colalign=align)
     unused = f"; {stages - partition.stages} more stay empty" if stages > partition.stages else ""

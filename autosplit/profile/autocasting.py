@@ -55,9 +55,9 @@ def set_dtypes(traced: TracedGraph, *, kernels: Literal["cpu", "cuda"]) -> None:
         run.run(rows, *inputs)
     like = templates(runs)
     for node, info in traced.compute_nodes():
-        found = run.found.get(like.get(node, node).meta[INFO].name, ())
-        if len(found) == len(info.tensors):
-            tensors = tuple(replace(own, dtype=dtype) for own, dtype in zip(info.tensors, found, strict=True))
+        dtypes = run.found.get(like.get(node, node).meta[INFO].name, ())
+        if len(dtypes) == len(info.tensors):
+            tensors = tuple(replace(tensor, dtype=dtype) for tensor, dtype in zip(info.tensors, dtypes, strict=True))
             node.meta[INFO] = replace(info, tensors=tensors)
 
 

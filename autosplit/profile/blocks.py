@@ -46,20 +46,20 @@ def shorten(stage: StageNodes, *, behind: int = 0) -> tuple[StageNodes, Runs]:
 
     ``behind``: how many blocks at the end of each run stay as they are.
     """
-    found = find_runs(stage.own, stage.root, outputs=stage.outputs)
-    runs = tuple(run.without(behind) for run in found if len(run.paths) >= _FEWEST + behind)
+    all_runs = find_runs(stage.nodes, stage.root, outputs=stage.outputs)
+    runs = tuple(run.without(behind) for run in all_runs if len(run.paths) >= _FEWEST + behind)
     if not runs:
         return stage, ()
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in (*stage.numbers, *stage.inputs):
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = node.meta
-    own = _copied(stage.own, runs, graph, copies)
+    nodes = _copied(stage.nodes, runs, graph, copies)
 
     def copied(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
         return tuple(copies[node] for node in nodes)
 
-    return StageNodes(stage.root, copied(stage.numbers), copied(stage.inputs), own, copied(stage.outputs)), runs
+    return StageNodes(stage.root, copied(stage.numbers), copied(stage.inputs), nodes, copied(stage.outputs)), runs
 
 
 def shorten_graph(traced: TracedGraph) -> tuple[fx.Graph, Runs]:
@@ -77,17 +77,17 @@ def _copied(
 ) -> tuple[fx.Node, ...]:
     """Copy nodes into a graph, but for those of blocks that others stand for; enter the copies and return them."""
     like = templates(runs)
-    own = [node for node in nodes if node not in like]
-    for node in own:
+    kept = [node for node in nodes if node not in like]
+    for node in kept:
         copies[node] = graph.node_copy(node, lambda operand: copies[like.get(operand, operand)])
         copies[node].meta = node.meta
-    return tuple(copies[node] for node in own)
+    return tuple(copies[node] for node in kept)
 
 
 def templates(runs: Sequence[Run]) -> dict[fx.Node, fx.Node]:
     """Map the nodes of the blocks that others stand for to those of their templates."""
     blocks = ((run.nodes[1], block) for run in runs for block in run.nodes[2:-1])
-    return {own: like for template, block in blocks for like, own in zip(template, block, strict=True)}
+    return {node: like for template, block in blocks for like, node in zip(template, block, strict=True)}
 
 
 class CostMemo:
@@ -119,9 +119,9 @@ class CostMemo:
 
     def _expanded(self, run: Callable[[TracedGraph], dict[str, NodeProfile]]) -> dict[str, NodeProfile]:
         if self._runs:
-            found = run(replace(self._traced, graph=self._graph))
+            short = run(replace(self._traced, graph=self._graph))
             with contextlib.suppress(Uneven):
-                costs = expanded_costs(self._runs, found)
+                costs = expanded_costs(self._runs, short)
                 return {info.name: costs[info.name] for _, info in self._traced.compute_nodes()}
         return run(self._traced)
 
@@ -161,44 +161,44 @@ class _Blocks:
     ) -> None:
         self.root, self.outputs, self.nodes = root, outputs, frozenset(nodes)
         paths = _paths(nodes, depth)
-        groups = [(path, tuple(own)) for path, own in groupby(nodes, key=paths.__getitem__)]
+        groups = [(path, tuple(block)) for path, block in groupby(nodes, key=paths.__getitem__)]
         counts: dict[str, int] = {}
         for path, _ in groups:
             counts[path] = counts.get(path, 0) + 1
-        self.groups = [(p if counts[p] == 1 and taken.isdisjoint(own) else "", own) for p, own in groups]
+        self.groups = [(p if counts[p] == 1 and taken.isdisjoint(block) else "", block) for p, block in groups]
 
     def runs(self) -> Iterator[Run]:
         """Yield maximal runs: every block like the one before it, but for the first, whose inputs may be others."""
         blocks: list[tuple[str, tuple[fx.Node, ...]]] = []
         like: Hashable = None
-        for path, own in [*self.groups, ("", ())]:
-            kind = self._kind(path, own, blocks[-1][1] if blocks else ()) if path else None
-            if path and len(blocks) == 1 and not self._leaks(blocks[0][1], own) and len(own) == len(blocks[0][1]):
+        for path, block in [*self.groups, ("", ())]:
+            kind = self._kind(path, block, blocks[-1][1] if blocks else ()) if path else None
+            if path and len(blocks) == 1 and not self._leaks(blocks[0][1], block) and len(block) == len(blocks[0][1]):
                 like = kind
-            if not (path and blocks and kind == like and not self._leaks(blocks[-1][1], own)):
+            if not (path and blocks and kind == like and not self._leaks(blocks[-1][1], block)):
                 yield from self._run(blocks)
                 blocks, like = [], None
             if path:
-                blocks.append((path, own))
+                blocks.append((path, block))
 
     @staticmethod
     def _run(blocks: Sequence[tuple[str, tuple[fx.Node, ...]]]) -> Iterator[Run]:
         if len(blocks) >= _FEWEST:
-            yield Run(tuple(path for path, _ in blocks), tuple(own for _, own in blocks))
+            yield Run(tuple(path for path, _ in blocks), tuple(block for _, block in blocks))
 
-    def _leaks(self, own: Sequence[fx.Node], following: Sequence[fx.Node]) -> bool:
+    def _leaks(self, block: Sequence[fx.Node], following: Sequence[fx.Node]) -> bool:
         """Tell whether anybody but the block itself and the next one takes its values."""
-        near = {*own, *following}
-        return any(node in self.outputs or not near.issuperset(node.users) for node in own)
+        near = {*block, *following}
+        return any(node in self.outputs or not near.issuperset(node.users) for node in block)
 
-    def _kind(self, path: str, own: Sequence[fx.Node], before: Sequence[fx.Node]) -> Hashable:
+    def _kind(self, path: str, block: Sequence[fx.Node], before: Sequence[fx.Node]) -> Hashable:
         """Return all that what a block does may depend on."""
         places: dict[fx.Node, Hashable] = {node: ("before", number) for number, node in enumerate(before)}
-        places |= {node: ("own", number) for number, node in enumerate(own)}
-        lent = dict.fromkeys(operand for node in own for operand in node.all_input_nodes if self._is_lent(operand, own))
+        places |= {node: ("own", number) for number, node in enumerate(block)}
+        lent = dict.fromkeys(n for node in block for n in node.all_input_nodes if self._is_lent(n, block))
         places |= {node: ("lent", number, _known(node, path)) for number, node in enumerate(lent)}
 
-        return tuple((called(node, self.root, places), _known(node, path)) for node in own)
+        return tuple((called(node, self.root, places), _known(node, path)) for node in block)
 
     def _is_lent(self, node: fx.Node, block: Sequence[fx.Node]) -> bool:
         """Tell whether a value comes from outside for one block alone and is the same for all microbatches."""
@@ -209,22 +209,22 @@ class _Blocks:
 
 def _paths(nodes: Sequence[fx.Node], depth: int) -> dict[fx.Node, str]:
     """Map nodes to the path of their block; a number or parameter goes with the first node that takes it."""
-    found: dict[fx.Node, str] = {}
+    paths: dict[fx.Node, str] = {}
     path_of: dict[str, str] = {}
     for node in reversed(nodes):
         info: TracedNode | None = node.meta.get(INFO)
         if info is not None:
             if info.module not in path_of:
                 path_of[info.module] = _block_path(info.module, depth)
-            found[node] = path_of[info.module]
+            paths[node] = path_of[info.module]
         else:
-            found[node] = next((found[user] for user in node.users if user in found), "")
-    return found
+            paths[node] = next((paths[user] for user in node.users if user in paths), "")
+    return paths
 
 
 def _block_path(module: str, depth: int) -> str:
     parts = module.split(".")
-    numbered = [place for place, part in enumerate(parts) if part.isdecimal()]
+    numbered = [index for index, name in enumerate(parts) if name.isdecimal()]
     return ".".join(parts[: numbered[depth - 1] + 1]) if len(numbered) >= depth else ""
 
 
@@ -261,19 +261,19 @@ def _described(value: Any, places: Mapping[fx.Node, Hashable]) -> Hashable:
     if isinstance(value, dict):
         return tuple((key, _described(item, places)) for key, item in value.items())
     if isinstance(value, slice):
-        return ("slice", *(_described(part, places) for part in (value.start, value.stop, value.step)))
+        return ("slice", *(_described(item, places) for item in (value.start, value.stop, value.step)))
     return (type(value).__name__, repr(value))
 
 
 def _module_kind(module: nn.Module) -> Hashable:
     """Return class, settings and state of one of torch's layers; any other, or one with hooks, is only like itself."""
     settings: list[Hashable] = []
-    for part in module.modules():
-        hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
-        if hooks or not type(part).__module__.startswith("torch.nn"):
+    for child in module.modules():
+        hooks = child._forward_hooks or child._forward_pre_hooks or child._backward_hooks
+        if hooks or not type(child).__module__.startswith("torch.nn"):
             return id(module)
-        items = ((key, repr(item)) for key, item in part.__dict__.items() if isinstance(item, _SETTINGS))
-        settings.append((type(part), *items))
+        items = ((key, repr(item)) for key, item in child.__dict__.items() if isinstance(item, _SETTINGS))
+        settings.append((type(child), *items))
     state = ((name, _described(t, {})) for name, t in (*module.named_parameters(), *module.named_buffers()))
     return (*settings, *state)
 

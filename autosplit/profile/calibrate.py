@@ -79,22 +79,22 @@ def calibrate(device: str = "cpu-lane", *, quick: bool = False, progress: Progre
         ValueError: there is no such device, or it is not in this machine.
     """
     spec = device_spec(device)
-    place = place_of(spec)
-    chosen = [case for case in cases_for(place) if case.quick or not quick]
-    return fitted(time_cases(chosen, place=place, quick=quick, progress=progress), device=spec)
+    torch_device = place_of(spec)
+    chosen = [case for case in cases_for(torch_device) if case.quick or not quick]
+    return fitted(time_cases(chosen, device=torch_device, quick=quick, progress=progress), device=spec)
 
 
-def cases_for(place: torch.device) -> Iterator[Case]:
+def cases_for(device: torch.device) -> Iterator[Case]:
     """Yield what is timed on a device: a GPU is filled by other sizes than a core."""
-    yield from cases(gpu=place.type == "cuda")
+    yield from cases(gpu=device.type == "cuda")
 
 
 def fitted(timings: Sequence[Timing], *, device: DeviceSpec) -> Calibrated:
     """Return the roofline of ``device`` fitted to cases that were timed on it, with the day and the versions."""
     samples = [(sample.work, sample.seconds) for timing in timings for sample in timing.samples]
     stamp = _stamp(device.name)
-    own = _with_host(device, timings, date=stamp.date)
-    return Calibrated.fit(samples, device=own, stamp=stamp, issue_s=issue_s(timings))
+    spec = _with_host(device, timings, date=stamp.date)
+    return Calibrated.fit(samples, device=spec, stamp=stamp, issue_s=issue_s(timings))
 
 
 def _with_host(device: DeviceSpec, timings: Sequence[Timing], *, date: str) -> DeviceSpec:
@@ -120,10 +120,10 @@ def place_of(spec: DeviceSpec) -> torch.device:
         return torch.device("cpu")
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     if here is None or here not in spec.driver_names:
-        found = "no CUDA device" if here is None else f"a CUDA device that the driver calls {here!r}"
+        seen = "no CUDA device" if here is None else f"a CUDA device that the driver calls {here!r}"
         known = ", ".join(map(repr, spec.driver_names)) or "nothing that is known"
         raise ValueError(
-            f"cannot calibrate {spec.name}, which the driver calls {known}: this machine has {found}; calibrate where "
+            f"cannot calibrate {spec.name}, which the driver calls {known}: this machine has {seen}; calibrate where "
             'the device is, or "cpu-lane", or list the driver\'s name under driver_names in a device file of your own'
         )
     return torch.device("cuda", torch.cuda.current_device())
@@ -136,19 +136,19 @@ def default_path(device: str = "cpu-lane") -> Path:
 
 
 def time_cases(
-    chosen: Sequence[Case], *, place: torch.device = _CPU, quick: bool = False, progress: Progress | None = None
+    chosen: Sequence[Case], *, device: torch.device = _CPU, quick: bool = False, progress: Progress | None = None
 ) -> list[Timing]:
     """Time cases in fp32, and those that ask for it under bf16 autocast too; the CPU with one thread."""
-    found = []
+    timings = []
     with random_state(), intra_op_threads(1), torch.inference_mode(False), torch.enable_grad():
         for number, case in enumerate(chosen):
             if progress is not None:
                 progress(case.name, number / len(chosen))
             most = _MOST_QUICK if quick else _MOST
-            found.append(_timed(case, place, most=most, low=False))
+            timings.append(_timed(case, device, most=most, low=False))
             if case.low:
-                found.append(_timed(case, place, most=most, low=True))
-    return found
+                timings.append(_timed(case, device, most=most, low=True))
+    return timings
 
 
 def issue_s(timings: Sequence[Timing]) -> float:
@@ -181,11 +181,11 @@ class _TimedLedger(Ledger):
         return out
 
 
-def _timed(case: Case, place: torch.device, *, most: int, low: bool) -> Timing:
-    with place:
+def _timed(case: Case, device: torch.device, *, most: int, low: bool) -> Timing:
+    with device:
         program, leaves = case.build()
-    clock = clock_of(place, threads=1)
-    with place, torch.autocast(place.type, torch.bfloat16, enabled=low):
+    clock = clock_of(device, threads=1)
+    with device, torch.autocast(device.type, torch.bfloat16, enabled=low):
         _run(program, leaves)
         once_s = clock.timed(lambda: _run(program, leaves)).seconds
         repeats = max(2, min(most, int(_LONG_S / max(once_s, 1e-9))))

@@ -49,10 +49,10 @@ class _Grid:
 
     def cases(self, *, gpu: bool) -> Iterator[Case]:
         sizes = self.gpu if gpu else self.cpu
-        for place, size in enumerate(sizes):
-            quick = 0 < place < len(sizes) - 1
+        for index, size in enumerate(sizes):
+            quick = 0 < index < len(sizes) - 1
             name = f"{self.name} {'x'.join(map(str, size))}"
-            yield Case(name, partial(self.build, *size), low=gpu or place < self.low, quick=quick)
+            yield Case(name, partial(self.build, *size), low=gpu or index < self.low, quick=quick)
 
 
 def cases(*, gpu: bool = False) -> Iterator[Case]:

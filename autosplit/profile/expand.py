@@ -40,7 +40,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Origin:
     """Where a storage was made: in which block of which run (0, 1 or 2 of the short graph), as its how many-th."""
 
     run: int
@@ -54,8 +54,8 @@ class _Names:
 
     def __init__(self, runs: Sequence[Run], labels: Mapping[str, tuple[int, int]]) -> None:
         self.runs, self.labels = runs, labels
-        self.places: dict[int, _Place] = {}
-        self.templates: dict[_Place, int] = {}
+        self.origins: dict[int, _Origin] = {}
+        self.templates: dict[_Origin, int] = {}
         self.bytes: dict[int, int] = {}
         self._made: dict[tuple[int, int], int] = {}
         self._template_of: dict[int, int] = {}
@@ -71,28 +71,28 @@ class _Names:
             return
         number = self._counts.setdefault((*where, phase), 0)
         self._counts[(*where, phase)] += 1
-        place = self.places[storage] = _Place(*where, phase, number)
-        if place.block == 1:
-            self.templates[place] = storage
+        origin = self.origins[storage] = _Origin(*where, phase, number)
+        if origin.block == 1:
+            self.templates[origin] = storage
 
     def at(self, storage: int, run: int, position: int) -> int:
         """Return the storage that block ``position`` of a run means where the block in the short graph means this one.
 
         Position 0 is the first block, ``copies + 1`` the last.
         """
-        place = self.places.get(storage)
-        if place is None or place.run != run:
+        origin = self.origins.get(storage)
+        if origin is None or origin.run != run:
             return storage
         last = self.runs[run].copies + 1
-        own = 0 if position == 0 else 2 if position == last else 1
-        target = position + place.block - own
-        if target in (0, last) and place.block == (0 if target == 0 else 2):
+        block = 0 if position == 0 else 2 if position == last else 1
+        target = position + origin.block - block
+        if target in (0, last) and origin.block == (0 if target == 0 else 2):
             return storage
         if not 0 < target < last:
             raise Uneven
         template = self._template_of.get(storage)
         if template is None:
-            template = self.templates.get(replace(place, block=1))
+            template = self.templates.get(replace(origin, block=1))
             if template is None or self.bytes[template] != self.bytes[storage]:
                 raise Uneven
             self._template_of[storage] = template
@@ -107,11 +107,11 @@ class _Names:
 
 def _labels(runs: Sequence[Run]) -> dict[str, tuple[int, int]]:
     """Map the stable names of the short graph's block nodes to run and block."""
-    found: dict[str, tuple[int, int]] = {}
+    labels: dict[str, tuple[int, int]] = {}
     for number, run in enumerate(runs):
         for block, nodes in enumerate((run.nodes[0], run.nodes[1], run.nodes[-1])):
-            found |= {node.meta[INFO].name: (number, block) for node in nodes if INFO in node.meta}
-    return found
+            labels |= {node.meta[INFO].name: (number, block) for node in nodes if INFO in node.meta}
+    return labels
 
 
 def _renames(runs: Sequence[Run]) -> dict[tuple[int, int], dict[str, str]]:
@@ -124,7 +124,7 @@ def _renames(runs: Sequence[Run]) -> dict[tuple[int, int], dict[str, str]]:
 def _renamed(run: Run, position: int) -> dict[str, str]:
     """Map the template's stable names to those of a block."""
     pairs = zip(run.nodes[1], run.nodes[position], strict=True)
-    return {one.meta[INFO].name: other.meta[INFO].name for one, other in pairs if INFO in one.meta}
+    return {template.meta[INFO].name: other.meta[INFO].name for template, other in pairs if INFO in template.meta}
 
 
 class Traces:
@@ -163,9 +163,9 @@ class Traces:
         """Yield the steps of all blocks; a pass over a run begins at its first block or at its last."""
         came_from: dict[int, int] = {}
         for where, group in groupby(steps, key=lambda step: self.labels.get(step.node)):
-            own = list(group)
+            group_steps = list(group)
             if where is None:
-                yield from map(self._outside, own)
+                yield from map(self._outside, group_steps)
                 continue
             run, block = where
             before, came_from[run] = came_from.get(run, 2 if backward else 0), block
@@ -173,22 +173,22 @@ class Traces:
                 raise Uneven
             count = self.runs[run].copies
             if block != 1:
-                yield from self._copies(own, run, 0 if block == 0 else count + 1, renames=False)
+                yield from self._copies(group_steps, run, 0 if block == 0 else count + 1, renames=False)
                 continue
             positions = range(1, count + 1)
             for position in positions if before == 0 else reversed(positions):
-                yield from self._copies(own, run, position, renames=True)
+                yield from self._copies(group_steps, run, position, renames=True)
 
     def _outside(self, step: Step) -> Step:
         """Return a step outside the blocks; what it frees of the template's, it frees of all that it stands for."""
         changes: list[Change] = []
         for storage, count in step.changes:
-            place = self.names.places.get(storage)
-            if place is None or place.block != 1:
+            origin = self.names.origins.get(storage)
+            if origin is None or origin.block != 1:
                 changes.append((storage, count))
                 continue
-            copies = self.runs[place.run].copies
-            changes += ((self.names.at(storage, place.run, position), count) for position in range(1, copies + 1))
+            copies = self.runs[origin.run].copies
+            changes += ((self.names.at(storage, origin.run, position), count) for position in range(1, copies + 1))
         return Step(step.node, tuple(changes))
 
     def _copies(self, steps: Sequence[Step], run: int, position: int, *, renames: bool) -> Iterator[Step]:
@@ -198,19 +198,19 @@ class Traces:
             yield Step(names.get(step.node, step.node), changes)
 
     def _held(self, held: Mapping[int, str], *, parameter: bool) -> dict[int, str]:
-        found = dict(held)
+        expanded = dict(held)
         for storage, name in held.items():
-            place = self.names.places.get(storage)
-            if place is None or place.block != 1:
+            origin = self.names.origins.get(storage)
+            if origin is None or origin.block != 1:
                 continue
-            run = self.runs[place.run]
+            run = self.runs[origin.run]
             inside = name.removeprefix(f"{run.paths[1]}.")
             if parameter and inside == name:
                 raise Uneven
             for position in range(2, run.copies + 1):
-                own = f"{run.paths[position]}.{inside}"
-                found[self.names.at(storage, place.run, position)] = own
-        return found
+                renamed = f"{run.paths[position]}.{inside}"
+                expanded[self.names.at(storage, origin.run, position)] = renamed
+        return expanded
 
     def _split(self) -> Iterator[tuple[str, Held]]:
         for name, held in self.short.split.items():
@@ -250,19 +250,19 @@ def expanded_costs(runs: Sequence[Run], short: Mapping[str, NodeProfile]) -> dic
             if storage not in entered:
                 entered.add(storage)
                 names.enter(storage, size, name, "")
-    found: dict[str, NodeProfile] = {}
+    costs: dict[str, NodeProfile] = {}
     for name, cost in short.items():
         where = names.labels.get(name)
         if where is None:
-            found[name] = cost
+            costs[name] = cost
             continue
         run, block = where
         last = runs[run].copies + 1
         for position in (0,) if block == 0 else (last,) if block == 2 else range(1, last):
-            own = renames[run, position][name] if block == 1 else name
+            copy = renames[run, position][name] if block == 1 else name
             saved, outputs = (
                 {names.at(storage, run, position): size for storage, size in storages.items()}
                 for storages in (cost.saved, cost.outputs)
             )
-            found[own] = replace(cost, name=own, saved=saved, outputs=outputs)
-    return found
+            costs[copy] = replace(cost, name=copy, saved=saved, outputs=outputs)
+    return costs

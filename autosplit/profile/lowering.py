@@ -192,7 +192,7 @@ def _recurrent(name: str) -> Callable[..., Any]:
         weights = list(weights)
         _let_backward_run_without_device()
         # The parameters are views of one buffer on CUDA: the first stands for it.
-        found = aten._cudnn_rnn(
+        out = aten._cudnn_rnn(
             source,
             weights,
             stride,
@@ -210,7 +210,7 @@ def _recurrent(name: str) -> Callable[..., Any]:
             [],
             None,
         )
-        return found[:3] if cell is not None else found[:2]
+        return out[:3] if cell is not None else out[:2]
 
     return run
 
@@ -279,9 +279,9 @@ class CudaKernels(TorchFunctionMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         call = self._lowered.get(func) if isinstance(func, _CALLABLE) else None
         if call is not None:
-            found = call.run(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
+            lowered = call.run(*args, **kwargs)
+            if lowered is not NotImplemented:
+                return lowered
         opens = type(func) is types.FunctionType and func.__globals__.get("__name__") in _MODULES
         if not opens or self._inside.count(func) == _DEEPEST:
             return func(*args, **kwargs)

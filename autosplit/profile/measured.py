@@ -57,7 +57,7 @@ def measure(
     clock, short = clock_of(device, threads=threads), ""
     try:
         with torch.inference_mode(False):
-            own, twin = _own_inputs(traced, inputs, rows=rows), _twin(traced)
+            values, twin = _own_inputs(traced, inputs, rows=rows), _twin(traced)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -68,7 +68,7 @@ def measure(
     with random_state(), intra_op_threads(threads), torch.inference_mode(False), torch.enable_grad():
         timing = _Timing(twin.module, traced, clock, repeats=repeats, device=device)
         with phase("measuring", total=sum(1 for _ in traced.compute_nodes())):
-            timing.run(rows, *own, initial_env=dict.fromkeys(epilogue_nodes(traced)))
+            timing.run(rows, *values, initial_env=dict.fromkeys(epilogue_nodes(traced)))
     clock.release()
     return MeasuredTimes(timing.measured(), str(device), timing.out_of_memory, timing.observed())
 
@@ -93,7 +93,7 @@ class _Samples:
         backward_s = statistics.median(backwards_s)
         split = SplitBackward(backward_s, 0.0)
         if self.splits:
-            parts = [(own.input_s, own.weight_s) for own in self.splits]
+            parts = [(sample.input_s, sample.weight_s) for sample in self.splits]
             split = SplitBackward(*map(statistics.median, zip(*parts, strict=True)))
         return MeasuredNode(
             forward_s=statistics.median(forwards_s),
@@ -130,8 +130,8 @@ class _Timing(BorderInterpreter):
 
     def measured(self) -> dict[str, MeasuredNode]:
         """Return what was measured of all nodes that ran."""
-        found = {kind: self._samples[kind].summary() for kind in set(self._kinds.values())}
-        return {name: found[kind] for name, kind in self._kinds.items()}
+        summaries = {kind: self._samples[kind].summary() for kind in set(self._kinds.values())}
+        return {name: summaries[kind] for name, kind in self._kinds.items()}
 
     def observed(self) -> Mapping[str, int] | None:
         """Return what the device's kernels held beside their results; None where bytes are not counted."""
@@ -166,7 +166,7 @@ class _Timing(BorderInterpreter):
             self.out_of_memory[node.meta[INFO].name] = reason
 
     def _time(self, node: fx.Node, info: TracedNode) -> Any:
-        kind = called(node, self.module, {given: value_kind(self.env[given]) for given in node.all_input_nodes})
+        kind = called(node, self.module, {operand: value_kind(self.env[operand]) for operand in node.all_input_nodes})
         if kind not in self._samples:
             self._samples[kind] = self._rehearse(node)
         result, run = self._once(node, private=False)
@@ -221,8 +221,8 @@ class _Timing(BorderInterpreter):
             deferred = DeferredWeightGrads.of(uses)
             wanted = [leaf for leaf in call.leaves if id(leaf) not in deferred.leaves]
             if wanted or deferred.edges:
-                found = gradients(targets, ones, [*wanted, *deferred.edges], keep=False)
-                deferred.catch(found[len(wanted) :])
+                grads = gradients(targets, ones, [*wanted, *deferred.edges], keep=False)
+                deferred.catch(grads[len(wanted) :])
             return deferred
 
         first = clock.timed(input_gradient)
@@ -273,8 +273,8 @@ def _written(traced: TracedGraph) -> set[int]:
 def _private(tensor: torch.Tensor, *, shared: bool) -> torch.Tensor:
     """Return a parameter without gradient and hooks, in the same storage if ``shared``; copies of all else."""
     if isinstance(tensor, nn.Parameter):
-        own = tensor.detach() if shared else tensor.detach().clone()
-        return nn.Parameter(own, requires_grad=tensor.requires_grad)
+        data = tensor.detach() if shared else tensor.detach().clone()
+        return nn.Parameter(data, requires_grad=tensor.requires_grad)
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
@@ -282,7 +282,7 @@ def _own_inputs(traced: TracedGraph, inputs: Sequence[torch.Tensor], *, rows: in
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder" and INFO in node.meta]
     if len(inputs) != len(placeholders):
         raise InputError(f"the recording has {len(placeholders)} input tensors, got {len(inputs)}; give one for each")
-    own = []
+    values = []
     for node, tensor in zip(placeholders, inputs, strict=True):
         expected = node.meta[INFO].tensors[0].shape_at(rows)
         if tuple(tensor.shape) != expected:
@@ -292,8 +292,8 @@ def _own_inputs(traced: TracedGraph, inputs: Sequence[torch.Tensor], *, rows: in
             )
         copied = node.meta[INFO].mutated or tensor.is_inference()
         value = tensor.clone().detach() if copied else tensor.detach()
-        own.append(value.requires_grad_(tensor.requires_grad))
-    return own
+        values.append(value.requires_grad_(tensor.requires_grad))
+    return values
 
 
 @contextlib.contextmanager

@@ -91,9 +91,9 @@ def cublas_workspace_bytes(capability: tuple[int, int], *, config: str | None = 
     which torch reads itself and passes over where it has no such form (``ATen/cuda/CublasHandlePool.cpp``,
     ``parseChosenWorkspaceSize``, ``getChosenWorkspaceSize``).
     """
-    given = _CONFIG.findall(config or "")
-    if given:
-        return sum(1024 * int(size) * int(count) for size, count in given)
+    sizes = _CONFIG.findall(config or "")
+    if sizes:
+        return sum(1024 * int(size) * int(count) for size, count in sizes)
     return 32 * 2**20 if capability[0] in (9, 10, 12) else 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
@@ -224,8 +224,8 @@ def workspace(
     """
     if target == "cuda":
         return cuda_workspace(func._opname, args, kwargs, out, observed=observed)
-    found = _cpu_kernel(func, args, kwargs)
-    return Workspace(found.scratch_bytes, "measured") if found is not None and found.scratch_bytes else None
+    kernel = _cpu_kernel(func, args, kwargs)
+    return Workspace(kernel.scratch_bytes, "measured") if kernel is not None and kernel.scratch_bytes else None
 
 
 def true_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, target: str = "cpu") -> Any:
@@ -239,9 +239,9 @@ def true_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out:
     if target == "cuda":
         out = cuda_results(name, args, kwargs, out)
     elif name == "mkldnn_rnn_layer":
-        found = _cpu_kernel(func, args, kwargs)
+        kernel = _cpu_kernel(func, args, kwargs)
         *results, saved = out
-        return out if found is None else (*results, saved.new_empty(found.results_bytes[-1], dtype=torch.uint8))
+        return out if kernel is None else (*results, saved.new_empty(kernel.results_bytes[-1], dtype=torch.uint8))
     if name in _KEEPS_ITS_TERMS and isinstance(out, torch.Tensor) and out.dim() == 0:
         terms = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
         if terms > 1 and out.untyped_storage().nbytes() <= out.element_size():
@@ -285,8 +285,8 @@ def _cpu_kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _K
         is_tensor = isinstance(value, torch.Tensor)
         return _Like(tuple(value.shape), value.stride(), value.dtype) if is_tensor else value
 
-    given: Any = map_aggregate((tuple(args), dict(kwargs)), described)
-    return _observed(func, *given, torch.is_grad_enabled(), torch.get_num_threads())
+    call: Any = map_aggregate((tuple(args), dict(kwargs)), described)
+    return _observed(func, *call, torch.is_grad_enabled(), torch.get_num_threads())
 
 
 def _in_blocks(operands: Sequence[Any]) -> bool:
@@ -300,12 +300,12 @@ def _observed(func: Any, args: Any, kwargs: Any, _grad: bool, _threads: int) -> 
     None where the kernel refuses dtypes that its fake counterpart takes.
     """
     with no_dispatch():
-        given, named = map_aggregate((args, kwargs), lambda value: value.zeros() if isinstance(value, _Like) else value)
+        zeros, named = map_aggregate((args, kwargs), lambda value: value.zeros() if isinstance(value, _Like) else value)
         _enable_profiler_legacy(
             ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
         )
         try:
-            out = func(*given, **named)
+            out = func(*zeros, **named)
         except RuntimeError:
             return None
         finally:

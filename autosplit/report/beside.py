@@ -104,8 +104,8 @@ def _devices(plan: Plan, foreseen: StepTimeline, measured: StepTimeline) -> Iter
 
 def _states(plan: Plan, lane: int) -> int:
     """Return what a device has before a step, as planned: gradients are None then."""
-    own = [stage.memory for stage in plan.stages if stage.lane == lane]
-    return sum(m.parameter_bytes + m.buffer_bytes + m.optimizer_bytes for m in own)
+    memories = [stage.memory for stage in plan.stages if stage.lane == lane]
+    return sum(m.parameter_bytes + m.buffer_bytes + m.optimizer_bytes for m in memories)
 
 
 def _stages(plan: Plan, measured: StepTimeline | None) -> Iterator[StageBeside]:
@@ -116,7 +116,7 @@ def _stages(plan: Plan, measured: StepTimeline | None) -> Iterator[StageBeside]:
         microbatches = sorted({m for s, _, m in took if s == stage.index})
         forward = [took[key] for m in microbatches if (key := (stage.index, "F", m)) in took]
         parts = ([took.get((stage.index, kind, m)) for kind in _BACKWARD] for m in microbatches)
-        backward = [sum(part for part in found if part is not None) for found in parts if any(found)]
+        backward = [sum(time for time in times if time is not None) for times in parts if any(times)]
         yield StageBeside(
             stage=stage.index,
             predicted_forward_s=stage.forward_s,
@@ -126,11 +126,11 @@ def _stages(plan: Plan, measured: StepTimeline | None) -> Iterator[StageBeside]:
         )
 
 
-def measured_sections(plan: Plan, found: Beside | None) -> Iterator[Section]:
+def measured_sections(plan: Plan, beside: Beside | None) -> Iterator[Section]:
     """Yield what was predicted and measured: a row per device, and one per stage where its actions were timed."""
-    if found is None:
+    if beside is None:
         return
-    rows = found.devices
+    rows = beside.devices
     columns = [column("device", rows, lambda row: f"{row.lane}: {row.device}", align="left")]
     if any(row.busy_s is not None for row in rows):
         columns += _pair("busy", rows, "busy_s", format_seconds)
@@ -139,33 +139,33 @@ def measured_sections(plan: Plan, found: Beside | None) -> Iterator[Section]:
         columns += _pair("peak", rows, "peak_bytes", format_bytes)
     yield Section(
         "Predicted beside measured",
-        facts=tuple(_facts(plan, found)),
+        facts=tuple(_facts(plan, beside)),
         columns=tuple(columns) if len(columns) > 1 else (),
-        below=tuple(_below(found)),
+        below=tuple(_below(beside)),
     )
-    if any(stage.forward_s is not None for stage in found.stages):
-        columns = [column("stage", found.stages, lambda row: str(row.stage))]
-        columns += _pair("forward", found.stages, "forward_s", format_seconds)
-        columns += _pair("backward", found.stages, "backward_s", format_seconds)
+    if any(stage.forward_s is not None for stage in beside.stages):
+        columns = [column("stage", beside.stages, lambda row: str(row.stage))]
+        columns += _pair("forward", beside.stages, "forward_s", format_seconds)
+        columns += _pair("backward", beside.stages, "backward_s", format_seconds)
         title = "Stages, predicted beside measured (per microbatch, the median)"
         yield Section(title, columns=tuple(columns))
 
 
-def recorded_fields(found: Beside) -> dict[str, Any]:
+def recorded_fields(beside: Beside) -> dict[str, Any]:
     """Return a recorded step for JSON: a row per device and per stage, and the step's bars and transfers.
 
     Seconds and bytes; None where something was not measured.
     """
-    measured = found.measured
+    measured = beside.measured
     return {
-        "step_s": found.step_s,
-        "predicted_step_s": found.predicted_step_s,
+        "step_s": beside.step_s,
+        "predicted_step_s": beside.predicted_step_s,
         "once_s": measured.once_s if measured.timed else None,
         "loss": json_number(measured.loss),
         "microbatch_rows": list(measured.rows),
         "whole": measured.whole,
-        "devices": [asdict(one) for one in found.devices],
-        "stages": [asdict(one) for one in found.stages],
+        "devices": [asdict(row) for row in beside.devices],
+        "stages": [asdict(row) for row in beside.stages],
         "bars": [asdict(bar) for bar in measured.bars] if measured.timed else [],
         "sent": [asdict(sent) for sent in measured.sent] if measured.timed else [],
     }
@@ -186,14 +186,14 @@ def _pair(title: str, rows: Sequence[Any], figure: str, words: Callable[[float],
     return [column(title, rows, lambda row: words(getattr(row, f"predicted_{figure}"))), column("measured", rows, seen)]
 
 
-def _facts(plan: Plan, found: Beside) -> Iterator[tuple[str, str]]:
-    measured = found.measured
-    if found.step_s is None:
-        yield "step", f"{format_seconds(found.predicted_step_s)} predicted; only bytes were counted, not the time"
+def _facts(plan: Plan, beside: Beside) -> Iterator[tuple[str, str]]:
+    measured = beside.measured
+    if beside.step_s is None:
+        yield "step", f"{format_seconds(beside.predicted_step_s)} predicted; only bytes were counted, not the time"
     else:
-        words = f"{format_seconds(found.predicted_step_s)} predicted, {format_seconds(found.step_s)} measured"
-        if found.predicted_step_s:
-            words += f", {found.step_s / found.predicted_step_s:.2f} times the prediction"
+        words = f"{format_seconds(beside.predicted_step_s)} predicted, {format_seconds(beside.step_s)} measured"
+        if beside.predicted_step_s:
+            words += f", {beside.step_s / beside.predicted_step_s:.2f} times the prediction"
         yield "step", words
     yield from _host(plan, measured)
     if measured.whole is not None:
@@ -224,9 +224,9 @@ def _host(plan: Plan, measured: StepTimeline) -> Iterator[tuple[str, str]]:
     yield "host", words
 
 
-def _below(found: Beside) -> Iterator[str]:
+def _below(beside: Beside) -> Iterator[str]:
     """Yield what a peak that was measured is of."""
-    seen = [row for row in found.devices if row.peak_bytes is not None]
+    seen = [row for row in beside.devices if row.peak_bytes is not None]
     if any(row.before_bytes is None for row in seen):
         yield (
             "peaks on the CPU: parameters, buffers and optimizer state as planned, and what the allocator gave out for "

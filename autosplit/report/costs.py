@@ -141,16 +141,16 @@ def cost_report(
 
 
 def _node(node: fx.Node, info: TracedNode, profile: Profile) -> NodeCost:
-    found, sample = profile.nodes[info.name], profile.times.nodes.get(info.name)
-    figures = vars(found) | ({} if sample is None else vars(sample)) | {"estimated": found.estimated or ""}
+    cost, sample = profile.nodes[info.name], profile.times.nodes.get(info.name)
+    figures = vars(cost) | ({} if sample is None else vars(sample)) | {"estimated": cost.estimated or ""}
     return NodeCost(
         **{name: value for name, value in figures.items() if name in NodeCost.model_fields},
         module=info.module,
         node_class=info.node_class.value,
         basis="modelled" if sample is None else "measured",
         why=profile.modelled.get(info.name, ""),
-        forward_flops=found.forward_flops,
-        backward_flops=found.backward_flops,
+        forward_flops=cost.forward_flops,
+        backward_flops=cost.backward_flops,
         users=tuple(dict.fromkeys(OUTPUT if n.op == "output" else n.meta[INFO].name for n in users_of(node))),
     )
 
@@ -171,7 +171,7 @@ class Row:
 
     def largest(self, figure: str) -> int | None:
         """Return the largest of a figure over the nodes, forward and backward; None where it is not known of any."""
-        sizes = [getattr(node, f"{way}_{figure}") for node in self.nodes for way in ("forward", "backward")]
+        sizes = [getattr(node, f"{phase}_{figure}") for node in self.nodes for phase in ("forward", "backward")]
         return max((size for size in sizes if size is not None), default=None)
 
     @property

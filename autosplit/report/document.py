@@ -116,7 +116,7 @@ def _wrap(lines: Iterable[str], *, width: int) -> list[str]:
 
 def as_markdown(sections: Iterable[Section]) -> str:
     """Return sections as GitHub's markdown; names that hold markup or HTML show as they are."""
-    return "\n\n".join(_markdown_section(section, level=2 if place else 1) for place, section in enumerate(sections))
+    return "\n\n".join(_markdown_section(section, level=2 if index else 1) for index, section in enumerate(sections))
 
 
 def _markdown_section(section: Section, *, level: int) -> str:

@@ -47,8 +47,8 @@ def page(plan: Plan, *, measured: StepTimeline | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    own = [(_TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS]
-    script = '"use strict";\n(() => {\n' + "\n".join(own) + "})();\n"
+    scripts = [(_TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS]
+    script = '"use strict";\n(() => {\n' + "\n".join(scripts) + "})();\n"
     style = (_TEMPLATES / "page.css").read_text(encoding="utf-8")
     seen = None if measured is None else beside(plan, measured)
     data = page_data(plan, seen)
@@ -115,7 +115,7 @@ def _figures(plan: Plan, seen: Beside | None) -> list[tuple[str, str, str]]:
     )
     slowest = "the slowest device, per microbatch"
     if seen is not None:
-        peaks = [one.peak_bytes for one in seen.devices if one.peak_bytes is not None]
+        peaks = [device.peak_bytes for device in seen.devices if device.peak_bytes is not None]
         step += "" if seen.step_s is None else f"; measured {format_seconds(seen.step_s)}"
         memory = (*memory[:2], memory[2] + (f"; measured {format_bytes(max(peaks))}" if peaks else ""))
     return [
@@ -151,8 +151,8 @@ def page_data(plan: Plan, seen: Beside | None = None) -> dict[str, Any]:
         "units": [unit | {"name": printable(unit["name"])} for unit in fields["units"]] if movable else [],
         "curves": [_short(curve) for curve in plan.curves] if plan.curves_match(schedule) else None,
         "frontier": [
-            fields | {"title": _title(one), "plan": one.choice == plan.alternative.choice}
-            for fields, one in zip(fields["frontier"], plan.frontier, strict=True)
+            fields | {"title": _title(row), "plan": row.choice == plan.alternative.choice}
+            for fields, row in zip(fields["frontier"], plan.frontier, strict=True)
         ],
         "recorded": None if seen is None else _recorded(schedule, seen),
     }
@@ -169,10 +169,10 @@ def _short(curve: LaneCurve) -> list[Any]:
     return [list(values) if len(set(values)) > 1 else values[0] for values in curve.kinds]
 
 
-def _title(one: Alternative) -> str:
-    again = "" if set(one.recompute) == {"never"} else f", recompute {recompute_words(one.recompute)}"
+def _title(row: Alternative) -> str:
+    again = "" if set(row.recompute) == {"never"} else f", recompute {recompute_words(row.recompute)}"
     return printable(
-        f"{schedule_words(one.schedule, one.virtual_stages, one.replicas)}, {plural(one.chunks, 'chunk')}{again}"
+        f"{schedule_words(row.schedule, row.virtual_stages, row.replicas)}, {plural(row.chunks, 'chunk')}{again}"
     )
 
 
@@ -190,7 +190,7 @@ def _recorded(schedule: Schedule, seen: Beside) -> dict[str, Any]:
         "step": round(measured.step_s, 9),
         "lanes": [[round(time, 9) for bar in lane for time in (bar.start_s, bar.end_s)] for lane in lanes],
         "held": [[bar.held_bytes for bar in lane] for lane in lanes] if same and counted else None,
-        "peaks": [one.peak_bytes for one in seen.devices],
+        "peaks": [device.peak_bytes for device in seen.devices],
         "why": None if same else _why_not_drawn(measured),
     }
 

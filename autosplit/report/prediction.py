@@ -95,7 +95,7 @@ def memory_words(plan: Plan) -> str:
     """Return the numbers of the device that is nearest to its capacity; the verdict stands before or above them."""
     tightest = binding(plan)
     if tightest is None:
-        worst = max(device_verdicts(plan), key=lambda one: one.peak_bytes)
+        worst = max(device_verdicts(plan), key=lambda verdict: verdict.peak_bytes)
         peak = f"the largest peak is {format_bytes(worst.peak_bytes)} on {_holder(plan, worst)}"
         return f"not judged: no capacity is known (memory_limit= sets one), {peak}"
     holder = _holder(plan, tightest)
@@ -173,25 +173,25 @@ def frontier(plan: Plan, *, width: int | None) -> Iterator[Section]:
     if len(plan.frontier) < 2:
         return
     chosen = plan.alternative.choice
-    shown = [one for place, one in enumerate(plan.frontier) if place < FRONTIER_ROWS or one.choice == chosen]
+    shown = [row for index, row in enumerate(plan.frontier) if index < FRONTIER_ROWS or row.choice == chosen]
     left = len(plan.frontier) - len(shown)
     below = [f"and {left} slower ones that need less"] if left else []
-    if not all(one.replayed for one in shown):
+    if not all(row.replayed for row in shown):
         below.append("~: by the solver's formula, not replayed")
     setting = (
-        column("chunks", shown, lambda one: str(one.chunks)),
+        column("chunks", shown, lambda row: str(row.chunks)),
         column(
-            "schedule", shown, lambda one: schedule_words(one.schedule, one.virtual_stages, one.replicas), align="left"
+            "schedule", shown, lambda row: schedule_words(row.schedule, row.virtual_stages, row.replicas), align="left"
         ),
     )
     outcome = (
-        column("step", shown, lambda one: format_seconds(one.step_s)),
-        column("largest peak", shown, lambda one: f"{'' if one.replayed else '~'}{format_bytes(one.peak_bytes)}"),
-        column("verdict", shown, lambda one: one.verdict, align="left"),
-        column("", shown, lambda one: "this plan" if one.choice == chosen else "", align="left"),
+        column("step", shown, lambda row: format_seconds(row.step_s)),
+        column("largest peak", shown, lambda row: f"{'' if row.replayed else '~'}{format_bytes(row.peak_bytes)}"),
+        column("verdict", shown, lambda row: row.verdict, align="left"),
+        column("", shown, lambda row: "this plan" if row.choice == chosen else "", align="left"),
     )
     room = room_beside([*setting, *outcome], width=width)
-    recompute = column("recompute", shown, lambda one: clip(recompute_words(one.recompute), width=room), align="left")
+    recompute = column("recompute", shown, lambda row: clip(recompute_words(row.recompute), width=room), align="left")
     yield Section(
         "Plans that none beats in both step and memory", columns=(*setting, recompute, *outcome), below=tuple(below)
     )
@@ -203,10 +203,10 @@ def meshes(plan: Plan) -> Iterator[Section]:
         return
     shown = plan.meshes[:MESH_ROWS]
     columns = (
-        column("mesh", shown, lambda one: str(one.mesh), align="left"),
-        column("step", shown, lambda one: f"{'>' * (one.verdict is None)}{format_seconds(one.step_s)}"),
-        column("against this plan", shown, lambda one: f"{one.step_s / plan.step_s - 1:+.0%}" if plan.step_s else ""),
-        column("verdict", shown, lambda one: one.verdict or "not searched", align="left"),
+        column("mesh", shown, lambda row: str(row.mesh), align="left"),
+        column("step", shown, lambda row: f"{'>' * (row.verdict is None)}{format_seconds(row.step_s)}"),
+        column("against this plan", shown, lambda row: f"{row.step_s / plan.step_s - 1:+.0%}" if plan.step_s else ""),
+        column("verdict", shown, lambda row: row.verdict or "not searched", align="left"),
     )
     left = [f"and {len(plan.meshes) - len(shown)} more"] if len(plan.meshes) > len(shown) else []
     yield Section("Other meshes", columns=columns, below=(*left, ">: a lower bound"))

@@ -98,14 +98,14 @@ def _grid(plan: Plan, *, width: int | None) -> Iterator[Section]:
 def header(plan: Plan) -> Section:
     """Return what was planned, and on what."""
     each = f", up to {plan.virtual_stages} stages on each" if plan.virtual_stages > 1 else ""
-    own = " (from an action file)" if plan.actions else ""
+    source = " (from an action file)" if plan.actions else ""
     times = "measured node times" if plan.measured else "modelled node times (nothing was measured)"
     facts = (
         ("model", model_words(plan)),
         *_mesh_words(plan),
         ("devices", f"{len(plan.devices)}: {repeats(plan.devices)}{each}{', a process for each' * plan.processes}"),
         ("chunks", _microbatches(plan)),
-        ("schedule", f"{plan.schedule}{own}, optimizer {plan.optimizer}"),
+        ("schedule", f"{plan.schedule}{source}, optimizer {plan.optimizer}"),
         ("basis", f"{times}, torch {plan.fingerprint.torch}"),
         ("traced", _traced(plan)),
     )
@@ -124,8 +124,8 @@ def _mesh_words(plan: Plan) -> list[tuple[str, str]]:
 
 def model_words(plan: Plan) -> str:
     """Return how large the model is, what it trains in, and how long its rows are."""
-    own = "" if plan.dtype is None else f" in {plan.dtype}"
-    precision = f"{own}, as the model is" if plan.precision is None else f", precision {plan.precision}"
+    dtype = "" if plan.dtype is None else f" in {plan.dtype}"
+    precision = f"{dtype}, as the model is" if plan.precision is None else f", precision {plan.precision}"
     rows = "" if plan.sequence is None else f", rows of {plural(plan.sequence, 'token')}"
     return f"{format_count(plan.parameters)} parameters{precision}{rows}"
 
@@ -199,7 +199,7 @@ def _communicators(plan: Plan) -> Iterator[str]:
     lanes: dict[int, list[int]] = {}
     for lane, size in sorted({stage.lane: stage.memory.communicator_bytes for stage in plan.stages}.items()):
         lanes.setdefault(size, []).append(lane)
-    listed = ", ".join(f"{format_bytes(size)} on {some_numbers(own)}" for size, own in lanes.items() if size)
+    listed = ", ".join(f"{format_bytes(size)} on {some_numbers(ids)}" for size, ids in lanes.items() if size)
     if listed:
         yield f"NCCL's buffers are taken from the capacity, by device: {listed}"
 

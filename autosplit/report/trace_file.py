@@ -133,8 +133,8 @@ def _planned_memory(plan: Plan, foreseen: StepTimeline) -> Iterator[Event]:
         ends = [bars[a.stage, a.kind, a.microbatch].end_s for a in actions]
         points = [*starts, max(ends, default=0.0)]
         columns = {kind: getattr(curve, f"{kind}_bytes") for kind in _KINDS}
-        for place, start_s in enumerate(points[: len(curve.parameter_bytes)]):
-            values = {kind: column[place] for kind, column in columns.items()}
+        for index, start_s in enumerate(points[: len(curve.parameter_bytes)]):
+            values = {kind: column[index] for kind, column in columns.items()}
             yield _counter(lane, "bytes, predicted", start_s, values)
 
 

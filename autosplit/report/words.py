@@ -53,7 +53,7 @@ def _module_ranges(names: Iterable[str]) -> list[str]:
             numbers[name] = []
         else:
             numbers.setdefault(match[1], []).append(int(match[2]))
-    return [text for name, found in numbers.items() for text in (_ranges(name, found) if found else [name or "(root)"])]
+    return [text for name, items in numbers.items() for text in (_ranges(name, items) if items else [name or "(root)"])]
 
 
 def _ranges(prefix: str, numbers: list[int]) -> list[str]:
@@ -61,8 +61,8 @@ def _ranges(prefix: str, numbers: list[int]) -> list[str]:
     last = f"{parent}." if parent else ""
     texts = []
     for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
-        found = [number for _, number in run]
-        texts.append(f"{prefix}{found[0]}" + (f"-{last}{found[-1]}" if len(found) > 1 else ""))
+        ids = [number for _, number in run]
+        texts.append(f"{prefix}{ids[0]}" + (f"-{last}{ids[-1]}" if len(ids) > 1 else ""))
     return texts
 
 
@@ -76,14 +76,14 @@ def clip(text: str, *, width: int | None) -> str:
     return text if width is None or len(text) <= width else f"{text[: max(0, width - 3)]}..."
 
 
-def numbers(found: Iterable[int]) -> str:
+def numbers(values: Iterable[int]) -> str:
     """Return whole numbers with neighbours as ranges: ``"0, 2-4"``."""
-    return ", ".join(_ranges("", sorted(found)))
+    return ", ".join(_ranges("", sorted(values)))
 
 
-def some_numbers(found: Iterable[int]) -> str:
+def some_numbers(values: Iterable[int]) -> str:
     """Return whole numbers as `numbers` does; how many there are, and between which, where that would be long."""
-    ordered = sorted(found)
+    ordered = sorted(values)
     text = numbers(ordered)
     return text if text.count(",") < RANGES else f"{len(ordered)} of {ordered[0]}-{ordered[-1]}"
 
@@ -103,7 +103,7 @@ def device_words(names: Sequence[str]) -> str:
     """Return devices as a range where they are numbered one after the other: ``"cuda:0 to cuda:7"``."""
     prefix = names[0].rstrip("0123456789")
     first = int(names[0].removeprefix(prefix) or 0)
-    numbered = all(name == f"{prefix}{first + place}" for place, name in enumerate(names))
+    numbered = all(name == f"{prefix}{first + offset}" for offset, name in enumerate(names))
     return f"{names[0]} to {names[-1]}" if numbered and len(names) > 2 else repeats(names)
 
 

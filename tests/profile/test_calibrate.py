@@ -187,7 +187,7 @@ def test_a_cuda_device_is_timed_by_its_own_clock():
         layer, x = nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
         return lambda: layer(x), [x, *layer.parameters()]
 
-    [timing] = time_cases([Case("linear", built)], place=torch.device("cuda"))
+    [timing] = time_cases([Case("linear", built)], device=torch.device("cuda"))
     assert any(sample.work.kind == "matmul" for sample in timing.samples)
     assert all(sample.seconds > 0 for sample in timing.samples)
 

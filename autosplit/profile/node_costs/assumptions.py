@@ -47,24 +47,24 @@ def parameters_met(module: nn.Module) -> int:
 def _shares(module: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
     """Yield every parameter and the share of the rows that meets it."""
     shares = {id(parameter): 1.0 for parameter in module.parameters()}
-    for part in module.modules():
-        chosen = _number(part, _CHOSEN)
+    for child in module.modules():
+        chosen = _number(child, _CHOSEN)
         if chosen is None:
             continue
-        for expert, count in _experts(part):
+        for expert, count in _experts(child):
             for parameter in expert:
                 shares[id(parameter)] = min(shares[id(parameter)], chosen / count, 1.0)
     for parameter in module.parameters():
         yield parameter, shares[id(parameter)]
 
 
-def _experts(part: nn.Module) -> Iterator[tuple[list[nn.Parameter], int]]:
+def _experts(module: nn.Module) -> Iterator[tuple[list[nn.Parameter], int]]:
     """Yield the parameters that belong to experts, and how many experts share the rows.
 
     Experts are alike modules in a list of as many, or tensors whose first dimension is their number.
     """
-    count = _number(part, _EXPERTS)
-    for inner in part.modules():
+    count = _number(module, _EXPERTS)
+    for inner in module.modules():
         if isinstance(inner, nn.ModuleList) and len(inner) > 1 and count in (None, len(inner)) and _alike(inner):
             yield list(inner.parameters()), len(inner)
         elif count is not None and count > 1:
@@ -77,7 +77,7 @@ def _alike(modules: nn.ModuleList) -> bool:
     return len(kinds) == 1
 
 
-def _number(part: nn.Module, names: tuple[str, ...]) -> int | None:
+def _number(module: nn.Module, names: tuple[str, ...]) -> int | None:
     """Return the first of the named attributes that is a whole number above zero."""
-    values = (getattr(part, name, None) for name in names)
+    values = (getattr(module, name, None) for name in names)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)

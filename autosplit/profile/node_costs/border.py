@@ -149,13 +149,13 @@ class BorderInterpreter(fx.Interpreter):
 
 def epilogue_nodes(traced: TracedGraph) -> frozenset[fx.Node]:
     """Return the ``full`` nodes and everything that is computed from them, outputs excluded."""
-    found: set[fx.Node] = set()
+    epilogue: set[fx.Node] = set()
     for node in traced.graph.nodes:
         info = node.meta.get(INFO)
         full = info is not None and info.node_class is NodeClass.FULL
-        if node.op not in ("placeholder", "output") and (full or not found.isdisjoint(node.all_input_nodes)):
-            found.add(node)
-    return frozenset(found)
+        if node.op not in ("placeholder", "output") and (full or not epilogue.isdisjoint(node.all_input_nodes)):
+            epilogue.add(node)
+    return frozenset(epilogue)
 
 
 def alias(value: torch.Tensor) -> torch.Tensor:
@@ -169,7 +169,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Picks):
-        return [tensor for part in value.values() for tensor in tensors_of(part)]
+        return [tensor for item in value.values() for tensor in tensors_of(item)]
     leaves = pytree.tree_leaves(value)
     return [tensor for leaf in leaves if isinstance(leaf, (torch.Tensor, Picks)) for tensor in tensors_of(leaf)]
 

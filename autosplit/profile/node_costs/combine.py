@@ -48,19 +48,19 @@ def profile(
         costs = memo.costs(rows=rows, batch_rows=batch_rows, input_grads=grads, kernels=kernels)
         times = modelled_times(costs, model=cost_model_of(device))
     name = device.name if isinstance(device, DeviceSpec) else device
-    found = MeasuredTimes({}, name)
+    measured = MeasuredTimes({}, name)
     if measure and inputs is not None and not (has_meta(traced.root) or any(tensor.is_meta for tensor in inputs)):
-        found = measure_nodes(traced, inputs=inputs, rows=rows)
-        _warn_of_memory(found)
-        times = _completed(costs, found.nodes, times)
+        measured = measure_nodes(traced, inputs=inputs, rows=rows)
+        _warn_of_memory(measured)
+        times = _completed(costs, measured.nodes, times)
     placeholders = [info for node in traced.graph.nodes if node.op == "placeholder" and (info := node.meta.get(INFO))]
     return Profile(
         rows=rows,
-        nodes={name: _timed(cost, times[name], found.nodes.get(name)) for name, cost in costs.items()},
+        nodes={name: _timed(cost, times[name], measured.nodes.get(name)) for name, cost in costs.items()},
         state=_state(traced),
         input_bytes={info.name: info.tensors[0].bytes_at(rows) for info in placeholders},
         input_grads={info.name: grad for info, grad in zip(placeholders, grads or (), strict=False)},
-        times=found if found.nodes else replace(found, device=name),
+        times=measured if measured.nodes else replace(measured, device=name),
     )
 
 
@@ -86,11 +86,11 @@ def modelled_times(costs: Mapping[str, NodeProfile], *, model: CostModel) -> dic
     return times
 
 
-def _warn_of_memory(found: MeasuredTimes) -> None:
+def _warn_of_memory(measured: MeasuredTimes) -> None:
     """Warn of what did not run because memory ran out: the first is the node that did not fit."""
-    if found.out_of_memory:
-        name, why = next(iter(found.out_of_memory.items()))
-        others = len(found.out_of_memory) - 1
+    if measured.out_of_memory:
+        name, why = next(iter(measured.out_of_memory.items()))
+        others = len(measured.out_of_memory) - 1
         warnings.warn(
             f"{name}: {why}; a cost model gives its time"
             + (f", and those of what did not run after it ({others})" if others else "")

@@ -136,8 +136,8 @@ class _FakePass(BorderInterpreter):
         if targets and call.leaves:
             try:
                 ones = [torch.empty_like(target) for target in targets]
-                found = torch.autograd.grad(targets, call.leaves, ones, allow_unused=True)
-                del ones, found
+                grads = torch.autograd.grad(targets, call.leaves, ones, allow_unused=True)
+                del ones, grads
             except Exception as error:
                 if is_internal(error):
                     raise
@@ -201,8 +201,8 @@ class _FakePass(BorderInterpreter):
 
     def _storages(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
         """Map ids to bytes; storages of the model's state and of its inputs left out."""
-        found: list[Storage | None] = [self._ledger.storage(tensor) for tensor in tensors]
-        return {s.id: s.bytes for s in found if s is not None and s.bytes and s.id not in self._state_ids}
+        storages: list[Storage | None] = [self._ledger.storage(tensor) for tensor in tensors]
+        return {s.id: s.bytes for s in storages if s is not None and s.bytes and s.id not in self._state_ids}
 
     def _number(self, info: TracedNode, result: Any) -> None:
         """Note the ids of a result's storages, or give them those of the pass before."""
@@ -264,18 +264,18 @@ def _picked(
     parent: fx.Node, inside: str, free: list[torch.Tensor], rows: int, users: Collection[fx.Node] | None
 ) -> Picks:
     """Return the parts of a nested result as they are picked; empty where nobody picks any."""
-    found = Picks()
+    picks = Picks()
     for user in parent.users if users is None else [user for user in parent.users if user in users]:
         info: TracedNode | None = user.meta.get(INFO)
         if user.target not in (operator.getitem, getattr) or user.args[0] is not parent:
             continue
         if info is None:
-            found.setdefault(user.args[1], Picks()).update(_picked(user, inside, free, rows, users))
+            picks.setdefault(user.args[1], Picks()).update(_picked(user, inside, free, rows, users))
         elif info.name.startswith(inside):
             kind = info.tensors[0].shape_at(rows), info.tensors[0].dtype
-            place = next(i for i, value in enumerate(free) if (tuple(value.shape), value.dtype) == kind)
-            found[user.args[1]] = free.pop(place)
-    return found
+            index = next(i for i, value in enumerate(free) if (tuple(value.shape), value.dtype) == kind)
+            picks[user.args[1]] = free.pop(index)
+    return picks
 
 
 def _empty(info: TracedNode, rows: int) -> list[torch.Tensor]:

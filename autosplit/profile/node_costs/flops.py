@@ -27,7 +27,7 @@ Formula = Callable[..., int]
 
 def flop_formulas() -> Mapping[Any, Formula]:
     """Return the formula of each aten operation that has one: called with the operation's arguments and ``out_val``."""
-    own: dict[str, Formula] = {
+    by_name: dict[str, Formula] = {
         "_scaled_dot_product_flash_attention_for_cpu": lambda *args, **_: sdpa_flop_count(*_shapes(args[:3])),
         "_scaled_dot_product_flash_attention_for_cpu_backward": lambda *args, **_: sdpa_backward_flop_count(
             *_shapes(args[:4])
@@ -57,9 +57,9 @@ def flop_formulas() -> Mapping[Any, Formula]:
         "dot": _product(0),
         "vdot": _product(0),
     }
-    own |= algebra_formulas()
-    found = {getattr(aten, name): formula for name, formula in own.items() if hasattr(aten, name)}
-    return {**found, **flop_registry, aten.convolution_backward: _convolution_backward}
+    by_name |= algebra_formulas()
+    formulas = {getattr(aten, name): formula for name, formula in by_name.items() if hasattr(aten, name)}
+    return {**formulas, **flop_registry, aten.convolution_backward: _convolution_backward}
 
 
 def _sparse_product(_bias: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
@@ -111,7 +111,7 @@ def _trilinear(
         sizes = []
         for tensor, expanded in ((first, expand1), (second, expand2), (third, expand3)):
             if dim not in expanded:
-                sizes.append(tensor.shape[dim - sum(1 for place in expanded if place < dim)])
+                sizes.append(tensor.shape[dim - sum(1 for other in expanded if other < dim)])
         points *= max(sizes)
     return 3 * points
 

@@ -110,17 +110,17 @@ class Ledger(TorchDispatchMode):
         new = None if self.kernels is None else new_tensor(func, args, kwargs)
         return func(*args, **kwargs) if new is None else torch.empty(new.shape, dtype=new.dtype)
 
-    def _scratch(self, name: str, found: Workspace | None) -> None:
+    def _scratch(self, name: str, workspace: Workspace | None) -> None:
         """Enter what a kernel held and released before it returned."""
-        if found is None:
+        if workspace is None:
             return
-        if found.source == "unknown":
-            self.guessed[name] = max(found.bytes, self.guessed.get(name, 0))
-        if found.bytes > 0:
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes + found.bytes)
+        if workspace.source == "unknown":
+            self.guessed[name] = max(workspace.bytes, self.guessed.get(name, 0))
+        if workspace.bytes > 0:
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace.bytes)
             if self._notify is not None:
-                self._notify((self.entered, found.bytes))
-                self._notify((self.entered, -found.bytes))
+                self._notify((self.entered, workspace.bytes))
+                self._notify((self.entered, -workspace.bytes))
             self.entered += 1
 
     def _release(self, key: int) -> None:

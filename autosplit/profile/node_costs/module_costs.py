@@ -55,11 +55,11 @@ def _run(model: nn.Module, sample: Sample) -> dict[str, ModuleCost]:
 
 def _by_size(model: nn.Module) -> dict[str, ModuleCost]:
     """Guess the costs of a model that cannot run: time as bytes of parameters, calls in order of registration."""
-    found = {}
+    costs = {}
     for number, (path, module) in enumerate(model.named_modules()):
         size = sum(p.numel() * p.element_size() for p in module.parameters())
-        found[path] = ModuleCost(size * 1e-12, number)
-    return found
+        costs[path] = ModuleCost(size * 1e-12, number)
+    return costs
 
 
 def saved_below(costs: Mapping[str, ModuleCost], path: str) -> int:

@@ -41,15 +41,15 @@ def shadow(
 
 def _used(root: nn.Module, nodes: Iterable[fx.Node]) -> set[int]:
     """Return the ids of the modules that nodes use, of those inside of them and of those around them."""
-    found = {id(root)}
+    used = {id(root)}
     for path in {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}:
         value: Any = root
         for name in path.split("."):
             value = getattr(value, name)
-            found.add(id(value))
+            used.add(id(value))
         if isinstance(value, nn.Module):
-            found.update(map(id, value.modules()))
-    return found
+            used.update(map(id, value.modules()))
+    return used
 
 
 class _Builder:

@@ -68,8 +68,8 @@ class Labels:
         node = None if self.repeating else torch._C._current_autograd_node()
         number = _LEAF if node is None else node._sequence_nr()
         if number < _LEAF:
-            place = bisect.bisect_right(self.starts, number) - 1
-            self._last = self.names[place] if place >= 0 else ""
+            index = bisect.bisect_right(self.starts, number) - 1
+            self._last = self.names[index] if index >= 0 else ""
         return self._last
 
 
@@ -126,13 +126,13 @@ class Guess(torch.autograd.Function):
         """Return the first values, as made from the others."""
         ctx.save_for_backward(*values[count:])
         ctx.count = count
-        made = tuple(value.view_as(value) for value in values[:count])
-        ctx.mark_non_differentiable(*(t for t in made if not (t.is_floating_point() or t.is_complex())))
-        return made
+        outputs = tuple(value.view_as(value) for value in values[:count])
+        ctx.mark_non_differentiable(*(t for t in outputs if not (t.is_floating_point() or t.is_complex())))
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
         """Return new gradients for whoever wants one."""
         wanted = ctx.needs_input_grad[1 + ctx.count :]
-        found = (torch.empty_like(t) if need else None for t, need in zip(ctx.saved_tensors, wanted, strict=True))
-        return (None,) * (1 + ctx.count) + tuple(found)
+        grads = (torch.empty_like(t) if need else None for t, need in zip(ctx.saved_tensors, wanted, strict=True))
+        return (None,) * (1 + ctx.count) + tuple(grads)

@@ -25,12 +25,12 @@ class StageNodes:
     root: nn.Module
     numbers: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
-    own: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
 
     def computing(self) -> list[tuple[fx.Node, TracedNode]]:
         """Return the nodes that compute, in model order."""
-        return [(node, node.meta[INFO]) for node in self.own if INFO in node.meta]
+        return [(node, node.meta[INFO]) for node in self.nodes if INFO in node.meta]
 
 
 class Stages:
@@ -40,7 +40,7 @@ class Stages:
         self.root = traced.root
         self.first_output = first_output(traced)
         self._operands = {node: tuple(node.all_input_nodes) for node in traced.graph.nodes}
-        self._places = {node: place for place, node in enumerate(self._operands)}
+        self._places = {node: position for position, node in enumerate(self._operands)}
         self._by_name = {info.name: node for node, info in traced.compute_nodes()}
         self._numbers = tuple(n for n in self._operands if n.op == "placeholder" and INFO not in n.meta)
 
@@ -53,13 +53,13 @@ class Stages:
         placed: dict[fx.Node, None] = dict.fromkeys((*self._numbers, *inputs))
         for node in computing:
             self._place(node, placed)
-        own = tuple(placed)[len(self._numbers) + len(inputs) :]
-        outputs = tuple(node for node in own if node in stage and not stage.issuperset(users_of(node)))
-        return StageNodes(self.root, self._numbers, inputs, own, outputs)
+        nodes = tuple(placed)[len(self._numbers) + len(inputs) :]
+        outputs = tuple(node for node in nodes if node in stage and not stage.issuperset(users_of(node)))
+        return StageNodes(self.root, self._numbers, inputs, nodes, outputs)
 
     def _taken(self, computing: Collection[fx.Node]) -> dict[fx.Node, None]:
         """Return the values, of anyone, that the stage's nodes take, directly or as parts of a result."""
-        found: dict[fx.Node, None] = {}
+        taken: dict[fx.Node, None] = {}
         seen: set[fx.Node] = set(self._numbers)
         todo = [operand for node in computing for operand in self._operands[node]]
         for node in todo:
@@ -67,10 +67,10 @@ class Stages:
                 continue
             seen.add(node)
             if INFO in node.meta:
-                found[node] = None
+                taken[node] = None
             else:
                 todo.extend(self._operands[node])
-        return found
+        return taken
 
     def _place(self, node: fx.Node, placed: dict[fx.Node, None]) -> None:
         """Place a node of the stage, or a number, parameter or part of a result, behind what it needs."""
@@ -112,20 +112,20 @@ def in_units(nodes: Sequence[fx.Node], units: Collection[str]) -> list[tuple[str
             pieces.append((unit, []))
         pieces[-1][1].append(node)
     joined: list[tuple[str, list[fx.Node]]] = []
-    for (unit, own), together in zip(pieces, _joins(pieces), strict=True):
+    for (unit, piece), together in zip(pieces, _joins(pieces), strict=True):
         if together:
-            joined[-1] = joined[-1][0] or unit, joined[-1][1] + own
+            joined[-1] = joined[-1][0] or unit, joined[-1][1] + piece
         else:
-            joined.append((unit, own))
-    return [("" if any(map(_takes_changed, own)) else unit, tuple(own)) for unit, own in joined]
+            joined.append((unit, piece))
+    return [("" if any(map(_takes_changed, piece)) else unit, tuple(piece)) for unit, piece in joined]
 
 
 def _joins(pieces: Sequence[tuple[str, Sequence[fx.Node]]]) -> list[bool]:
     """Tell of every piece whether it must not be parted from the one before it."""
     spans: dict[int, tuple[int, int]] = {}
     changed: set[int] = set()
-    for number, (_, own) in enumerate(pieces):
-        for info in (node.meta[INFO] for node in own if INFO in node.meta):
+    for number, (_, piece) in enumerate(pieces):
+        for info in (node.meta[INFO] for node in piece if INFO in node.meta):
             if info.colocation_group is not None:
                 spans[info.colocation_group] = spans.get(info.colocation_group, (number, number))[0], number
                 changed |= {info.colocation_group} if info.mutated or info.writes else set()
@@ -143,7 +143,7 @@ def block_paths(root: nn.Module, modules: Iterable[str]) -> tuple[str, ...]:
 
     A child that holds blocks itself is looked into; one of torch's own layers is no block.
     """
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for module in dict.fromkeys(modules):
         parent, path = root, ""
         for name in module.split(".") if module else ():
@@ -152,10 +152,10 @@ def block_paths(root: nn.Module, modules: Iterable[str]) -> tuple[str, ...]:
                 break
             path = f"{path}.{name}" if path else name
             if _is_container(parent, top=parent is root) and _is_block(child):
-                found[path] = None
+                paths[path] = None
                 break
             parent = child
-    return tuple(found)
+    return tuple(paths)
 
 
 def _is_container(module: nn.Module, *, top: bool) -> bool:

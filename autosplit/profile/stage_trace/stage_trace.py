@@ -77,7 +77,7 @@ def trace_stage(stage: StageNodes, how: How) -> StageTrace:
     mode = fake_mode()
     ledger = Ledger(kernels=how.kernels, listing=False, observed=how.observed)
     with random_state(), torch.inference_mode(False), torch.enable_grad():
-        twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), nodes=stage.own)
+        twin = shadow(stage.root, replace=lambda tensor: fake(tensor, mode), nodes=stage.nodes)
         with quiet_log(), mode, ledger, _one_autocast():
             run = _Run(stage, how, twin.module, ledger)
             for tensor in twin.tensors:
@@ -118,7 +118,7 @@ class _Run:
                 if tensor.requires_grad:
                     self.leaves.append(tensor)
                     self.parameters[id(tensor)] = node.meta[INFO].name
-        self.pieces = _pieces(stage.own, how.units, whole=how.whole)
+        self.pieces = _pieces(stage.nodes, how.units, whole=how.whole)
         self.ends = _last_uses(self.pieces, keep=frozenset(stage.outputs))
 
     def traced(self) -> StageTrace:
@@ -151,8 +151,8 @@ class _Run:
         self.goes_back = False
         env: dict[fx.Node, Any] = dict.fromkeys(self.stage.numbers, None)
         env |= zip(self.stage.numbers[:1], (self.how.rows,), strict=True)
-        given = {node: self._given(node) for node in self.stage.inputs if node not in self.shared}
-        env |= {node: _lent(node, value) for node, value in (given | self.shared).items()}
+        inputs = {node: self._given(node) for node in self.stage.inputs if node not in self.shared}
+        env |= {node: _lent(node, value) for node, value in (inputs | self.shared).items()}
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             for piece in self.pieces:
                 self._play(piece, env)
@@ -161,21 +161,21 @@ class _Run:
         self.labels.forget()
         forward = self._taken()
         wanted = self.how.roots
-        named = [(n.meta[INFO].name, t) for n, own in sent.items() for t in own]
+        named = [(n.meta[INFO].name, t) for n, tensors in sent.items() for t in tensors]
         averaged = self.how.averaged
         outputs = [self._loss(t) if n == averaged else t for n, t in named if wanted is None or n in wanted]
         self.goes_back = True
         self._look_at(outputs)
         with on_fakes("a backward"):
-            self._backward(outputs, [t for value in given.values() for t in tensors_of(value) if t.requires_grad])
+            self._backward(outputs, [t for value in inputs.values() for t in tensors_of(value) if t.requires_grad])
         self.labels.forget()
-        del outputs, named, sent, given
+        del outputs, named, sent, inputs
         return forward, self._taken()
 
     def _look_at(self, outputs: Sequence[torch.Tensor]) -> None:
         """Read off the graph, which nobody holds afterwards, which gradients can wait."""
         uses = deferrable(outputs, self.parameters, dense=True)
-        self.late = {self.parameters[id(way.leaf)] for use in uses for way in use.ways}
+        self.late = {self.parameters[id(route.leaf)] for use in uses for route in use.ways}
 
     def _loss(self, value: torch.Tensor) -> torch.Tensor:
         if self.how.loss is None:
@@ -191,9 +191,9 @@ class _Run:
             held = [leaf for leaf in self.leaves if id(leaf) in self.totals]
             begin_at_sums(held, self.totals, outputs, cotangents)
             wanted: list[torch.Tensor] = [*inputs, *self.leaves]
-            found = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+            grads = torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
             self.labels.forget()
-            pairs = zip(self.leaves, found[len(inputs) :], strict=True)
+            pairs = zip(self.leaves, grads[len(inputs) :], strict=True)
             self.totals |= {id(leaf): total for leaf, total in pairs if total is not None}
         else:
             torch.autograd.backward(outputs, cotangents)
@@ -206,19 +206,19 @@ class _Run:
         if not piece.again:
             self._run_nodes(piece.nodes, env)
             return
-        own = set(piece.nodes)
-        taken = list(dict.fromkeys(o for n in piece.nodes for o in n.all_input_nodes if o not in own))
+        nodes = set(piece.nodes)
+        taken = list(dict.fromkeys(o for n in piece.nodes for o in n.all_input_nodes if o not in nodes))
         ended = {value for node in piece.nodes for value in self.ends.get(node, ())}
-        given = [node for node in piece.nodes if node not in ended]
+        kept = [node for node in piece.nodes if node not in ended]
 
         def forward(_copies: Any, *values: Any) -> tuple[Any, ...]:
             inside = dict(zip(taken, values, strict=True))
             with self._unit():
                 self._run_nodes(piece.nodes, inside)
-            return tuple(inside[node] for node in given)
+            return tuple(inside[node] for node in kept)
 
         results = checkpoint(forward, self._copied(piece.nodes), *(env[node] for node in taken), use_reentrant=False)
-        env |= zip(given, results, strict=True)
+        env |= zip(kept, results, strict=True)
         del results
         for dead in ended:
             env.pop(dead, None)
@@ -250,7 +250,7 @@ class _Run:
     def _given(self, node: fx.Node) -> Any:
         info = node.meta[INFO]
         grad = self.how.input_grads.get(info.name, False)
-        return empty_value(node, self.how.rows, needs_grad=grad, users=self.stage.own)
+        return empty_value(node, self.how.rows, needs_grad=grad, users=self.stage.nodes)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if (storage := self.ledger.storage(tensor)) is not None and self.labels.running:
@@ -258,23 +258,23 @@ class _Run:
         return tensor
 
     def _gradients(self) -> dict[int, str]:
-        found = {}
+        names = {}
         for leaf in self.leaves:
             gradient = self.totals.get(id(leaf)) if self.how.apart else leaf.grad
             storage = None if gradient is None else self.ledger.storage(gradient)
             if storage is not None:
-                found[storage.id] = self.parameters[id(leaf)]
-        return found
+                names[storage.id] = self.parameters[id(leaf)]
+        return names
 
     def _split(self, gradients: Mapping[int, str], saved: Mapping[str, Mapping[int, None]]) -> dict[str, Held]:
-        made = {name: storage for storage, name in gradients.items()}
-        found = {}
+        storages = {name: storage for storage, name in gradients.items()}
+        split = {}
         for _, info in self.stage.computing():
-            own = tuple(made[name] for name in info.reads if name in made and name in self.late)
-            if own:
+            late = tuple(storages[name] for name in info.reads if name in storages and name in self.late)
+            if late:
                 size = sum(tensor.bytes_at(self.how.rows) for tensor in info.tensors)
-                found[info.name] = Held(tuple(saved.get(info.name, ())), size, own)
-        return found
+                split[info.name] = Held(tuple(saved.get(info.name, ())), size, late)
+        return split
 
     # -- nodes ---------------------------------------------------------------------------------------------------
     def _execute(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
@@ -298,10 +298,10 @@ class _Run:
         """
         if node.op == "call_module":
             taken = [*taken, *self.interpreter.fetch_attr(str(node.target)).parameters()]
-        made = [torch.empty(t.shape_at(self.how.rows), dtype=t.dtype) for t in node.meta[INFO].tensors]
+        outputs = [torch.empty(t.shape_at(self.how.rows), dtype=t.dtype) for t in node.meta[INFO].tensors]
         if any(t.requires_grad for t in taken) and torch.is_grad_enabled():
-            made = list(Guess.apply(len(made), *made, *taken))
-        return as_recorded(node, made, self.how.rows)
+            outputs = list(Guess.apply(len(outputs), *outputs, *taken))
+        return as_recorded(node, outputs, self.how.rows)
 
 
 def _kept(steps: Sequence[Step], gradients: Collection[int]) -> dict[int, str]:
@@ -313,14 +313,14 @@ def _kept(steps: Sequence[Step], gradients: Collection[int]) -> dict[int, str]:
 
 def _as_first(again: Sequence[Step], forward: Sequence[Step], kept: Collection[int]) -> dict[int, int]:
     """Map the storages of a second forward to those of the first, of which it is a repetition."""
-    one = [(s, count) for step in forward for s, count in step.changes if count > 0 and s not in kept]
+    earlier = [(s, count) for step in forward for s, count in step.changes if count > 0 and s not in kept]
     two = [(s, count) for step in again for s, count in step.changes if count > 0]
-    if [count for _, count in one] != [count for _, count in two]:
+    if [count for _, count in earlier] != [count for _, count in two]:
         raise ProfileError(
             f"a second microbatch allocates {sum(c for _, c in two)} bytes in {len(two)} storages, the first "
-            f"{sum(c for _, c in one)} in {len(one)}: the forward does not repeat itself"
+            f"{sum(c for _, c in earlier)} in {len(earlier)}: the forward does not repeat itself"
         )
-    return {second: first for (first, _), (second, _) in zip(one, two, strict=True)}
+    return {second: first for (first, _), (second, _) in zip(earlier, two, strict=True)}
 
 
 def _renamed(steps: Sequence[Step], names: Mapping[int, int]) -> tuple[Step, ...]:
@@ -333,7 +333,7 @@ def _lent(node: fx.Node, value: Any) -> Any:
     As what they may change in place, where one does; and as no leaf, whose casts autocast would keep.
     """
     if isinstance(value, Picks):
-        return Picks({place: _lent(node, part) for place, part in value.items()})
+        return Picks({key: _lent(node, item) for key, item in value.items()})
     if not isinstance(value, torch.Tensor) or not (node.meta[INFO].mutated or value.requires_grad):
         return value
     return alias(value) if node.meta[INFO].mutated else value[...]
@@ -351,7 +351,7 @@ def _pieces(nodes: tuple[fx.Node, ...], units: Collection[str], *, whole: bool) 
     """Return a stage's nodes cut where a unit begins or ends."""
     if whole or not units:
         return (_Piece(nodes, whole),) if nodes else ()
-    return tuple(_Piece(own, bool(unit)) for unit, own in in_units(nodes, units))
+    return tuple(_Piece(piece, bool(unit)) for unit, piece in in_units(nodes, units))
 
 
 def _last_uses(pieces: Sequence[_Piece], *, keep: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
@@ -362,8 +362,8 @@ def _last_uses(pieces: Sequence[_Piece], *, keep: Collection[fx.Node]) -> dict[f
             last[node] = node
             for operand in node.all_input_nodes:
                 last[operand] = node
-    found: dict[fx.Node, list[fx.Node]] = {}
+    ended: dict[fx.Node, list[fx.Node]] = {}
     for value, node in last.items():
         if value not in keep:
-            found.setdefault(node, []).append(value)
-    return found
+            ended.setdefault(node, []).append(value)
+    return ended

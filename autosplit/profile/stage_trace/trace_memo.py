@@ -45,6 +45,6 @@ class TraceMemo:
             return StageTraces(recompute, *known)
         key = recompute, *(None if how is None else self.key(stage, how) for how in (never, recomputed))
         if key not in self._known:
-            one, other = (None if how is None else block_trace(stage, how) for how in (never, recomputed))
-            self._known[key] = StageTraces(recompute, never=one, recomputed=other)
+            traces = (None if how is None else block_trace(stage, how) for how in (never, recomputed))
+            self._known[key] = StageTraces(recompute, *traces)
         return self._known[key]
