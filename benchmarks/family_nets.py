@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -77,36 +79,35 @@ class DoubleConvolution(nn.Module):
 
 
 class Down(nn.Module):
-    """One level of the way down: what it computes goes on, and stays as a skip."""
+    """A level on the way down: what it computes goes on, and stays as a skip unless it is the lowest."""
 
-    def __init__(self, channels_in: int, channels_out: int, *, pool: bool) -> None:
+    def __init__(
+        self,
+        channels_in: int,
+        channels_out: int,
+        *,
+        pool: bool,
+        keeps: bool = True,
+        block: Callable[[int, int], nn.Module] = DoubleConvolution,
+    ) -> None:
         super().__init__()
-        self.pool = nn.MaxPool2d(2) if pool else nn.Identity()
-        self.block = DoubleConvolution(channels_in, channels_out)
+        self.pool, self.keeps = nn.MaxPool2d(2) if pool else nn.Identity(), keeps
+        self.block = block(channels_in, channels_out)
 
     def forward(self, x: Tensor, *skips: Tensor) -> tuple[Tensor, ...]:
         result = self.block(self.pool(x))
-        return result, result, *skips
-
-
-class Bottom(nn.Module):
-    """The lowest level: nothing stays behind."""
-
-    def __init__(self, channels_in: int, channels_out: int) -> None:
-        super().__init__()
-        self.pool, self.block = nn.MaxPool2d(2), DoubleConvolution(channels_in, channels_out)
-
-    def forward(self, x: Tensor, *skips: Tensor) -> tuple[Tensor, ...]:
-        return self.block(self.pool(x)), *skips
+        return (result, result, *skips) if self.keeps else (result, *skips)
 
 
 class Up(nn.Module):
-    """One level of the way up: twice the size, beside the skip of that size."""
+    """A level on the way up: twice the size, beside the skip of that size."""
 
-    def __init__(self, channels_in: int, channels_out: int) -> None:
+    def __init__(
+        self, channels_in: int, channels_out: int, *, block: Callable[[int, int], nn.Module] = DoubleConvolution
+    ) -> None:
         super().__init__()
         self.widen = nn.ConvTranspose2d(channels_in, channels_out, 2, stride=2)
-        self.block = DoubleConvolution(2 * channels_out, channels_out)
+        self.block = block(2 * channels_out, channels_out)
 
     def forward(self, x: Tensor, skip: Tensor, *skips: Tensor) -> tuple[Tensor, ...]:
         return self.block(torch.cat((skip, self.widen(x)), dim=1)), *skips
@@ -117,7 +118,8 @@ def unet() -> Chain:
     widths = (32, 64, 128, 256)
     down = [Down(3 if not i else widths[i - 1], width, pool=i > 0) for i, width in enumerate(widths)]
     up = [Up(2 * width, width) for width in reversed(widths)]
-    return Chain(*down, Bottom(widths[-1], 2 * widths[-1]), *up, nn.Conv2d(widths[0], 21, 1))
+    bottom = Down(widths[-1], 2 * widths[-1], pool=True, keeps=False)
+    return Chain(*down, bottom, *up, nn.Conv2d(widths[0], 21, 1))
 
 
 class Recurrent(nn.Module):

@@ -37,12 +37,46 @@ from autosplit.distributed.world import World
 from autosplit.schedule.catalog import build
 from autosplit.schedule.simulate import simulate
 from benchmarks import pairs
-from benchmarks.replicas import Waiting
 
 STAGES, LAYERS, CHUNKS, WAIT_S = 2, 8, 8, 0.005
 LAYER_BYTES = 4 * (4 * 4 + 4)
 ASKED_HIDDEN, ASKED_STEP = 0.8, 1.05
 FREE, BESIDE, BEHIND = "sums take no time", "sums beside the backward", "sums behind the step"
+
+
+@torch.library.custom_op("autosplit_benchmarks::wait", mutates_args=())
+def wait(value: torch.Tensor, seconds: float) -> torch.Tensor:
+    """Return the same value, later."""
+    time.sleep(seconds)
+    return value.clone()
+
+
+@wait.register_fake
+def _(value: torch.Tensor, seconds: float) -> torch.Tensor:
+    return torch.empty_like(value)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.seconds = inputs[1]
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    return wait(gradient, ctx.seconds), None
+
+
+wait.register_autograd(_backward, setup_context=_setup)
+
+
+class Waiting(nn.Module):
+    """A layer that waits."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(4, 4), seconds
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output, later."""
+        return wait(torch.tanh(self.linear(value)), self.seconds)
 
 
 class _Slow:

@@ -1,4 +1,4 @@
-"""A training step on two lanes of the CPU: ours, torchgpipe, torch.distributed.pipelining, plain, and the bound.
+"""A training step on two lanes of the CPU: ours, torchgpipe, plain, and the bound.
 
     python -m benchmarks.peers_cpu [--json FILE] [--rounds 7] [--models mlp ...] [--only CONTENDER ...]
 
@@ -8,17 +8,18 @@ from gradients that are None. Contenders take turns, and the order turns by one 
 
     ours ...             `train_step` on two lanes, a thread each with one intra-op thread
     ours default         the same with the cut and the schedule that `autosplit()` chooses itself
-    torch ...            torch.distributed.pipelining over gloo, two processes with one intra-op thread each
     torchgpipe, 1 (2)    torchgpipe on ["cpu", "cpu"], with one (two) intra-op threads; no recomputation
     plain, 1 (2)         the model as it is, with one (two) intra-op threads
     microbatched         a plain loop over the microbatches, a backward for each, one thread
 
     speed       seconds of plain on one thread over the contender's, of the same round: median [quartiles]
-    CPU         seconds of CPU, over all threads and both processes
+    CPU         seconds of CPU, over all threads
     bound       the schedule simulated from its cells, each measured alone on one thread in the same round (forward,
                 loss, backward or its two parts); nothing else takes time, and nothing is shared
     share       the bound over the contender's seconds
     split       the input and the weight part of a backward over the backward in one piece
+
+:mod:`benchmarks.distributed` compares with torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -26,52 +27,40 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import pairs, peers_local
-from benchmarks.peers_local import Alone, Cells
+from benchmarks.peers_local import Alone, Cells, Local
 from benchmarks.peers_models import CHUNKS, MODELS, Made, Subject, subjects
-from benchmarks.peers_torch import Distributed, Ranks
 
 OURS = {"ours gpipe": "gpipe", "ours 1f1b": "1f1b", "ours zb_h1": "zb_h1"}
 DEFAULT = "ours default"
-TORCH = {"torch gpipe": "gpipe", "torch 1f1b": "1f1b"}
 GPIPE = {"torchgpipe, 1": 1, "torchgpipe, 2": 2}
 PLAIN = {"plain, 1": 1, "plain, 2": 2}
 LOOP = "microbatched"
 BASE = "plain, 1"
-NAMES = (DEFAULT, *OURS, *TORCH, *GPIPE, *PLAIN, LOOP)
+NAMES = (DEFAULT, *OURS, *GPIPE, *PLAIN, LOOP)
 TOLERANCE = 1e-4
 """By which share of the largest entry gradients in float32 may differ."""
 
-TORCH_ASKED, GPIPE_ASKED, BEST_ASKED, BOUND_ASKED = 1.0, 1.05, 1.03, 0.93
+GPIPE_ASKED, BEST_ASKED, BOUND_ASKED = 1.05, 1.03, 0.93
 GPIPE_ASKED_MORE = {"transformer": 1.15, "mlp": 1.15}
-
-
-class Contender(Protocol):
-    """What is read: one training step at a time."""
-
-    def read(self) -> pairs.Reading: ...
-    def gradients(self) -> list[Tensor]: ...
-    def close(self) -> None: ...
 
 
 Rounds = Mapping[str, Sequence[pairs.Reading]]
 
 
-def contender(name: str, made: Made, ranks: Callable[[], Ranks]) -> Contender:
-    """Return what runs the steps of ``name``; ``ranks`` starts torch's two processes, or returns those started."""
+def contender(name: str, made: Made) -> Local:
+    """Return what runs the steps of ``name``."""
     if name == DEFAULT:
         return peers_local.default(made)
     if name in OURS:
         return peers_local.ours(made, OURS[name])
-    if name in TORCH:
-        return Distributed(ranks(), TORCH[name])
     if name in GPIPE:
         return peers_local.torchgpipe(made, threads=GPIPE[name])
     if name in PLAIN:
@@ -92,31 +81,24 @@ def read(subject: Subject, names: Sequence[str], *, rounds: int) -> tuple[Rounds
     Raises ValueError when one finds others.
     """
     gc.collect()
-    started: list[Ranks] = []
-
-    def ranks() -> Ranks:
-        if not started:
-            started.append(Ranks(subject.name))
-        return started[0]
-
-    contenders: dict[str, Contender] = {}
+    contenders: dict[str, Local] = {}
     try:
         reference = peers_local.plain(subject.make(), threads=1)
         reference.read()
         expected = reference.gradients()
         for name in names:
-            contenders[name] = contender(name, subject.make(), ranks)
+            contenders[name] = contender(name, subject.make())
             contenders[name].read()
             off = difference(contenders[name].gradients(), expected)
             if not off <= TOLERANCE:
                 raise ValueError(f"{subject.name}: the gradients of {name!r} are off by {off:.2g}")
         return _rounds(contenders, Alone(subject.make()), rounds)
     finally:
-        for own in (*contenders.values(), *started):
+        for own in contenders.values():
             own.close()
 
 
-def _rounds(contenders: Mapping[str, Contender], alone: Alone, rounds: int) -> tuple[Rounds, list[Cells]]:
+def _rounds(contenders: Mapping[str, Local], alone: Alone, rounds: int) -> tuple[Rounds, list[Cells]]:
     found: dict[str, list[pairs.Reading]] = {name: [] for name in contenders}
     cells = []
     alone.measure()
@@ -137,7 +119,7 @@ def ratios(rounds: Rounds, slower: str, faster: str) -> pairs.Spread:
 
 def shares(rounds: Rounds, cells: Sequence[Cells], name: str) -> pairs.Spread:
     """Return the share of the bound that a contender with a schedule reaches, from cells of the same round."""
-    schedule = {**OURS, **TORCH}[name]
+    schedule = OURS[name]
     both = zip(rounds[name], cells, strict=True)
     return pairs.Spread.of([own.step_s(schedule) / reading.wall_s for reading, own in both])
 
@@ -153,14 +135,14 @@ def figures_of(subject: Subject, rounds: Rounds, cells: Sequence[Cells]) -> list
             "cpu_s": pairs.Spread.of([reading.process_s for reading in readings]),
             "speed": ratios(rounds, BASE, name) if BASE in rounds else None,
             "bound_s": _bound(cells, name),
-            "share": shares(rounds, cells, name) if name in OURS or name in TORCH else None,
+            "share": shares(rounds, cells, name) if name in OURS else None,
         }
         for name, readings in rounds.items()
     ]
 
 
 def _bound(cells: Sequence[Cells], name: str) -> pairs.Spread | None:
-    schedule = {**OURS, **TORCH}.get(name)
+    schedule = OURS.get(name)
     return None if schedule is None else pairs.Spread.of([own.step_s(schedule) for own in cells])
 
 
@@ -169,16 +151,12 @@ def checks_of(model: str, rounds: Rounds, cells: Sequence[Cells]) -> list[pairs.
     checks = []
     ours = [name for name in OURS if name in rounds]
     single = [name for name in GPIPE if name in rounds]
-    peers = [name for name in (*TORCH, *GPIPE) if name in rounds]
-    if "ours 1f1b" in rounds and "torch 1f1b" in rounds:
-        speed = ratios(rounds, "torch 1f1b", "ours 1f1b").median
-        checks.append(pairs.at_least(f"{model}: 1f1b over torch's 1f1b", TORCH_ASKED, speed))
     if "ours 1f1b" in rounds and single:
         speed = min(ratios(rounds, name, "ours 1f1b").median for name in single)
         asked = GPIPE_ASKED_MORE.get(model, GPIPE_ASKED)
         checks.append(pairs.at_least(f"{model}: 1f1b over torchgpipe", asked, speed))
-    if DEFAULT in rounds and peers:
-        speed = min(ratios(rounds, peer, DEFAULT).median for peer in peers)
+    if DEFAULT in rounds and single:
+        speed = min(ratios(rounds, peer, DEFAULT).median for peer in single)
         checks.append(pairs.at_least(f"{model}: the default over the fastest peer", BEST_ASKED, speed))
     checks += [
         pairs.at_least(f"{model}: {name}, share of the bound", BOUND_ASKED, shares(rounds, cells, name).median)

@@ -13,7 +13,8 @@ from autosplit import autosplit
 from autosplit.planning.timeline import StagesAlone
 from autosplit.schedule.catalog import build
 from benchmarks import pairs
-from benchmarks.peers_models import CHUNKS, Down, Made, Up
+from benchmarks.family_nets import Down, Up
+from benchmarks.peers_models import CHUNKS, Made
 
 DEVICES = ["cpu", "cpu"]
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import family_nets
 from benchmarks.family_transformers import Embedding, PreNormBlock
 
 CHUNKS = 8
@@ -84,41 +86,14 @@ class Stage(nn.Module):
         return state[0] if self.last or len(state) == 1 else state
 
 
-class Convolutions(nn.Module):
-    """U-Net's block: two 3x3 convolutions with ReLU (Ronneberger et al. 2015; padded, as is common now)."""
-
-    def __init__(self, channels_in: int, channels_out: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(channels_in, channels_out, 3, padding=1)
-        self.second = nn.Conv2d(channels_out, channels_out, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.second(F.relu(self.first(x))))
+def _block(channels_in: int, channels_out: int) -> nn.Module:
+    """Return U-Net's block without norms: two 3x3 convolutions with ReLU (Ronneberger et al. 2015; padded)."""
+    first = nn.Conv2d(channels_in, channels_out, 3, padding=1)
+    second = nn.Conv2d(channels_out, channels_out, 3, padding=1)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
 
 
-class Down(nn.Module):
-    """A level on the way down: what it computes goes on, and stays as a skip unless it is the lowest."""
-
-    def __init__(self, channels_in: int, channels_out: int, *, pool: bool, keeps: bool = True) -> None:
-        super().__init__()
-        self.pool = nn.MaxPool2d(2) if pool else nn.Identity()
-        self.block, self.keeps = Convolutions(channels_in, channels_out), keeps
-
-    def forward(self, x: Tensor, *skips: Tensor) -> tuple[Tensor, ...]:
-        result = self.block(self.pool(x))
-        return (result, result, *skips) if self.keeps else (result, *skips)
-
-
-class Up(nn.Module):
-    """A level on the way up: twice the size, beside the skip of that size."""
-
-    def __init__(self, channels_in: int, channels_out: int) -> None:
-        super().__init__()
-        self.widen = nn.ConvTranspose2d(channels_in, channels_out, 2, stride=2)
-        self.block = Convolutions(2 * channels_out, channels_out)
-
-    def forward(self, x: Tensor, skip: Tensor, *skips: Tensor) -> tuple[Tensor, ...]:
-        return self.block(torch.cat((skip, self.widen(x)), dim=1)), *skips
+Down, Up = partial(family_nets.Down, block=_block), partial(family_nets.Up, block=_block)
 
 
 def _mlp() -> list[nn.Module]:

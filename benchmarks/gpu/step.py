@@ -3,7 +3,7 @@
 Every contender has the same model, weights and batch of 8 microbatches, and where it cuts the same cut; its gradients
 are held against the plain loop's before it is timed. Ours and its reference take turns, and a reading waits for the
 device. torchgpipe recomputes nothing.
-`torch.distributed.pipelining` needs a card for each process and is measured by `benchmarks.peers_cpu`.
+`torch.distributed.pipelining` needs a card for each process and is measured by `benchmarks.distributed`.
 """
 
 from __future__ import annotations

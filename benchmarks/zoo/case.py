@@ -37,7 +37,7 @@ class Case:
 
     Attributes:
         name: unique in the zoo.
-        group: "traps", "transformers", "timm" or "torchvision".
+        group: "transformers", "timm" or "torchvision".
         build: makes the model, with random weights.
         inputs: makes a batch of some shape from the global generator.
         checks: what is compared with the plain model: "eval", "train", "rows" (another batch size), "length" (another

@@ -8,7 +8,6 @@ import importlib.util
 from benchmarks.zoo.case import Case
 
 _GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "traps": ((), ("traps", "traps_values", "traps_rows")),
     "transformers": (("transformers",), ("hf_text", "hf_text_more", "hf_vision", "hf_audio", "hf_multimodal")),
     "timm": (("timm", "torchvision"), ("timm_models",)),
     "torchvision": (("torchvision",), ("torchvision_models",)),

@@ -25,6 +25,30 @@ TINY: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+SEQ2SEQ: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 4,
+    "decoder_layers": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+"""Sizes of an encoder and decoder as Bart's code names them."""
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+"""Sizes of a tower of images."""
 LONG = ("eval", "train", "rows", "length")
 FIXED = ("eval", "train", "rows")
 EVAL = ("eval", "rows")
@@ -95,12 +119,7 @@ def quiet(config: Any) -> None:
 
 
 def token_batch(
-    shape: Shape,
-    *,
-    labels: bool = False,
-    mask: bool = False,
-    full: bool = False,
-    call: dict[str, Any] | None = None,
+    shape: Shape, *, labels: bool = False, mask: bool = False, full: bool = False, call: dict[str, Any] | None = None
 ) -> Batch:
     """Return random tokens; a mask leaves out the end of some rows, a full one of none; labels ignore what it does."""
     found = tokens(shape)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.zoo.case import Case, Shape, tokens
-from benchmarks.zoo.hf import EVAL, floats, other
+from benchmarks.zoo.hf import EVAL, SEQ2SEQ, floats, other
 from tests.equivalence.equality import Batch
 
+_LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
 _SPEECH: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
+    **_LAYERS,
     "conv_dim": (16, 16, 16),
     "conv_stride": (5, 2, 2),
     "conv_kernel": (10, 3, 3),
@@ -26,6 +25,8 @@ _SPEECH: dict[str, Any] = {
     "mask_time_prob": 0.0,
     "layerdrop": 0.0,
 }
+_audio = partial(other, kind="audio", blocks=8)
+_series = partial(other, kind="series", blocks=8)
 
 
 def _waves(samples: int = 600) -> Callable[[Shape], Batch]:
@@ -38,7 +39,7 @@ def audio() -> list[Case]:
     def speech(name: str, family: str, **values: Any) -> Case:
         model, config = f"{family}ForCTC", f"{family}Config"
         checks = ("eval", "train", "rows", "length")
-        return other(name, model, config, _waves(), kind="audio", blocks=8, checks=checks, **{**_SPEECH, **values})
+        return _audio(name, model, config, _waves(), checks=checks, **{**_SPEECH, **values})
 
     return [
         speech("wav2vec2", "Wav2Vec2"),
@@ -49,87 +50,49 @@ def audio() -> list[Case]:
         speech("sew", "SEW", squeeze_factor=2),
         speech("data2vec-audio", "Data2VecAudio", num_conv_pos_embeddings=2, conv_pos_kernel_size=5),
         _conformer(),
-        other(
+        _audio(
             "whisper",
             "WhisperForConditionalGeneration",
             "WhisperConfig",
             _whisper,
-            kind="audio",
-            blocks=8,
-            vocab_size=96,
-            d_model=32,
-            encoder_layers=4,
-            decoder_layers=4,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=64,
-            decoder_ffn_dim=64,
+            **(SEQ2SEQ | {"decoder_start_token_id": 3}),
             num_mel_bins=8,
             max_source_positions=20,
             max_target_positions=32,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=3,
             suppress_tokens=None,
             begin_suppress_tokens=None,
         ),
-        other(
+        _audio(
             "audio-spectrogram",
             "ASTForAudioClassification",
             "ASTConfig",
             lambda shape: Batch((), {"input_values": floats(shape.rows, 32, 16)}),
-            kind="audio",
-            blocks=8,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=8,
-            num_attention_heads=4,
+            **_LAYERS,
             patch_size=8,
             frequency_stride=4,
             time_stride=4,
             max_length=32,
             num_mel_bins=16,
         ),
-        other(
+        _audio(
             "speech-to-text",
             "Speech2TextForConditionalGeneration",
             "Speech2TextConfig",
             lambda shape: Batch(
                 (), {"input_features": floats(shape.rows, 32, 8), "decoder_input_ids": tokens(Shape(shape.rows, 6))}
             ),
-            kind="audio",
-            blocks=8,
-            vocab_size=96,
-            d_model=32,
-            encoder_layers=4,
-            decoder_layers=4,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=64,
-            decoder_ffn_dim=64,
+            **SEQ2SEQ,
             input_feat_per_channel=8,
             conv_channels=16,
             conv_kernel_sizes=(3, 3),
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=2,
         ),
     ]
 
 
 def _conformer() -> Case:
     values = _SPEECH | {"position_embeddings_type": "relative", "conv_depthwise_kernel_size": 5}
-    return other(
-        "wav2vec2-conformer",
-        "Wav2Vec2ConformerForCTC",
-        "Wav2Vec2ConformerConfig",
-        _waves(),
-        kind="audio",
-        blocks=8,
-        checks=EVAL,
-        **values,
+    return _audio(
+        "wav2vec2-conformer", "Wav2Vec2ConformerForCTC", "Wav2Vec2ConformerConfig", _waves(), checks=EVAL, **values
     )
 
 
@@ -142,13 +105,11 @@ def series() -> list[Case]:
     patches = {"num_input_channels": 2, "context_length": 32, "patch_length": 4, "patch_stride": 4}
     patches["prediction_length"] = 4
     return [
-        other(
+        _series(
             "patchtst",
             "PatchTSTForPrediction",
             "PatchTSTConfig",
             lambda shape: Batch((), {"past_values": floats(shape.rows, 32, 2)}),
-            kind="series",
-            blocks=8,
             checks=EVAL,
             **patches,
             d_model=32,
@@ -158,25 +119,21 @@ def series() -> list[Case]:
             distribution_output="normal",
             loss="mse",
         ),
-        other(
+        _series(
             "patchtsmixer",
             "PatchTSMixerForPrediction",
             "PatchTSMixerConfig",
             lambda shape: Batch((), {"past_values": floats(shape.rows, 32, 2)}),
-            kind="series",
-            blocks=8,
             checks=EVAL,
             **patches,
             d_model=16,
             num_layers=8,
         ),
-        other(
+        _series(
             "decision-transformer",
             "DecisionTransformerModel",
             "DecisionTransformerConfig",
             _decisions,
-            kind="series",
-            blocks=8,
             state_dim=5,
             act_dim=3,
             hidden_size=32,
@@ -186,13 +143,11 @@ def series() -> list[Case]:
             n_inner=64,
             n_positions=128,
         ),
-        other(
+        _series(
             "perceiver",
             "PerceiverModel",
             "PerceiverConfig",
             lambda shape: Batch((), {"inputs": floats(shape.rows, 20, 16)}),
-            kind="series",
-            blocks=8,
             d_model=16,
             num_latents=6,
             d_latents=32,

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.zoo.case import Case, Shape, tokens
-from benchmarks.zoo.hf import floats, other
+from benchmarks.zoo.hf import LONG, TINY, TOWER, floats, other
 from tests.equivalence.equality import Batch
 
-_TOWER_TEXT: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_TOWER_VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 8,
-}
+_TOWER_TEXT = {key: value for key, value in TINY.items() if key != "num_key_value_heads"} | {"num_hidden_layers": 4}
 _TEXT = _TOWER_TEXT | {"num_hidden_layers": 8, "max_position_embeddings": 128}
 
 
@@ -55,112 +38,62 @@ def _with_image_tokens(count: int, token: int = 3) -> Callable[[Shape], Batch]:
 
 def cases() -> list[Case]:
     """Return the cases of this file."""
-    checks = ("eval", "train", "rows", "length")
-    towers = {"text_config": _TOWER_TEXT, "vision_config": _TOWER_VISION, "projection_dim": 16}
+    both = partial(other, kind="multimodal", blocks=8, checks=LONG)
+    towers = {"text_config": _TOWER_TEXT, "vision_config": TOWER, "projection_dim": 16}
 
     def with_loss(shape: Shape) -> Batch:
         return _pair(shape, return_loss=True)
 
     return [
-        other("clip", "CLIPModel", "CLIPConfig", _pair, kind="multimodal", blocks=8, checks=checks, **towers),
-        other("clip-loss", "CLIPModel", "CLIPConfig", with_loss, kind="multimodal", blocks=8, checks=checks, **towers),
-        other(
-            "siglip",
-            "SiglipModel",
-            "SiglipConfig",
-            _pair,
-            kind="multimodal",
-            blocks=8,
-            checks=checks,
-            text_config=_TOWER_TEXT,
-            vision_config=_TOWER_VISION,
-        ),
-        other(
-            "chinese-clip",
-            "ChineseCLIPModel",
-            "ChineseCLIPConfig",
-            _pair,
-            kind="multimodal",
-            blocks=8,
-            checks=checks,
-            **towers,
-        ),
-        other("clipseg", "CLIPSegModel", "CLIPSegConfig", _pair, kind="multimodal", blocks=8, checks=checks, **towers),
-        other("owlvit", "OwlViTModel", "OwlViTConfig", _pair, kind="multimodal", blocks=8, checks=checks, **towers),
-        other(
-            "visual-bert",
-            "VisualBertModel",
-            "VisualBertConfig",
-            _visual_bert,
-            kind="multimodal",
-            blocks=8,
-            checks=checks,
-            **_TEXT,
-            visual_embedding_dim=16,
-        ),
-        other(
+        both("clip", "CLIPModel", "CLIPConfig", _pair, **towers),
+        both("clip-loss", "CLIPModel", "CLIPConfig", with_loss, **towers),
+        both("siglip", "SiglipModel", "SiglipConfig", _pair, text_config=_TOWER_TEXT, vision_config=TOWER),
+        both("chinese-clip", "ChineseCLIPModel", "ChineseCLIPConfig", _pair, **towers),
+        both("clipseg", "CLIPSegModel", "CLIPSegConfig", _pair, **towers),
+        both("owlvit", "OwlViTModel", "OwlViTConfig", _pair, **towers),
+        both("visual-bert", "VisualBertModel", "VisualBertConfig", _visual_bert, **_TEXT, visual_embedding_dim=16),
+        both(
             "lxmert",
             "LxmertModel",
             "LxmertConfig",
             _lxmert,
-            kind="multimodal",
-            blocks=8,
-            checks=checks,
             **{k: v for k, v in _TEXT.items() if k != "num_hidden_layers"},
             l_layers=4,
             x_layers=2,
             r_layers=2,
             visual_feat_dim=16,
         ),
-        other(
+        both(
             "llava",
             "LlavaForConditionalGeneration",
             "LlavaConfig",
             _with_image_tokens(16),
-            kind="multimodal",
-            blocks=8,
-            checks=checks,
             text_config={"model_type": "llama", **_TEXT, "num_key_value_heads": 2},
-            vision_config={"model_type": "clip_vision_model", **_TOWER_VISION, "projection_dim": 16},
+            vision_config={"model_type": "clip_vision_model", **TOWER, "projection_dim": 16},
             image_token_index=3,
             image_token_id=3,
             vision_feature_layer=-2,
         ),
-        other(
+        both(
             "paligemma",
             "PaliGemmaForConditionalGeneration",
             "PaliGemmaConfig",
             _with_image_tokens(16),
-            kind="multimodal",
-            blocks=8,
             checks=("eval", "rows", "length"),
             text_config={"model_type": "gemma", **_TEXT, "num_key_value_heads": 2, "head_dim": 8},
-            vision_config={"model_type": "siglip_vision_model", **_TOWER_VISION, "vision_use_head": False},
+            vision_config={"model_type": "siglip_vision_model", **TOWER, "vision_use_head": False},
             image_token_index=3,
             image_token_id=3,
             projection_dim=32,
         ),
-        other(
-            "git",
-            "GitForCausalLM",
-            "GitConfig",
-            _pair,
-            kind="multimodal",
-            blocks=8,
-            checks=checks,
-            **_TEXT,
-            vision_config=_TOWER_VISION,
-        ),
-        other(
+        both("git", "GitForCausalLM", "GitConfig", _pair, **_TEXT, vision_config=TOWER),
+        both(
             "blip",
             "BlipForConditionalGeneration",
             "BlipConfig",
             _pair,
-            kind="multimodal",
-            blocks=8,
-            checks=checks,
             text_config=_TOWER_TEXT | {"encoder_hidden_size": 32, "sep_token_id": 2},
-            vision_config=_TOWER_VISION,
+            vision_config=TOWER,
             projection_dim=32,
         ),
     ]

@@ -69,13 +69,7 @@ def decoders() -> list[Case]:
             attention_heads=4,
             ffn_dim=64,
         ),
-        text(
-            "openai-gpt",
-            "OpenAIGPTLMHeadModel",
-            "OpenAIGPTConfig",
-            kind="decoder",
-            **_GPT2,
-        ),
+        text("openai-gpt", "OpenAIGPTLMHeadModel", "OpenAIGPTConfig", kind="decoder", **_GPT2),
     ]
 
 

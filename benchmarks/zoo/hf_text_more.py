@@ -5,23 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.zoo.case import Case, Shape
-from benchmarks.zoo.hf import FIXED, LONG, TURNED, seq2seq, text
+from benchmarks.zoo.hf import FIXED, LONG, SEQ2SEQ, TURNED, seq2seq, text
 
-_BART: dict[str, Any] = {
-    "vocab_size": 96,
-    "d_model": 32,
-    "encoder_layers": 4,
-    "decoder_layers": 4,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-}
+_BART = SEQ2SEQ | {"max_position_embeddings": 64}
 _T5: dict[str, Any] = {
     "vocab_size": 96,
     "d_model": 32,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.zoo.case import Case, Shape
-from benchmarks.zoo.hf import EVAL, FIXED, floats, other, pixels
+from benchmarks.zoo.hf import EVAL, FIXED, TOWER, floats, other, pixels
 from tests.equivalence.equality import Batch
 
 _SWIN: dict[str, Any] = {
@@ -19,24 +20,18 @@ _SWIN: dict[str, Any] = {
     "window_size": 4,
     "drop_path_rate": 0.0,
 }
-_VIT: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 8,
-    "num_labels": 5,
-}
+_TOWER = TOWER | {"num_hidden_layers": 8}
+_VIT = _TOWER | {"num_labels": 5}
 
 
 def cases() -> list[Case]:
     """Return the cases of this file."""
+    vision = partial(other, kind="vision", blocks=8)
 
     def image(name: str, family: str, *, blocks: int = 8, size: int = 32, **values: Any) -> Case:
         checks = values.pop("checks", FIXED)
         model, config = f"{family}ForImageClassification", f"{family}Config"
-        return other(name, model, config, pixels(size), kind="vision", blocks=blocks, checks=checks, **values)
+        return vision(name, model, config, pixels(size), blocks=blocks, checks=checks, **values)
 
     return [
         image("vit", "ViT", **_VIT),
@@ -117,61 +112,45 @@ def cases() -> list[Case]:
             drop_path_rate=0.0,
         ),
         image("mobilenet-v2", "MobileNetV2", depth_multiplier=0.35, checks=EVAL, blocks=16),
-        other(
+        vision(
             "vit-mae",
             "ViTMAEForPreTraining",
             "ViTMAEConfig",
             _masked_images,
-            kind="vision",
-            blocks=8,
-            **{k: v for k, v in _VIT.items() if k != "num_labels"},
+            **_TOWER,
             decoder_hidden_size=16,
             decoder_num_hidden_layers=2,
             decoder_num_attention_heads=2,
             decoder_intermediate_size=32,
         ),
-        other(
+        vision(
             "yolos",
             "YolosForObjectDetection",
             "YolosConfig",
             pixels(32),
-            kind="vision",
-            blocks=8,
             **(_VIT | {"image_size": [32, 32]}),
             num_detection_tokens=5,
         ),
-        other(
+        vision(
             "dpt",
             "DPTForDepthEstimation",
             "DPTConfig",
             pixels(32),
-            kind="vision",
-            blocks=8,
-            **{k: v for k, v in _VIT.items() if k != "num_labels"},
+            **_TOWER,
             backbone_out_indices=[1, 3, 5, 7],
             neck_hidden_sizes=[8, 8, 16, 16],
             fusion_hidden_size=16,
             is_hybrid=False,
             checks=EVAL,
         ),
-        other(
-            "videomae",
-            "VideoMAEForVideoClassification",
-            "VideoMAEConfig",
-            _video,
-            kind="vision",
-            blocks=8,
-            **_VIT,
-            num_frames=4,
-            tubelet_size=2,
+        vision(
+            "videomae", "VideoMAEForVideoClassification", "VideoMAEConfig", _video, **_VIT, num_frames=4, tubelet_size=2
         ),
-        other(
+        vision(
             "segformer-segmentation",
             "SegformerForSemanticSegmentation",
             "SegformerConfig",
             pixels(64),
-            kind="vision",
-            blocks=8,
             hidden_sizes=[16, 32, 40, 64],
             num_attention_heads=[1, 2, 4, 8],
             decoder_hidden_size=16,

@@ -63,12 +63,3 @@ def test_a_program_shrinks_to_what_fails(monkeypatch):
     assert found.outcome == "wrong"
     assert [len(block) for block in smallest.blocks if block] in ([1], [])
     assert smallest.returned == "x"
-
-
-def test_a_second_call_of_a_family():
-    pytest.importorskip("transformers")
-    from benchmarks.strangers import families, second_calls
-
-    result = second_calls.run_family("distilbert", families.FAMILIES["distilbert"], 0)
-    assert result.outcome != "raw error", line(result)
-    assert len(families.FAMILIES) >= 20

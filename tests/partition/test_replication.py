@@ -5,13 +5,45 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 import pytest
 
-from autosplit.partition.replication import Replication, flushed, replicate
-from benchmarks.pipedream import Layer, pipedream
+from autosplit.partition.replication import Replication, StageSeconds, between, flushed, replicate, stages_only
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one minibatch costs a layer: forward and backward, what goes on from it, what its replicas exchange."""
+
+    seconds: float
+    output_bytes: float = 0.0
+    parameter_bytes: float = 0.0
+
+
+def pipedream(layers: Sequence[Layer], *, devices: int, bandwidth_bytes_per_s: float) -> StageSeconds:
+    """Return what stages of a line take by PipeDream's formula, the transfer behind them included.
+
+    Replicas exchange ``2 (m - 1) / m`` times the bytes of their gradients, each, beside their work. What crosses a cut
+    goes there, and its gradient back.
+    """
+    works_s, parameters, sent = (
+        np.array([0.0, *(getattr(layer, name) for layer in layers)])
+        for name in ("seconds", "parameter_bytes", "output_bytes")
+    )
+    sent[-1] = 0.0  # what the last layer makes goes nowhere
+    sent_s = 2 * sent / bandwidth_bytes_per_s
+    work_s, gradients_s = between(works_s), between(parameters / bandwidth_bytes_per_s)
+
+    @cache
+    def own_s(replicas: int) -> np.ndarray:
+        own: np.ndarray = np.maximum(work_s, 2 * (replicas - 1) / replicas * gradients_s) / replicas
+        return stages_only(np.maximum(own, sent_s))
+
+    return lambda replicas, ahead: own_s(replicas)
 
 
 def splits(count: int, parts: int) -> Iterator[tuple[int, ...]]:
