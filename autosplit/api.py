@@ -333,7 +333,7 @@ def plan(
         request = None if degrees is None else meshes(degrees, sequence=sequence_parallel)
         if pinned is not None:
             own_options = request.options(degrees) if request and isinstance(degrees, Parallel) else paper.options
-            return assumed(recosted(paper.recorded.model, paper.recorded.found, own_options, pinned), paper)
+            return assumed(recosted(paper.recorded.model, paper.recorded.trace, own_options, pinned), paper)
         return assumed(_searched(paper, request, find=find, free_chunks=chunks == "auto"), paper)
 
 

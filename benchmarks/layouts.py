@@ -204,7 +204,7 @@ def planned(row: Row) -> Result:
     begin = time.process_time()
     request = request_of(row, own=False)
     options, paper = request.options(row.parallel), request.paper
-    sizes = sizes_of(row.batch // row.parallel.dp, options.chunks, paper.recorded.found.graph.min_rows)
+    sizes = sizes_of(row.batch // row.parallel.dp, options.chunks, paper.recorded.trace.graph.min_rows)
     case = paper.recorded.problem(options, sizes)
     stages = row.parallel.pp * row.virtual
     case = case.under(options, settle(options, parts=stages, microbatches=len(sizes)))

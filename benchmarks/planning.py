@@ -159,7 +159,7 @@ def swept(paper: OnPaper, space: Space) -> Iterator[Plan | None]:
     """Yield the plan of each combination alone, None where it does not fit or cannot be built."""
     rows = paper.recorded.rows
     for chunks in space.chunks:
-        sizes = sizes_of(rows, chunks, paper.recorded.found.graph.min_rows)
+        sizes = sizes_of(rows, chunks, paper.recorded.trace.graph.min_rows)
         for schedule, virtual_stages in space.schedules:
             for recompute in RECOMPUTE:
                 options = replace(
@@ -171,7 +171,7 @@ def swept(paper: OnPaper, space: Space) -> Iterator[Plan | None]:
                 )
                 found = None
                 with contextlib.suppress(InfeasibleError, ScheduleError):
-                    found = make_plan(paper.recorded.model, paper.recorded.found, options, sizes=sizes)
+                    found = make_plan(paper.recorded.model, paper.recorded.trace, options, sizes=sizes)
                 yield found
 
 
@@ -179,7 +179,7 @@ def searched(paper: OnPaper, space: Space) -> Plan:
     """Return the best plan of a space; nothing is known of the recording before."""
     rows = paper.recorded.rows
     return Choice(
-        Sweep(RecordedModel(paper.recorded.model, paper.recorded.found), paper.options, space, rows=rows)
+        Sweep(RecordedModel(paper.recorded.model, paper.recorded.trace), paper.options, space, rows=rows)
     ).plan
 
 

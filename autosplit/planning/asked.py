@@ -60,12 +60,12 @@ def dealt(
         raise InputError(
             f"recompute={recompute!r} is for a number of stages, which replicas='auto' chooses; give one word"
         )
-    names = (own.type if isinstance(own, torch.device) else own.name for own in devices)
+    names = (device.type if isinstance(device, torch.device) else device.name for device in devices)
     for stage, count in enumerate([len(devices)] if each is None else each):
-        if len(own := {next(names) for _ in range(count)}) > 1:
+        if len(kinds := {next(names) for _ in range(count)}) > 1:
             where = f"stage {stage} has" if each else "replicas='auto' would have"
             raise InputError(
-                f"replicas={replicas!r}: {where} replicas on {' and '.join(sorted(own))}; give alike devices"
+                f"replicas={replicas!r}: {where} replicas on {' and '.join(sorted(kinds))}; give alike devices"
             )
     return (each, schedule) if each is None else (each if max(each) > 1 else (), "1f1b")
 
@@ -103,7 +103,7 @@ def degrees_of(
         raise InputError(f"zero={zero!r} is for the ranks of a mesh; give mesh= too")
     if degrees is not None and (find != "best" or pinned is not None):
         raise InputError("mesh= plans the best for all devices; leave find= and plan= out")
-    if pinned is not None and (own := pinned.mesh) is not None:
-        check_mesh({"dp": own.dp, "tp": own.tp, "pp": own.pp}, devices=devices)
-        return Parallel(own.dp, own.tp, own.pp, own.zero, own.sequence)
+    if pinned is not None and (planned := pinned.mesh) is not None:
+        check_mesh({"dp": planned.dp, "tp": planned.tp, "pp": planned.pp}, devices=devices)
+        return Parallel(planned.dp, planned.tp, planned.pp, planned.zero, planned.sequence)
     return degrees

@@ -83,11 +83,11 @@ class Cut:
     @cached_property
     def nodes(self) -> Mapping[int, tuple[TracedNode, ...]]:
         """The nodes of each stage that run for every microbatch, in model order."""
-        found: dict[int, list[TracedNode]] = {}
+        of_stage: dict[int, list[TracedNode]] = {}
         for _, info in self.traced.compute_nodes():
             if info.node_class is NodeClass.MICRO:
-                found.setdefault(self.stage_of[info.name], []).append(info)
-        return {stage: tuple(own) for stage, own in found.items()}
+                of_stage.setdefault(self.stage_of[info.name], []).append(info)
+        return {stage: tuple(infos) for stage, infos in of_stage.items()}
 
     @cached_property
     def homes(self) -> tuple[tuple[StateProfile, int], ...]:
@@ -98,10 +98,10 @@ class Cut:
     @cached_property
     def states(self) -> Mapping[int, tuple[StateProfile, ...]]:
         """The parameters and buffers that lie on each stage."""
-        found: dict[int, list[StateProfile]] = {}
+        of_stage: dict[int, list[StateProfile]] = {}
         for state, home in self.homes:
-            found.setdefault(home, []).append(state)
-        return {stage: tuple(own) for stage, own in found.items()}
+            of_stage.setdefault(home, []).append(state)
+        return {stage: tuple(states) for stage, states in of_stage.items()}
 
     @cached_property
     def copies(self) -> Mapping[int, int]:
@@ -142,9 +142,9 @@ def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[DeviceR
     """
     schedule, memo = cut.schedule, memo or TraceMemo(cut.traced)
     stages = {stage: _replayed(cut, stage, memo) for stage in range(schedule.stages)}
-    traces = {stage: own.traces for stage, own in stages.items()}
+    traces = {stage: replayed.traces for stage, replayed in stages.items()}
     finish = {lane: finish_of(cut, lane) for lane in range(len(schedule.lanes))}
-    return replay(schedule, traces, [own.static for own in stages.values()], finish=finish)
+    return replay(schedule, traces, [replayed.static for replayed in stages.values()], finish=finish)
 
 
 def _replayed(cut: Cut, stage: int, memo: TraceMemo) -> ReplayedStage:
@@ -162,14 +162,14 @@ def _replayed(cut: Cut, stage: int, memo: TraceMemo) -> ReplayedStage:
         observed=cut.profile.times.workspaces if str(cut.devices[stage]) == cut.profile.times.device else None,
     )
     units = block_paths(nodes.root, (info.module for _, info in nodes.computing())) if option == "block" else ()
-    found = memo.traces(
+    traces = memo.traces(
         nodes,
         option,
         never=never if option in ("never", "except_last") else None,
         recomputed=None if option == "never" else replace(never, units=units, whole=not units),
         parts=_parts(cut, nodes),
     )
-    return ReplayedStage(found, _static(cut, stage, nodes))
+    return ReplayedStage(traces, _static(cut, stage, nodes))
 
 
 def _parts(cut: Cut, nodes: StageNodes) -> Parts | None:
@@ -213,9 +213,9 @@ def _static(cut: Cut, stage: int, nodes: StageNodes) -> StaticBytes:
     shared = [info for info in taken if info.node_class is NodeClass.SHARED and info.name in cut.profile.nodes]
     outputs = tuple(cut.profile.nodes[info.name].output_bytes for info in shared)
     epilogue = _epilogue(cut) if stage == cut.schedule.stages - 1 else ()
-    own = sum(state_bytes(state, cut.options).own for state in states)
+    parameters = sum(state_bytes(state, cut.options).tensor for state in states)
     return StaticBytes(
-        parameters=(own + cut.copies.get(stage, 0) + _gathered(cut, stage),),
+        parameters=(parameters + cut.copies.get(stage, 0) + _gathered(cut, stage),),
         optimizer=(sum(state_bytes(state, cut.options).optimizer for state in states),),
         whole_batch=(*outputs, *_drawn(cut, stage), *epilogue),
     )
@@ -236,9 +236,9 @@ def finish_of(cut: Cut, lane: int) -> tuple[Change, ...]:
     """
     if not cut.schedule.has_backward:
         return ()
-    own, options = cut.schedule.stages_on(lane), cut.options
-    trained = [s for s, home in cut.homes if home in own and s.trainable and s.elements]
-    summed = options.parallel.dp > 1 or any(len(cut.schedule.lanes_of(stage)) > 1 for stage in own)
+    stages, options = cut.schedule.stages_on(lane), cut.options
+    trained = [s for s, home in cut.homes if home in stages and s.trainable and s.elements]
+    summed = options.parallel.dp > 1 or any(len(cut.schedule.lanes_of(stage)) > 1 for stage in stages)
     bucket = largest_bucket(s.bytes for s in trained) if summed else 0
     updated = [options.updated_bytes(elements=s.elements, parameter_bytes=s.bytes) for s in trained]
     changes = optimizer_changes(updated, name=options.optimizer, foreach=options.devices[lane].type != "cpu")
@@ -350,13 +350,13 @@ def _fragments(cut: Cut, memo: TraceMemo, lane: int) -> float:
     few = 2 * len(cut.schedule.lanes) + 2
     lanes = tuple(tuple(a for a in actions if a.microbatch < few) for actions in cut.schedule.lanes)
     short = replace(cut, schedule=replace(cut.schedule, lanes=lanes), sizes=cut.sizes[:few])
-    own = cut.schedule.stages_on(lane)
-    stages = {stage: _replayed(short, stage, memo) for stage in own}
+    on_device = cut.schedule.stages_on(lane)
+    stages = {stage: _replayed(short, stage, memo) for stage in on_device}
     finish = finish_of(short, lane)
-    traces = {stage: found.traces for stage, found in stages.items()}
+    traces = {stage: replayed.traces for stage, replayed in stages.items()}
     static = [stages[n].static if n in stages else StaticBytes() for n in range(cut.schedule.stages)]
     changes = device_changes(short.schedule, traces, static, device=lane, finishes=(finish, finish))
-    found = simulate_allocator(islice(changes, _MOST_CHANGES))
-    states = sum(sum(stages[stage].static.parameters) + sum(stages[stage].static.optimizer) for stage in own)
-    moving = found.requested_peak_bytes - states
-    return max(0, found.reserved_peak_bytes - found.requested_peak_bytes) / moving if moving > 0 else 0.0
+    simulated = simulate_allocator(islice(changes, _MOST_CHANGES))
+    states = sum(sum(stages[stage].static.parameters) + sum(stages[stage].static.optimizer) for stage in on_device)
+    moving = simulated.requested_peak_bytes - states
+    return max(0, simulated.reserved_peak_bytes - simulated.requested_peak_bytes) / moving if moving > 0 else 0.0

@@ -77,7 +77,7 @@ def prepare(model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any 
     twin, blank = _twin(model, dtype), _blank(sample, dtype)
     whole_norms = options.batch_norm == "full"
     try:
-        found = trace(twin, blank, batch_dims=options.batch_dims, whole_norms=whole_norms)
+        traced = trace(twin, blank, batch_dims=options.batch_dims, whole_norms=whole_norms)
     except TraceError as refusal:
         if next(model.parameters(), None) is None and (has_meta(model) or twin is model):
             raise InputError(
@@ -91,15 +91,15 @@ def prepare(model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any 
                 f"{refusal} (planned in precision={options.precision!r} without values; with them only precision=None "
                 "can be planned)"
             ) from refusal
-        found = trace(model, sample, batch_dims=options.batch_dims, whole_norms=whole_norms)
+        traced = trace(model, sample, batch_dims=options.batch_dims, whole_norms=whole_norms)
         twin = model
     with autocast_of(options.precision, kernels=options.kernels):
         if options.precision in AUTOCASTS:
-            set_dtypes(found.graph, kernels=options.kernels)
+            set_dtypes(traced.graph, kernels=options.kernels)
         if loss_fn is not None:
-            options = replace(options, loss=paper_loss(loss_fn, found.graph))
+            options = replace(options, loss=paper_loss(loss_fn, traced.graph))
     by_values = twin is model and not has_meta(model)
-    return OnPaper(RecordedModel(twin, found), options, sample if by_values else blank, loss_fn, by_values)
+    return OnPaper(RecordedModel(twin, traced), options, sample if by_values else blank, loss_fn, by_values)
 
 
 def search_space(options: Options, *, rows: int, free_chunks: bool) -> Space:

@@ -45,11 +45,11 @@ class PaperLoss:
 
     def __call__(self, value: torch.Tensor, rows: int) -> torch.Tensor:
         """Return the loss; the model's other outputs are as recorded, without values."""
-        own = self.traced.by_name()[self.name]
-        leaves = [value if leaf is own else _other(leaf, rows) for leaf in _outputs(self.traced)]
+        node = self.traced.by_name()[self.name]
+        leaves = [value if leaf is node else _other(leaf, rows) for leaf in _outputs(self.traced)]
         output = self.traced.unflatten(leaves)
-        given = (output,) if self.target is None else (output, self.target(value))
-        total: torch.Tensor = self.function(*given)
+        args = (output,) if self.target is None else (output, self.target(value))
+        total: torch.Tensor = self.function(*args)
         return total
 
 
@@ -71,10 +71,10 @@ def paper_loss(function: Any, traced: TracedGraph) -> PaperLoss:
             if isinstance(total, torch.Tensor) and total.dim() == 0 and total.requires_grad:
                 return loss
             errors.append(ValueError(f"it returns {_described(total)}, no scalar that gradients flow through"))
-        except Exception as own:
-            errors.append(own)
+        except Exception as raised:
+            errors.append(raised)
     # A TypeError may only say that it takes fewer or more arguments.
-    error = next((own for own in errors[::-1] if not isinstance(own, TypeError)), errors[-1])
+    error = next((raised for raised in errors[::-1] if not isinstance(raised, TypeError)), errors[-1])
     shape = list(node.meta[INFO].tensors[0].shape_at(_TRIED_ROWS))
     raise InputError(
         f"loss_fn cannot be called on the model's output of shape {shape} ({_TRIED_ROWS} rows) and a target of class "
@@ -98,8 +98,8 @@ def with_loss(
     costs: Profile, loss: PaperLoss, *, batch_rows: int, device: DeviceSpec | str, kernels: Literal["cpu", "cuda"]
 ) -> Profile:
     """Return a profile in which the node that makes the output also computes the loss."""
-    node, own = loss.traced.by_name()[loss.name], costs.nodes.get(loss.name)
-    if own is None:
+    node, cost = loss.traced.by_name()[loss.name], costs.nodes.get(loss.name)
+    if cost is None:
         return costs
     rows = batch_rows if node.meta[INFO].node_class is NodeClass.FULL else costs.rows
     with _fake_run(kernels) as (ledger, lowering):
@@ -118,14 +118,14 @@ def with_loss(
 
     backward = both[len(forward) :]
     changed = replace(
-        own,
-        forward_s=own.forward_s + seconds(forward),
-        backward_s=own.backward_s + seconds(backward),
-        forward_operations=own.forward_operations + forward,
-        backward_operations=own.backward_operations + backward,
-        backward_transient_bytes=max(own.backward_transient_bytes, peak),
+        cost,
+        forward_s=cost.forward_s + seconds(forward),
+        backward_s=cost.backward_s + seconds(backward),
+        forward_operations=cost.forward_operations + forward,
+        backward_operations=cost.backward_operations + backward,
+        backward_transient_bytes=max(cost.backward_transient_bytes, peak),
     )
-    return replace(costs, nodes={**costs.nodes, loss.name: changed}, before_loss=own)
+    return replace(costs, nodes={**costs.nodes, loss.name: changed}, before_loss=cost)
 
 
 @contextlib.contextmanager

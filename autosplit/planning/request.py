@@ -67,8 +67,8 @@ def ask(schedule: Any, *, virtual_stages: Any, devices: int, chunks: int) -> Sch
         valid = ", ".join(map(repr, SCHEDULES))
         near = meant(schedule, SCHEDULES)
         raise InputError(f"schedule={schedule!r} is not available{near}; valid: {valid}, or the path of an action file")
-    own = read_actions(schedule)
-    return _fitting(own, virtual_stages=virtual_stages, devices=devices, chunks=chunks)
+    custom = read_actions(schedule)
+    return _fitting(custom, virtual_stages=virtual_stages, devices=devices, chunks=chunks)
 
 
 def _is_path(schedule: Any) -> bool:
@@ -79,25 +79,25 @@ def _is_path(schedule: Any) -> bool:
     return any(mark in schedule for mark in "/\\.") or Path(schedule).is_file()
 
 
-def _fitting(own: Schedule, *, virtual_stages: int, devices: int, chunks: int) -> ScheduleRequest:
-    if len(own.lanes) != devices:
+def _fitting(custom: Schedule, *, virtual_stages: int, devices: int, chunks: int) -> ScheduleRequest:
+    if len(custom.lanes) != devices:
         raise ScheduleError(
-            f"schedule {own.name!r} has {plural(len(own.lanes), 'row')}, one per device, and there are "
-            f"{plural(devices, 'device')}; give {plural(len(own.lanes), 'device')}, or a file with {devices} rows"
+            f"schedule {custom.name!r} has {plural(len(custom.lanes), 'row')}, one per device, and there are "
+            f"{plural(devices, 'device')}; give {plural(len(custom.lanes), 'device')}, or a file with {devices} rows"
         )
-    each = max(own.stage_lane.count(lane) for lane in range(devices))
+    each = max(custom.stage_lane.count(lane) for lane in range(devices))
     if virtual_stages not in (1, each):
         raise ScheduleError(
-            f"schedule {own.name!r} puts {each} stages on a device, virtual_stages={virtual_stages} was given; "
+            f"schedule {custom.name!r} puts {each} stages on a device, virtual_stages={virtual_stages} was given; "
             "leave virtual_stages out"
         )
-    if chunks not in (_DEFAULT_CHUNKS, own.microbatches):
+    if chunks not in (_DEFAULT_CHUNKS, custom.microbatches):
         raise ScheduleError(
-            f"schedule {own.name!r} has {plural(own.microbatches, 'microbatch')}, chunks={chunks} was given; "
-            f"give chunks={own.microbatches}, or a file with {chunks}"
+            f"schedule {custom.name!r} has {plural(custom.microbatches, 'microbatch')}, chunks={chunks} was given; "
+            f"give chunks={custom.microbatches}, or a file with {chunks}"
         )
-    rows = tuple(tuple(map(str, lane)) for lane in own.lanes)
-    return ScheduleRequest(own.name, each, own.stages, own.microbatches, rows)
+    rows = tuple(tuple(map(str, lane)) for lane in custom.lanes)
+    return ScheduleRequest(custom.name, each, custom.stages, custom.microbatches, rows)
 
 
 def schedule_of(
@@ -129,7 +129,7 @@ def schedule_of(
 
 @dataclass(frozen=True)
 class ResolvedSchedule:
-    """What a plan is made for: ``own`` where the catalog has no such schedule for as many stages and microbatches.
+    """What a plan is made for: ``custom`` where the catalog has no such schedule for as many stages and microbatches.
 
     ``stages`` is how many there are to be; ``warning`` says where the schedule is not what was asked.
     """
@@ -137,7 +137,7 @@ class ResolvedSchedule:
     schedule: str
     virtual_stages: int
     stages: int
-    own: Schedule | None = None
+    custom: Schedule | None = None
     warning: str | None = None
 
 
@@ -157,8 +157,8 @@ def settle(options: Options, *, parts: int, microbatches: int) -> ResolvedSchedu
                 f"schedule {name!r} is for {stages} stages, and the model has only {plural(parts, 'separable part')}; "
                 f"give a file of at most {plural(parts, 'stage')}, or a schedule by name"
             )
-        own = schedule_of(name, stages=stages, microbatches=microbatches, actions=options.actions)
-        return ResolvedSchedule(name, options.virtual_stages, stages, own)
+        custom = schedule_of(name, stages=stages, microbatches=microbatches, actions=options.actions)
+        return ResolvedSchedule(name, options.virtual_stages, stages, custom)
     if replicas := options.replicas:
         if len(replicas) > parts:
             raise ScheduleError(
@@ -170,8 +170,8 @@ def settle(options: Options, *, parts: int, microbatches: int) -> ResolvedSchedu
                 f"replicas={list(replicas)} with {microbatches} microbatches: each replica needs one; give at least "
                 f"{max(replicas)} chunks and rows"
             )
-        own = schedule_of(name, stages=len(replicas), microbatches=microbatches, replicas=replicas)
-        return ResolvedSchedule(name, 1, len(replicas), own)
+        custom = schedule_of(name, stages=len(replicas), microbatches=microbatches, replicas=replicas)
+        return ResolvedSchedule(name, 1, len(replicas), custom)
     asked = options.virtual_stages
     if parts >= devices * asked:
         return ResolvedSchedule(name, asked, devices * asked)

@@ -106,14 +106,14 @@ def simulated(plan: Plan, *, issue_s: Mapping[Kind, Sequence[float]] | None = No
 
 def predicted(plan: Plan) -> StepTimeline:
     """Return the simulated step of a plan, from what the plan holds and nothing else."""
-    found = simulated(plan)
-    schedule = found.schedule
+    timeline = simulated(plan)
+    schedule = timeline.schedule
     bars = tuple(
         Bar(schedule.lane_of(stage, microbatch), stage, kind, microbatch, span.start_s, span.end_s)
-        for span in found.spans
+        for span in timeline.spans
         for stage, kind, microbatch in (span.action,)
     )
-    ends = {span.action: span.end_s for span in found.spans}
+    ends = {span.action: span.end_s for span in timeline.spans}
     sent = []
     microbatches = schedule.microbatches
     for time in plan.transfers:
@@ -126,7 +126,7 @@ def predicted(plan: Plan) -> StepTimeline:
             if back in ends:
                 ready_s = ends[back]
                 sent.append(Sent(time.consumer, time.producer, microbatch, True, ready_s, ready_s + time.backward_s))
-    return StepTimeline(bars, tuple(sent), found.step_s, measured=False)
+    return StepTimeline(bars, tuple(sent), timeline.step_s, measured=False)
 
 
 def host_step(plan: Plan) -> Timeline | None:
@@ -143,8 +143,8 @@ def host_step(plan: Plan) -> Timeline | None:
     issue: dict[Kind, list[float]] = {
         "F": there,
         "B": back,
-        "I": [(1 - part) * whole for part, whole in zip(split, back, strict=True)],
-        "W": [part * whole for part, whole in zip(split, back, strict=True)],
+        "I": [(1 - share) * whole for share, whole in zip(split, back, strict=True)],
+        "W": [share * whole for share, whole in zip(split, back, strict=True)],
     }
     return simulated(plan, issue_s=issue)
 
@@ -218,8 +218,8 @@ class StagesAlone:
         return self._simulated(merged, (), issued=True)
 
     def _simulated(self, schedule: Schedule, transfers: Sequence[TransferTime], *, issued: bool) -> Timeline:
-        if schedule.stages != (own := self.schedule.stages):
-            raise ValueError(f"{own} stages were measured, schedule {schedule.name!r} has {schedule.stages}")
+        if schedule.stages != (count := self.schedule.stages):
+            raise ValueError(f"{count} stages were measured, schedule {schedule.name!r} has {schedule.stages}")
         return simulate(
             schedule,
             forward_s=self.seconds["F"],
@@ -247,11 +247,11 @@ class StagesAlone:
 
 def by_stage(measured: Mapping[Action, float], *, stages: int) -> dict[Kind, tuple[float, ...]]:
     """Return the mean over microbatches of each kind of action, stage by stage; a stage without one has 0."""
-    found: dict[Kind, tuple[float, ...]] = {}
+    means: dict[Kind, tuple[float, ...]] = {}
     for kind in dict.fromkeys(action.kind for action in measured):
-        own: list[Sequence[float]] = [
+        samples: list[Sequence[float]] = [
             [seconds for action, seconds in measured.items() if (action.kind, action.stage) == (kind, stage)]
             for stage in range(stages)
         ]
-        found[kind] = tuple(fmean(values) if values else 0.0 for values in own)
-    return found
+        means[kind] = tuple(fmean(values) if values else 0.0 for values in samples)
+    return means

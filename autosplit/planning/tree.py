@@ -43,7 +43,7 @@ def plan_tree(model: nn.Module, sample: Sample, options: Options, *, reason: str
 
 def _rows(model: nn.Module, sample: Sample, options: Options) -> int:
     """Return the rows of the batch; of a list its length, and 1 where nobody could tell."""
-    lists = [len(part) for part in (*sample.args, *sample.kwargs.values()) if isinstance(part, list) and part]
+    lists = [len(value) for value in (*sample.args, *sample.kwargs.values()) if isinstance(value, list) and value]
     try:
         return lists[0] if lists else batch_rows(flatten(model, sample, options.batch_dims))
     except InputError:
@@ -86,8 +86,8 @@ class _Writer:
             static[unit] += state_bytes(state, self.options).total
         costs = [self.costs.get(unit, ModuleCost()) for unit in self.units]  # some were never called
         works = tuple(
-            Work(unit, cost.forward_s, BACKWARD * cost.forward_s, static_bytes=own)
-            for unit, cost, own in zip(self.units, costs, static, strict=True)
+            Work(unit, cost.forward_s, BACKWARD * cost.forward_s, static_bytes=size)
+            for unit, cost, size in zip(self.units, costs, static, strict=True)
         )
         links = [link_seconds(self.options, cost.output_bytes) for cost in costs[:-1]]
         limits = [self.options.capacity_bytes(stage) for stage in range(len(self.options.devices))]
@@ -191,9 +191,9 @@ class _Writer:
 def _states(model: nn.Module, home: dict[str, int]) -> list[tuple[StateProfile, int]]:
     """Return every parameter and buffer, and the unit that it lies with."""
     parameters = dict(model.named_parameters())
-    found = []
+    states = []
     for name, tensor in (*parameters.items(), *model.named_buffers()):
         size = tensor.numel() * tensor.element_size()
         state = StateProfile(name, tensor.numel(), size, tensor.requires_grad, name in parameters, ())
-        found.append((state, home[name]))
-    return found
+        states.append((state, home[name]))
+    return states

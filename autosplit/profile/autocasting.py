@@ -55,7 +55,7 @@ def set_dtypes(traced: TracedGraph, *, kernels: Literal["cpu", "cuda"]) -> None:
         run.run(rows, *inputs)
     like = templates(runs)
     for node, info in traced.compute_nodes():
-        dtypes = run.found.get(like.get(node, node).meta[INFO].name, ())
+        dtypes = run.dtypes.get(like.get(node, node).meta[INFO].name, ())
         if len(dtypes) == len(info.tensors):
             tensors = tuple(replace(tensor, dtype=dtype) for tensor, dtype in zip(info.tensors, dtypes, strict=True))
             node.meta[INFO] = replace(info, tensors=tensors)
@@ -70,7 +70,7 @@ class _Dtypes(BorderInterpreter):
 
     def __init__(self, module: nn.Module, graph: fx.Graph, rows: int, kernels: Literal["cpu", "cuda"]) -> None:
         super().__init__(module, graph=graph, device=_CPU)
-        self.found: dict[str, tuple[torch.dtype, ...]] = {}
+        self.dtypes: dict[str, tuple[torch.dtype, ...]] = {}
         self._rows = rows
         self._lowering = CudaKernels() if kernels == "cuda" else contextlib.nullcontext()
 
@@ -85,5 +85,5 @@ class _Dtypes(BorderInterpreter):
             if is_internal(error):
                 raise
             return empty_value(n, self._rows, needs_grad=False)
-        self.found[info.name] = tuple(tensor.dtype for tensor in tensors_of(result))
+        self.dtypes[info.name] = tuple(tensor.dtype for tensor in tensors_of(result))
         return result

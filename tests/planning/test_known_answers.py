@@ -46,7 +46,7 @@ def planned(llama: OnPaper, precision: str) -> Plan:
     """Plan for microbatches of one sequence; both precisions have bf16 weights."""
     options = replace(llama.options, precision=precision)
     return Choice(
-        Sweep(RecordedModel(llama.recorded.model, llama.recorded.found), options, Space((SEQUENCES,)), rows=SEQUENCES)
+        Sweep(RecordedModel(llama.recorded.model, llama.recorded.trace), options, Space((SEQUENCES,)), rows=SEQUENCES)
     ).plan
 
 

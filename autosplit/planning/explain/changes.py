@@ -77,10 +77,10 @@ class Request:
         for name, value in arguments.items():
             if name == "devices":
                 machine = resolve_machine(value)
-                own = paper.options
-                kept = own.replicas if not own.replicas or sum(own.replicas) == len(machine) else ()
+                options = paper.options
+                kept = options.replicas if not options.replicas or sum(options.replicas) == len(machine) else ()
                 devices = stand_ins(machine)
-                paper = replace(paper, options=replace(own, machine=machine, devices=devices, replicas=kept))
+                paper = replace(paper, options=replace(options, machine=machine, devices=devices, replicas=kept))
             elif name == "optimizer":
                 paper = replace(paper, options=replace(paper.options, optimizer=value))
             elif name == "precision":
@@ -106,10 +106,10 @@ def changes(plan: Plan, request: Request) -> tuple[Change, ...]:
     if plan.verdict == "fits" or binding(plan) is None:
         return ()
     trials = _Trials(plan, request)
-    found = [change for change in map(trials.least_of, trials.kinds) if change is not None]
-    if all(change.verdict != "fits" for change in found) and (pair := _pair(trials)) is not None:
-        found.append(pair)
-    return tuple(sorted(found, key=lambda change: _price(change, request.rows)))
+    single = [change for change in map(trials.least_of, trials.kinds) if change is not None]
+    if all(change.verdict != "fits" for change in single) and (pair := _pair(trials)) is not None:
+        single.append(pair)
+    return tuple(sorted(single, key=lambda change: _price(change, request.rows)))
 
 
 def tried(plan: Plan, request: Request) -> str:
@@ -145,14 +145,14 @@ class _Trials:
 
     def __init__(self, plan: Plan, request: Request) -> None:
         self.plan, self.request = plan, request.narrowed(plan)
-        self.kinds = [own for own in (list(make(plan, request)) for make in _KINDS) if own]
+        self.kinds = [candidates for candidates in (list(make(plan, request)) for make in _KINDS) if candidates]
         """The candidates of each kind that has some."""
         self._leanest: dict[str, tuple[Search, Finished | None] | None] = {}
 
     def least_of(self, candidates: Sequence[Candidate]) -> Change | None:
         """Return the least change of several that surely fits; else the last, where that may."""
-        place = least(lambda place: self.fits(candidates[place]), guess=0, low=0, high=len(candidates) - 1)
-        return self._change(candidates[-1 if place is None else place])
+        index = least(lambda index: self.fits(candidates[index]), guess=0, low=0, high=len(candidates) - 1)
+        return self._change(candidates[-1 if index is None else index])
 
     def fits(self, candidate: Candidate) -> bool:
         """Tell whether a change makes some cut fit for sure."""
@@ -204,9 +204,9 @@ class _Trials:
 
 def _pair(trials: _Trials) -> Change | None:
     """Return the first two changes that surely fit together: the most of one kind, and the least of another with it."""
-    pairs = sorted(combinations(trials.kinds, 2), key=lambda pair: max(_asks(own[0].arguments) for own in pair))
+    pairs = sorted(combinations(trials.kinds, 2), key=lambda pair: max(_asks(kind[0].arguments) for kind in pair))
     for first, second in pairs:
-        joined = [pair for own in second if (pair := _joined(first[-1], own)) is not None]
+        joined = [pair for candidate in second if (pair := _joined(first[-1], candidate)) is not None]
         if joined and trials.fits(joined[-1]):
             return trials.least_of(joined)
     return None
@@ -260,12 +260,12 @@ def _kinds_of_device(request: Request) -> list[str]:
 
 
 def _devices(plan: Plan, request: Request) -> Iterator[Candidate]:
-    names, own = _kinds_of_device(request), len(request.paper.options.devices)
+    names, planned = _kinds_of_device(request), len(request.paper.options.devices)
     if plan.actions or request.paper.options.replicas or len(names) != 1 or len(request.space.recompute or ()) > 1:
         return
     most = sum(len(stage.nodes) for stage in plan.stages)
-    for count, text in takewhile(lambda pair: pair[0] <= most, device_counts(names[0], more_than=own)):
-        yield Candidate("devices", text, {"devices": text}, f", {count / own:.3g} times the devices")
+    for count, text in takewhile(lambda pair: pair[0] <= most, device_counts(names[0], more_than=planned)):
+        yield Candidate("devices", text, {"devices": text}, f", {count / planned:.3g} times the devices")
 
 
 def _device(plan: Plan, request: Request) -> Iterator[Candidate]:
@@ -307,11 +307,11 @@ def device_counts(name: str, *, more_than: int, per_host: int | None = None) -> 
 
     They are 256 at most.
     """
-    own = per_host or registry.device(name).peer_group or _PER_HOST
-    for count in range(max(1, more_than + 1), own + 1):
+    each = per_host or registry.device(name).peer_group or _PER_HOST
+    for count in range(max(1, more_than + 1), each + 1):
         yield count, f"{count}x{name}"
-    for hosts in range(max(2, more_than // own + 1), _MOST_DEVICES // own + 1):
-        yield hosts * own, f"{hosts}x{own}x{name}"
+    for hosts in range(max(2, more_than // each + 1), _MOST_DEVICES // each + 1):
+        yield hosts * each, f"{hosts}x{each}x{name}"
 
 
 def larger(present: DeviceSpec) -> Sequence[DeviceSpec]:

@@ -50,15 +50,15 @@ def smallest(paper: OnPaper, space_of: SpaceOf) -> Extreme:
 
     def request(index: int) -> Request:
         machine = resolve_machine(counts[index][1])
-        own = replace(paper, options=replace(paper.options, machine=machine, devices=stand_ins(machine)))
-        return Request(own, space_of(own), rows)
+        changed = replace(paper, options=replace(paper.options, machine=machine, devices=stand_ins(machine)))
+        return Request(changed, space_of(changed), rows)
 
     plan = cache(lambda index: request(index).plan())
     asked = len(paper.options.devices)
-    given = next((place for place, (devices, _) in enumerate(counts) if devices >= asked), 0)
-    parts = len(plan(given).units) or sum(len(stage.nodes) for stage in plan(given).stages)
-    top = max(place for place, (devices, _) in enumerate(counts) if devices <= max(parts, 1))
-    index = least(lambda place: _fits(plan(place)), guess=given, low=0, high=top)
+    start = next((number for number, (devices, _) in enumerate(counts) if devices >= asked), 0)
+    parts = len(plan(start).units) or sum(len(stage.nodes) for stage in plan(start).stages)
+    top = max(number for number, (devices, _) in enumerate(counts) if devices <= max(parts, 1))
+    index = least(lambda number: _fits(plan(number)), guess=start, low=0, high=top)
     if index is None:
         words = f"no number of {plan(top).devices[0]} holds the model: with {counts[top][1]}, {_binds(plan(top))}"
         return Extreme(plan(top), request(top).paper, words)
@@ -83,7 +83,7 @@ def largest_batch(paper: OnPaper, space: Space) -> Extreme:
         return Request(paper, replace(space, chunks=(chunks,)), each * chunks)
 
     plan = cache(lambda each: request(each).plan())
-    fewest, near = paper.recorded.found.graph.min_rows, max(first.microbatch_rows)
+    fewest, near = paper.recorded.trace.graph.min_rows, max(first.microbatch_rows)
     for _ in range(_GUESSES):
         leanest = request(near).search().min_memory_cut()
         near = min(max(int(near / max(leanest.fullest, 1e-6)) if leanest else 0, fewest), MOST_ROWS)
@@ -143,8 +143,8 @@ def answered(paper: OnPaper, space_of: Callable[[OnPaper], Space], *, find: str)
     """Return the best plan, or the one for the fewest devices or for the largest batch, with its explanation."""
     if find == "best":
         request = Request(paper, space_of(paper), paper.recorded.rows)
-        found = explained(request.plan(), request)
-        return found.model_copy(update={"notes": (*found.notes, *_fewer_microbatches(found, paper, request.space))})
+        best = explained(request.plan(), request)
+        return best.model_copy(update={"notes": (*best.notes, *_fewer_microbatches(best, paper, request.space))})
     edge = smallest(paper, space_of) if find == "smallest" else largest_batch(paper, space_of(paper))
     request = Request(edge.paper, space_of(edge.paper), sum(edge.plan.microbatch_rows))
     plan = explained(edge.plan, request)
@@ -153,26 +153,26 @@ def answered(paper: OnPaper, space_of: Callable[[OnPaper], Space], *, find: str)
 
 def assumed(plan: Plan, paper: OnPaper) -> Plan:
     """Return the plan with notes on what nobody said: what stands for the loss, and whose values decided."""
-    found = []
+    notes = []
     if paper.options.loss is None and plan.schedule != "forward":
-        found.append(note_on_no_loss(paper.recorded.found.graph))
+        notes.append(note_on_no_loss(paper.recorded.trace.graph))
     if paper.by_values:
-        found.append(
+        notes.append(
             "the forward decides by values, so the model and inputs were taken with theirs: other values may take "
             "another way through it"
         )
-    elif answers := paper.recorded.found.gathered.scope.answers:
-        found.append(
+    elif answers := paper.recorded.trace.gathered.scope.answers:
+        notes.append(
             f"the forward reads values {'once' if len(answers) == 1 else f'{len(answers)} times'} (first: "
             f"{answers[0].name}); where sizes do not decide them, it is planned for finite values and for masks that "
             "hide something"
         )
-    return plan.model_copy(update={"notes": (*plan.notes, *(note for note in found if note is not None))})
+    return plan.model_copy(update={"notes": (*plan.notes, *(note for note in notes if note is not None))})
 
 
 def _fewer_microbatches(plan: Plan, paper: OnPaper, space: Space) -> Iterator[str]:
     """Yield a note where the batch has too few rows for the microbatches that were asked for."""
-    used, rows, least = len(plan.microbatch_rows), sum(plan.microbatch_rows), paper.recorded.found.graph.min_rows
+    used, rows, least = len(plan.microbatch_rows), sum(plan.microbatch_rows), paper.recorded.trace.graph.min_rows
     if len(space.chunks) == 1 and used < space.chunks[0]:
         of = f" of at least {least}" if least > 1 else ""
         yield (
@@ -184,10 +184,10 @@ def _fewer_microbatches(plan: Plan, paper: OnPaper, space: Space) -> Iterator[st
 def explained(plan: Plan, request: Request) -> Plan:
     """Return the plan with its reasons, and with changes where it does not surely fit."""
     with phase("pricing changes"):
-        found = changes(plan, request)
-        hopeless = tried(plan, request) if plan.verdict == "no" and not found else None
+        helps = changes(plan, request)
+        hopeless = tried(plan, request) if plan.verdict == "no" and not helps else None
     others = filter(None, (hopeless, one_is_enough(plan, request)))
-    return plan.model_copy(update={"reasons": (*reasons(plan), *others), "changes": found})
+    return plan.model_copy(update={"reasons": (*reasons(plan), *others), "changes": helps})
 
 
 def one_is_enough(plan: Plan, request: Request) -> str | None:
@@ -212,8 +212,8 @@ def one_is_enough(plan: Plan, request: Request) -> str | None:
     share = -(-rows // count)
     each = min(max(plan.microbatch_rows), share)
     space = Space((-(-share // each),), recompute=("never",))
-    own = replace(request, space=space, rows=share).changed({"devices": f"1x{plan.devices[0]}"}, chunks=plan.chunks)
-    alone = own.search().fastest()
+    single = replace(request, space=space, rows=share).changed({"devices": f"1x{plan.devices[0]}"}, chunks=plan.chunks)
+    alone = single.search().fastest()
     if alone is None or (held_bytes := max(alone.cut.device_bytes)) > _ROOM * room:
         return None
     gradients = sum(stage.memory.parameter_bytes for stage in plan.stages)

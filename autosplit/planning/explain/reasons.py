@@ -61,16 +61,16 @@ def saved_bytes(plan: Plan) -> list[int]:
     if not plan.units:
         return []
     held = plan.schedule_for(len(plan.microbatch_rows)).in_flight
-    found = []
+    saved = []
     for device in device_verdicts(plan):
-        own = [plan.stages[index] for index in device.stages]
-        if all(stage.recompute == "never" for stage in own):
+        stages = [plan.stages[index] for index in device.stages]
+        if all(stage.recompute == "never" for stage in stages):
             continue
         units = [unit for unit in plan.units if unit.stage in device.stages]
         kept = sum(held[unit.stage] * unit.kept_bytes for unit in units)
         transient = max((unit.transient_bytes for unit in units), default=0)
-        found.append(device.states_bytes + kept + transient - device.peak_bytes)
-    return found
+        saved.append(device.states_bytes + kept + transient - device.peak_bytes)
+    return saved
 
 
 def _uneven(plan: Plan) -> Iterator[str]:
@@ -85,13 +85,13 @@ def _uneven(plan: Plan) -> Iterator[str]:
     alike: dict[tuple[str, int], list[DeviceVerdict]] = {}
     for device in full:
         alike.setdefault((device.term, device.capacity_bytes or 0), []).append(device)
-    for (term, capacity), own in alike.items():
+    for (term, capacity), devices in alike.items():
         less = _span(
-            [f"{1 - loads[device.lane] / mean:.0%}" for device in sorted(own, key=lambda one: -loads[one.lane])]
+            [f"{1 - loads[device.lane] / mean:.0%}" for device in sorted(devices, key=lambda d: -loads[d.lane])]
         )
-        needs = _span([format_bytes(size) for size in sorted(device.peak_bytes for device in own)])
-        who = _named("device", [device.lane for device in own])
-        has, is_ = ("has", "it is") if len(own) == 1 else ("have", "they are")
+        needs = _span([format_bytes(size) for size in sorted(device.peak_bytes for device in devices)])
+        who = _named("device", [device.lane for device in devices])
+        has, is_ = ("has", "it is") if len(devices) == 1 else ("have", "they are")
         numbers = f"{needs} of {format_bytes(capacity)}, most of it {term}"
         yield f"{who} {has} {less} less work than the mean: {is_} full ({numbers})"
 
@@ -140,45 +140,45 @@ def _host(plan: Plan) -> Iterator[str]:
 
 
 def _tradeoffs(plan: Plan) -> Iterator[str]:
-    """Yield the nearest of the other plans: what is faster and needs more, what needs less and is slower."""
+    """Yield the best of the other plans: what is faster and needs more, what needs less and is slower."""
     peak = max(stage.memory.peak_bytes for stage in plan.stages)
-    others = [one for one in plan.frontier if not _same(plan, one)]
-    smaller = [one for one in others if one.peak_bytes < peak and one.step_s > plan.step_s * (1 + _NOTABLE)]
-    faster = [one for one in others if one.step_s < plan.step_s * (1 - _NOTABLE)]
+    others = [other for other in plan.frontier if not _same(plan, other)]
+    smaller = [other for other in others if other.peak_bytes < peak and other.step_s > plan.step_s * (1 + _NOTABLE)]
+    faster = [other for other in others if other.step_s < plan.step_s * (1 - _NOTABLE)]
     if smaller:
-        one = min(smaller, key=lambda other: other.step_s)
+        best = min(smaller, key=lambda other: other.step_s)
         yield (
-            f"{setting(one)} would need {format_bytes(peak - one.peak_bytes)} less on the fullest device and take "
-            f"{one.step_s / plan.step_s - 1:.0%} longer"
+            f"{setting(best)} would need {format_bytes(peak - best.peak_bytes)} less on the fullest device and take "
+            f"{best.step_s / plan.step_s - 1:.0%} longer"
         )
     if faster and plan.verdict != "no":
-        one = max(faster, key=lambda other: other.step_s)
-        gain = 1 - one.step_s / plan.step_s
+        best = max(faster, key=lambda other: other.step_s)
+        gain = 1 - best.step_s / plan.step_s
         but = {"no": "does not fit", "borderline": "may not fit", "fits": "fits by the solver's formula alone"}
-        yield f"{setting(one)} would be {gain:.0%} faster, but {but[one.verdict]}: {format_bytes(one.peak_bytes)}"
+        yield f"{setting(best)} would be {gain:.0%} faster, but {but[best.verdict]}: {format_bytes(best.peak_bytes)}"
 
 
-def _same(plan: Plan, one: Alternative) -> bool:
-    own = (plan.chunks, plan.schedule, plan.virtual_stages, plan.replicas, {stage.recompute for stage in plan.stages})
-    return own == (one.chunks, one.schedule, one.virtual_stages, one.replicas, set(one.recompute))
+def _same(plan: Plan, other: Alternative) -> bool:
+    this = (plan.chunks, plan.schedule, plan.virtual_stages, plan.replicas, {stage.recompute for stage in plan.stages})
+    return this == (other.chunks, other.schedule, other.virtual_stages, other.replicas, set(other.recompute))
 
 
-def setting(one: Alternative) -> str:
+def setting(other: Alternative) -> str:
     """Return what another plan chose, in words: ``8 chunks under 1f1b, recompute block``."""
-    each = f" with {one.virtual_stages} stages per device" if one.virtual_stages > 1 else ""
-    each = f" with replicas {list(one.replicas)}" if one.replicas else each
-    kinds = list(dict.fromkeys(one.recompute))
+    each = f" with {other.virtual_stages} stages per device" if other.virtual_stages > 1 else ""
+    each = f" with replicas {list(other.replicas)}" if other.replicas else each
+    kinds = list(dict.fromkeys(other.recompute))
     listed = " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
     again = "" if kinds == ["never"] else f", recompute {listed}"
-    return f"{one.chunks} chunks under {one.schedule}{each}{again}"
+    return f"{other.chunks} chunks under {other.schedule}{each}{again}"
 
 
 def _named(noun: str, indices: Sequence[int]) -> str:
     """Return numbers as ranges behind their noun: ``stages 0-2, 5``."""
     runs = []
     for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
-        found = [index for _, index in run]
-        runs.append(f"{found[0]}-{found[-1]}" if len(found) > 1 else f"{found[0]}")
+        numbers = [index for _, index in run]
+        runs.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}")
     return f"{noun}{'s' * (len(indices) > 1)} {', '.join(runs)}"
 
 
@@ -197,21 +197,21 @@ def short_of_memory(plan: Plan, *, action: Action | None, sizes: Sequence[int], 
     devices = device_verdicts(plan)
     if action is None:
         where = "out of memory between the cells of a step"
-        devices = (binding(plan) or max(devices, key=lambda one: one.peak_bytes),)
+        devices = (binding(plan) or max(devices, key=lambda verdict: verdict.peak_bytes),)
     else:
         lane = plan.stages[action.stage].lane
-        devices = tuple(one for one in devices if one.lane == lane)
+        devices = tuple(verdict for verdict in devices if verdict.lane == lane)
         where = f"out of memory in {action}"
-    one = devices[0]
-    room = "no limit is known" if one.capacity_bytes is None else f"{format_bytes(one.capacity_bytes)} are available"
+    full = devices[0]
+    room = "no limit is known" if full.capacity_bytes is None else f"{format_bytes(full.capacity_bytes)} are available"
     held = "" if held_bytes is None else f", and tensors had {format_bytes(held_bytes)} when it ran out"
-    planned = f"{'' if action is None else 'stage ' + str(action.stage) + ' is '}on {one.device}"
-    facts = f"{where}: {planned}, where {format_bytes(one.peak_bytes)} were predicted and {room}{held}"
-    helps = [*_helps(plan, one, sizes, held_bytes)][:_MOST]
+    planned = f"{'' if action is None else 'stage ' + str(action.stage) + ' is '}on {full.device}"
+    facts = f"{where}: {planned}, where {format_bytes(full.peak_bytes)} were predicted and {room}{held}"
+    helps = [*_helps(plan, full, sizes, held_bytes)][:_MOST]
     return f"{facts}. What would help: {'; '.join(helps)}. The pipe can be called again once there is room"
 
 
-def _helps(plan: Plan, one: DeviceVerdict, sizes: Sequence[int], held_bytes: int | None) -> Iterator[str]:
+def _helps(plan: Plan, full: DeviceVerdict, sizes: Sequence[int], held_bytes: int | None) -> Iterator[str]:
     """Yield ways out, those that the numbers speak for first."""
     planned = plan.microbatch_rows
     if max(sizes) > max(planned) or (len(sizes), sum(sizes)) > (len(planned), sum(planned)):
@@ -219,16 +219,16 @@ def _helps(plan: Plan, one: DeviceVerdict, sizes: Sequence[int], held_bytes: int
             f"a plan for this batch, with sample= of its size: it has {sum(sizes)} rows in {len(sizes)} microbatches, "
             f"planned were {sum(planned)} in {len(planned)}"
         )
-    if held_bytes is not None and held_bytes > _OTHERS * one.peak_bytes:
-        more = format_bytes(held_bytes - one.peak_bytes)
-        yield f"to free what else lies on {one.device}: tensors had {more} more than all that was predicted of the step"
+    if held_bytes is not None and held_bytes > _OTHERS * full.peak_bytes:
+        gap = format_bytes(held_bytes - full.peak_bytes)
+        yield f"to free what else lies on {full.device}: tensors had {gap} more than all that was predicted of the step"
     yield from (change.text for change in plan.changes[:1])
     peak = max(stage.memory.peak_bytes for stage in plan.stages)
     smaller = [other for other in plan.frontier if other.peak_bytes < peak]
     if smaller:
         best = min(smaller, key=lambda other: (other.verdict == "no", other.step_s))
         yield f"{setting(best)}, {format_bytes(peak - best.peak_bytes)} less on the fullest device by the plan"
-    if any(plan.stages[stage].recompute != "always" for stage in one.stages):
+    if any(plan.stages[stage].recompute != "always" for stage in full.stages):
         yield "recompute='always' or 'block', which keeps less from forward to backward"
     if max(planned) > 1:
         yield f"more than {plan.chunks} chunks, or fewer rows in the batch"

@@ -66,12 +66,12 @@ class DeviceVerdict:
 
 def device_verdicts(plan: Plan) -> tuple[DeviceVerdict, ...]:
     """Return one verdict per device that runs a stage, in the order of the plan's devices."""
-    found = []
+    verdicts = []
     for lane in sorted({stage.lane for stage in plan.stages}):
         stages = [stage for stage in plan.stages if stage.lane == lane]
         memory = [stage.memory for stage in stages]
         first = memory[0]
-        found.append(
+        verdicts.append(
             DeviceVerdict(
                 lane=lane,
                 device=stages[0].device,
@@ -83,16 +83,16 @@ def device_verdicts(plan: Plan) -> tuple[DeviceVerdict, ...]:
                 reserve_bytes=first.reserve_bytes,
                 verdict=first.verdict,
                 states_bytes=sum(
-                    own.parameter_bytes + own.buffer_bytes + own.gradient_bytes + own.optimizer_bytes for own in memory
+                    m.parameter_bytes + m.buffer_bytes + m.gradient_bytes + m.optimizer_bytes for m in memory
                 ),
-                activation_bytes=sum(one.activation_bytes for one in memory),
-                transient_bytes=sum(one.transient_bytes for one in memory),
+                activation_bytes=sum(m.activation_bytes for m in memory),
+                transient_bytes=sum(m.transient_bytes for m in memory),
             )
         )
-    return tuple(found)
+    return tuple(verdicts)
 
 
 def binding(plan: Plan) -> DeviceVerdict | None:
     """Return the device that is nearest to its capacity, or furthest above it; None where no capacity is known."""
-    known = [one for one in device_verdicts(plan) if one.capacity_bytes is not None]
-    return max(known, key=lambda one: one.share) if known else None
+    known = [verdict for verdict in device_verdicts(plan) if verdict.capacity_bytes is not None]
+    return max(known, key=lambda verdict: verdict.share) if known else None

@@ -105,7 +105,7 @@ class _Mesh:
         """What is searched where nothing is left out."""
         if not self.request.free_chunks:
             return search_space(self.options, rows=self.rows, free_chunks=False)
-        least = self.request.paper.recorded.found.graph.min_rows
+        least = self.request.paper.recorded.trace.graph.min_rows
         sizes = [least * 2**power for power in range(_SIZES) if self.rows % (least * 2**power) == 0]
         counts = {self.rows // size for size in sizes} or {1}
         enough = {count for count in counts if count >= self.parallel.pp} or {max(counts)}
@@ -125,7 +125,7 @@ class _Mesh:
     def _costs(self, chunks: int) -> Profile:
         """Return what a rank does with one microbatch of the whole model."""
         recorded = self.request.paper.recorded
-        sizes = sizes_of(self.rows, chunks, recorded.found.graph.min_rows)
+        sizes = sizes_of(self.rows, chunks, recorded.trace.graph.min_rows)
         return recorded.of_rank(recorded.profile(self.options, sizes), self.options)
 
     @cached_property

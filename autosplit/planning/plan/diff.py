@@ -76,22 +76,22 @@ def diff(before: PlanRecord, after: PlanRecord) -> PlanDiff:
     """Return what has to be said of ``before`` so that it becomes ``after``."""
     model = tuple(_models(before, after))
     moved = tuple(_moved(before.stage_of(), after.stage_of()))
-    one, other = _figures(before), _figures(after)
-    changed = [Changed(n, one[n], other[n]) for n in one if n in other and one[n] != other[n]]
+    old, new = _figures(before), _figures(after)
+    changed = [Changed(n, old[n], new[n]) for n in old if n in new and old[n] != new[n]]
     told = {"fingerprint", "stages", "fits", *_CHOICES, *_COSTS}
     others = [n for n in type(before).model_fields if n not in told and getattr(before, n) != getattr(after, n)]
-    found = PlanDiff(model, moved, tuple(changed), tuple(others))
-    if not found and before != after:  # the order of nodes in a stage, or a device's name
+    result = PlanDiff(model, moved, tuple(changed), tuple(others))
+    if not result and before != after:  # the order of nodes in a stage, or a device's name
         return PlanDiff((), (), (), ("stages",))
-    return found
+    return result
 
 
-def entries_that_differ(planned: Iterable[str], found: Iterable[str]) -> list[str]:
+def entries_that_differ(planned: Iterable[str], actual: Iterable[str]) -> list[str]:
     """Return, in words, how entries such as ``layer.weight[4, 3]`` of two models differ."""
-    one, other = (dict(_split(entry) for entry in entries) for entries in (planned, found))
-    shapes = [f"{n} is {other[n]}, in the plan {one[n]}" for n in one if n in other and one[n] != other[n]]
-    absent = [f"{n}{one[n]} is in the plan only" for n in one if n not in other]
-    new = [f"{n}{other[n]} is not in the plan" for n in other if n not in one]
+    before, after = (dict(_split(entry) for entry in entries) for entries in (planned, actual))
+    shapes = [f"{n} is {after[n]}, in the plan {before[n]}" for n in before if n in after and before[n] != after[n]]
+    absent = [f"{n}{before[n]} is in the plan only" for n in before if n not in after]
+    new = [f"{n}{after[n]} is not in the plan" for n in after if n not in before]
     return [*shapes, *absent, *new]
 
 
@@ -101,13 +101,13 @@ def _split(entry: str) -> tuple[str, str]:
 
 
 def _models(before: PlanRecord, after: PlanRecord) -> Iterator[str]:
-    one, other = before.fingerprint, after.fingerprint
-    if one.model != other.model:
-        yield f"it is a {other.model}, and was a {one.model}"
-    if one.state != other.state:
-        yield from entries_that_differ(one.entries, other.entries) or ["its parameters and buffers are others"]
-    if one.torch != other.torch:
-        yield f"it was planned with torch {other.torch}, and before with {one.torch}"
+    old, new = before.fingerprint, after.fingerprint
+    if old.model != new.model:
+        yield f"it is a {new.model}, and was a {old.model}"
+    if old.state != new.state:
+        yield from entries_that_differ(old.entries, new.entries) or ["its parameters and buffers are others"]
+    if old.torch != new.torch:
+        yield f"it was planned with torch {new.torch}, and before with {old.torch}"
 
 
 def _moved(before: dict[str, int], after: dict[str, int]) -> Iterator[Moved]:
@@ -137,11 +137,11 @@ def prefixes(name: str) -> list[str]:
 
 def _figures(plan: PlanRecord) -> dict[str, Any]:
     """Return what was chosen and what it costs, by name."""
-    found = {name: getattr(plan, name) for name in _CHOICES} | {"stages": len(plan.stages)}
+    figures = {name: getattr(plan, name) for name in _CHOICES} | {"stages": len(plan.stages)}
     for stage in plan.stages:
-        own = stage.model_dump(include=_OF_STAGE) | stage.memory.model_dump()
-        found |= {f"stage {stage.index} {name}": value for name, value in own.items()}
-    return found | {name: getattr(plan, name) for name in _COSTS}
+        fields = stage.model_dump(include=_OF_STAGE) | stage.memory.model_dump()
+        figures |= {f"stage {stage.index} {name}": value for name, value in fields.items()}
+    return figures | {name: getattr(plan, name) for name in _COSTS}
 
 
 def _text(name: str, value: Any) -> str:
@@ -162,9 +162,9 @@ def _short(text: str) -> str:
 
 def _ratio(changed: Changed) -> str:
     """Return by how much a number grew or shrank."""
-    one, other = changed.before, changed.after
-    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (one, other))
-    return f"{other / one - 1:+.1%}" if numbers and one and changed.name.endswith(("_s", "_bytes", "bubble")) else ""
+    old, new = changed.before, changed.after
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (old, new))
+    return f"{new / old - 1:+.1%}" if numbers and old and changed.name.endswith(("_s", "_bytes", "bubble")) else ""
 
 
 def _stage(number: int | None) -> str:

@@ -42,8 +42,8 @@ def _torchtitan(plan: PlanRecord) -> str:
     stage each. What runs in a module around them has no name of its own.
     """
     stage_of = _placed(plan)
-    parts: list[list[str]] = [[name for name, own in stage_of.items() if own == s.index] for s in plan.stages]
-    return "[\n" + ",\n".join(f"  {json.dumps(part)}" for part in parts) + "\n]\n"
+    parts: list[list[str]] = [[name for name, stage in stage_of.items() if stage == s.index] for s in plan.stages]
+    return "[\n" + ",\n".join(f"  {json.dumps(names)}" for names in parts) + "\n]\n"
 
 
 def _megatron(plan: PlanRecord) -> str:
@@ -80,16 +80,16 @@ def _placed(plan: PlanRecord) -> dict[str, int]:
     seconds = _unit_seconds(plan)
     holders = {prefix for path in owners if _is_block(path) for prefix in prefixes(path)[:-1]}
     around = {prefix for path in owners for prefix in prefixes(path)[:-1]}
-    found: dict[str, int] = {}
+    placed: dict[str, int] = {}
     cut: list[str] = []
     for name in nodes:
         path = _whole(name.partition("#")[0], owners, holders, around)
-        if path is None or path in found:
+        if path is None or path in placed:
             continue
         weights = seconds.get(path) or owners[path]
-        found[path] = max(weights, key=lambda stage: (weights[stage], -stage))
+        placed[path] = max(weights, key=lambda stage: (weights[stage], -stage))
         if len(owners[path]) > 1:
-            cut.append(f"{path} (stages {', '.join(map(str, sorted(owners[path])))}) goes to stage {found[path]}")
+            cut.append(f"{path} (stages {', '.join(map(str, sorted(owners[path])))}) goes to stage {placed[path]}")
     if cut:
         more = f", and {len(cut) - _NAMED} more" if len(cut) > _NAMED else ""
         warnings.warn(
@@ -99,7 +99,7 @@ def _placed(plan: PlanRecord) -> dict[str, int]:
             UserWarning,
             stacklevel=5,
         )
-    return found
+    return placed
 
 
 def _whole(path: str, owners: dict[str, Counter[int]], holders: set[str], around: set[str]) -> str | None:
@@ -119,12 +119,12 @@ def _whole(path: str, owners: dict[str, Counter[int]], holders: set[str], around
 
 def _unit_seconds(plan: PlanRecord) -> dict[str, Counter[int]]:
     """Map modules to the seconds that each stage spends in them; empty where the units are of a cut before an edit."""
-    found: dict[str, Counter[int]] = {}
+    seconds: dict[str, Counter[int]] = {}
     for unit in () if plan.edited else plan.units:
         nanoseconds = round((unit.forward_s + unit.backward_s) * 1e9)
         for prefix in prefixes(unit.name):
-            found.setdefault(prefix, Counter())[unit.stage] += nanoseconds
-    return found
+            seconds.setdefault(prefix, Counter())[unit.stage] += nanoseconds
+    return seconds
 
 
 def _is_block(path: str) -> bool:

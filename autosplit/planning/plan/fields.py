@@ -44,8 +44,8 @@ class MeshDegrees(Record):
         """Return those of a mesh that is planned for."""
         if placed is None:
             return None
-        own = placed.parallel
-        return cls(dp=own.dp, tp=own.tp, pp=own.pp, zero=own.zero, sequence=own.sequence, order=placed.order)
+        p = placed.parallel
+        return cls(dp=p.dp, tp=p.tp, pp=p.pp, zero=p.zero, sequence=p.sequence, order=placed.order)
 
     def __str__(self) -> str:
         shards = f", ZeRO-{self.zero}" if self.zero else ""

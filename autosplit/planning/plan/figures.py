@@ -27,8 +27,8 @@ def overhead_s(options: Options, stages: Sequence[StagePlan], schedule: Schedule
     if options.machine is not None or options.lanes != "threads":
         return 0.0
     amounts = step_amounts(stages, schedule, timeline)
-    known = [(spec.step, own) for spec, own in zip(device_specs(options), amounts, strict=False) if spec.step]
-    return max((step.seconds(own) for step, own in known), default=0.0)
+    known = [(spec.step, amount) for spec, amount in zip(device_specs(options), amounts, strict=False) if spec.step]
+    return max((step.seconds(amount) for step, amount in known), default=0.0)
 
 
 def step_amounts(stages: Sequence[StagePlan], schedule: Schedule, timeline: Timeline) -> list[StepAmounts]:
@@ -37,21 +37,21 @@ def step_amounts(stages: Sequence[StagePlan], schedule: Schedule, timeline: Time
     A lane works beside the others for as long as it works, times the share of the step in which another lane does.
     """
     sums = max(0, schedule.microbatches - 1) if schedule.has_backward else 0
-    busy_s, found = timeline.busy_s, []
+    busy_s, amounts = timeline.busy_s, []
     for lane, actions in enumerate(schedule.lanes):
-        own = [stage.memory for stage in stages if stage.lane == lane]
+        memories = [stage.memory for stage in stages if stage.lane == lane]
         others = (len(busy_s) - 1) * timeline.step_s
         share = (sum(busy_s) - busy_s[lane]) / others if others else 0.0
-        found.append(
+        amounts.append(
             StepAmounts(
                 steps=1,
                 actions=len(actions),
-                gradient_bytes=sums * sum(memory.gradient_bytes for memory in own),
-                held_bytes=sum(memory.activation_bytes for memory in own),
+                gradient_bytes=sums * sum(memory.gradient_bytes for memory in memories),
+                held_bytes=sum(memory.activation_bytes for memory in memories),
                 overlapped_s=busy_s[lane] * share,
             )
         )
-    return found
+    return amounts
 
 
 _RATES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -82,8 +82,8 @@ def model_flops(traced: TracedGraph, costs: Profile, sizes: Sequence[int], *, ba
     total = 0.0
     for _, info in traced.compute_nodes():
         node, micro = costs.nodes[info.name], info.node_class is NodeClass.MICRO
-        own = node.forward_flops + backward * node.backward_flops
-        total += own * (sum(sizes) / sizes[0] if micro else 1)
+        flops = node.forward_flops + backward * node.backward_flops
+        total += flops * (sum(sizes) / sizes[0] if micro else 1)
     return total
 
 

@@ -23,7 +23,7 @@ PLAIN_ON_TWO = (1.74, 1.83)
 
 def notes_of(case: ProfiledProblem, partition: Partition, *, unreplayed: str | None) -> Iterator[str]:
     """Yield what has to be said of a plan; ``unreplayed`` is why its peaks are the formula's, where they are."""
-    traced, costs, options = case.recorded.found.graph, case.costs, case.options
+    traced, costs, options = case.recorded.trace.graph, case.costs, case.options
     infos = [info for _, info in traced.compute_nodes()]
     if (nothing := note_on_training(costs, case.problem.schedule)) is not None:
         yield nothing
@@ -58,9 +58,9 @@ def notes_of(case: ProfiledProblem, partition: Partition, *, unreplayed: str | N
         name, why = next(iter(short.items()))
         yield f"times of {len(short)} operations are modelled (first: {name}: {why})"
     elif options.measure and options.kernels == "cuda" and not costs.measured:
-        place = options.devices[options.leading]
+        device = options.devices[options.leading]
         yield (
-            f"times are those of {costs.times.device} by its data sheet: nothing was measured on {place}; where the "
+            f"times are those of {costs.times.device} by its data sheet: nothing was measured on {device}; where the "
             "model lies there while it is planned, it is"
         )
     yield from notes_on_unknown(options)

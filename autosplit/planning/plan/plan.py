@@ -60,11 +60,11 @@ class Plan(PlanRecord):
             stage_of.update(dict.fromkeys(nodes, target))
         stages = []
         for stage in self.stages:
-            own = tuple(node for node, index in stage_of.items() if index == stage.index)
-            if not own:
+            left = tuple(node for node, index in stage_of.items() if index == stage.index)
+            if not left:
                 raise PlanError(f"stage {stage.index} would have nothing left; leave every stage at least one module")
-            paths = dict.fromkeys(node.partition("#")[0] or self.fingerprint.model for node in own)
-            stages.append(stage.model_copy(update={"nodes": own, "modules": tuple(paths)}))
+            paths = dict.fromkeys(node.partition("#")[0] or self.fingerprint.model for node in left)
+            stages.append(stage.model_copy(update={"nodes": left, "modules": tuple(paths)}))
         return self.model_copy(update={"stages": tuple(stages)})
 
     def version_bytes(self, staleness: str) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ def _contradiction(plan: Plan) -> str | None:
     foreign = _foreign_stage(plan)
     if foreign is not None:
         return f"{foreign}, there are {count} stages"
-    lanes = {stage.lane + own for stage in plan.stages for own in range(stage.replicas)}
+    lanes = {stage.lane + replica for stage in plan.stages for replica in range(stage.replicas)}
     if lanes != set(range(len(plan.devices))):
         return f"its stages are on lanes {sorted(lanes)}, and there are {len(plan.devices)} devices"
     try:

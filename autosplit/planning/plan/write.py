@@ -54,9 +54,9 @@ class Writer:
     def __init__(self, case: ProfiledProblem, partition: Partition) -> None:
         self.case, self.partition, self.problem = case, partition, case.problem
         self.costs, self.options, self.sizes, self.recorded = case.costs, case.options, case.sizes, case.recorded
-        self.model, found = case.recorded.model, case.recorded.found
-        self.traced = found.graph
-        self.whole, self.proof = found.whole, found.proof
+        self.model, trace = case.recorded.model, case.recorded.trace
+        self.traced = trace.graph
+        self.whole, self.proof = trace.whole, trace.proof
         self.schedule = case.problem.schedule_of(partition.stages)
         self.lane = self.schedule.stage_lane
         pairs = zip(case.names, partition.assignment, strict=True)
@@ -85,9 +85,9 @@ class Writer:
     def ranges(self) -> Mapping[int, PeakRange]:
         """The range of each device's peak, by lane, where it has one."""
         with autocast_of(self.options.precision, kernels=self.options.kernels):
-            found = peak_ranges(self._cut, self.fullest, memo=self.recorded.memo)
+            ranges = peak_ranges(self._cut, self.fullest, memo=self.recorded.memo)
         more = self._waiting
-        return {lane: PeakRange(own.low_bytes + more[lane], own.high_bytes + more[lane]) for lane, own in found.items()}
+        return {lane: PeakRange(r.low_bytes + more[lane], r.high_bytes + more[lane]) for lane, r in ranges.items()}
 
     @cached_property
     def peaks(self) -> list[int]:
@@ -96,8 +96,8 @@ class Writer:
         Processes have messages on their way beside that.
         """
         replayed = [device.peak_bytes for device in self.fullest]
-        own = replayed or list(self.partition.costs.device_bytes)
-        return [peak + self._waiting[lane] for lane, peak in enumerate(own)]
+        peaks = replayed or list(self.partition.costs.device_bytes)
+        return [peak + self._waiting[lane] for lane, peak in enumerate(peaks)]
 
     @cached_property
     def _boundaries(self) -> tuple[Boundary, ...]:
@@ -127,7 +127,7 @@ class Writer:
         extra_s = overhead_s(self.options, stages, self.schedule, costs.timeline)
         update_s, peak = self.update_s, peak_flops_per_s(self.options, dtype := parameter_dtype(self.traced))
         beside_s = shared_s(self.traced, self.costs) + sent_s(boundaries, self.costs, self.options) + extra_s + update_s
-        made = Plan(
+        plan = Plan(
             fingerprint=fingerprint_of(self.model, [info.name for _, info in self.traced.compute_nodes()]),
             devices=tuple(map(self.options.device_name, range(len(self.schedule.lanes)))),
             stages=stages,
@@ -156,7 +156,7 @@ class Writer:
             class_flops=self._class_flops(),
             measured=self.costs.measured,
             dtype=dtype,
-            sequence=tokens_per_row(self.recorded.found.inputs),
+            sequence=tokens_per_row(self.recorded.trace.inputs),
             model_flops=model_flops(self.traced, self.case.whole, self.sizes, backward=self.schedule.has_backward)
             * self.options.parallel.dp,
             peak_flops_per_s=None if peak is None else peak * self.options.parallel.ranks / self.options.parallel.pp,
@@ -165,7 +165,7 @@ class Writer:
             whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),
             proofs=() if self.proof is None else (self.proof,),
         )
-        return made.sealed()
+        return plan.sealed()
 
     def _stage(self, index: int) -> StagePlan:
         names = [info.name for info in self._nodes[index]]
@@ -195,22 +195,22 @@ class Writer:
         each_s = kernel_issue_s(self.options, self.lane[index])
         share = {NodeClass.MICRO: 1.0, NodeClass.FULL: 1 / len(self.sizes), NodeClass.SHARED: 0.0}
         nodes = self._nodes[index] if each_s else ()
-        own = [(self.costs.nodes[info.name], each_s * share[info.node_class]) for info in nodes]
+        weighted = [(self.costs.nodes[info.name], each_s * share[info.node_class]) for info in nodes]
         return NodeTimes(
-            sum(len(node.forward_operations) * part for node, part in own),
-            self.schedule.has_backward * sum(len(node.backward_operations) * part for node, part in own),
+            sum(len(node.forward_operations) * issue_s for node, issue_s in weighted),
+            self.schedule.has_backward * sum(len(node.backward_operations) * issue_s for node, issue_s in weighted),
         )
 
     def _memory(self, index: int) -> StageMemory:
         """Return what a stage holds at its device's peak; what is transient then is the running stage's."""
         lane = self._fullest_lane(index)
         peak = self.peaks[lane]
-        own = self._held(index)
+        fields = self._held(index)
         stages = self.schedule.stages_on(lane)
         running = self.fullest[lane].running if self.fullest else stages[0]
         held = sum(sum(self._held(stage).values()) for stage in stages)
         return StageMemory(
-            **own,
+            **fields,
             transient_bytes=peak - held if index == running else 0,
             peak_bytes=peak,
             capacity_bytes=self.options.capacity_bytes(lane, kept_bytes=self._kept_bytes[lane]),
@@ -239,10 +239,10 @@ class Writer:
     @cached_property
     def _nodes(self) -> Sequence[list[TracedNode]]:
         """Each stage's nodes, in model order."""
-        found: list[list[TracedNode]] = [[] for _ in range(self.partition.stages)]
+        nodes: list[list[TracedNode]] = [[] for _ in range(self.partition.stages)]
         for _, info in self.traced.compute_nodes():
-            found[self.stage_of[info.name]].append(info)
-        return found
+            nodes[self.stage_of[info.name]].append(info)
+        return nodes
 
     def _class_flops(self) -> dict[str, float]:
         """Return each class's share of the step's forward FLOPs: micro nodes run once per microbatch."""
@@ -265,7 +265,7 @@ def bytes_of_states(states: Sequence[StateProfile], options: Options) -> dict[st
     totals = [state_bytes(state, options) for state in states]
     owns = zip(states, totals, strict=True)
     return {
-        "parameter_bytes": sum(total.own for s, total in owns if s.is_parameter),
+        "parameter_bytes": sum(total.tensor for s, total in owns if s.is_parameter),
         "buffer_bytes": sum(s.bytes for s in states if not s.is_parameter),
         "gradient_bytes": sum(total.gradient for total in totals),
         "optimizer_bytes": sum(total.optimizer for total in totals),
@@ -278,8 +278,8 @@ def fit_of(stages: Sequence[StagePlan]) -> dict[str, Any]:
     Borderline is also a plan for devices of which no capacity is known. A peak without a range is borderline up to 5%
     above its capacity; a limit that was given is met.
     """
-    found = {stage.memory.verdict for stage in stages}
-    verdict = next((own for own in (None, "no", "borderline") if own in found), "fits") or "borderline"
+    verdicts = {stage.memory.verdict for stage in stages}
+    verdict = next((worst for worst in (None, "no", "borderline") if worst in verdicts), "fits") or "borderline"
     return {"fits": FITS[verdict], "verdict": verdict}
 
 
@@ -346,11 +346,11 @@ def fingerprint_of(model: nn.Module, nodes: list[str]) -> Fingerprint:
 
 def check_plan(plan: PlanRecord, model: nn.Module, *, devices: int) -> None:
     """Raise PlanError when a plan was made for another model or for more devices."""
-    found, planned = state_entries(model), plan.fingerprint
-    if planned.state != _hash(found):
-        different = entries_that_differ(planned.entries, found) if planned.entries else []
+    entries, planned = state_entries(model), plan.fingerprint
+    if planned.state != _hash(entries):
+        different = entries_that_differ(planned.entries, entries) if planned.entries else []
         more = f"; {len(different) - _NAMED} more differ" if len(different) > _NAMED else ""
-        which = f": {'; '.join(different[:_NAMED])}{more}" if different else f" ({len(found)} entries)"
+        which = f": {'; '.join(different[:_NAMED])}{more}" if different else f" ({len(entries)} entries)"
         raise PlanError(
             f"the plan was made for {planned.model} with other parameters or buffers than this {type(model).__name__} "
             f"has{which}; plan again: autosplit(model, ...) without plan="

@@ -89,10 +89,10 @@ def _wanted(traced: TracedGraph, stage_of: Mapping[str, int]) -> dict[str, int]:
 
 def sources(node: fx.Node) -> list[fx.Node]:
     """Return the tensor nodes behind a node's operands, through sizes and plumbing; attributes are none."""
-    found = []
+    tensors = []
     for operand in node.all_input_nodes:
-        found += [operand] if INFO in operand.meta else sources(operand)
-    return found
+        tensors += [operand] if INFO in operand.meta else sources(operand)
+    return tensors
 
 
 def _place_shared(index: DataflowIndex, placed: dict[str, int]) -> None:

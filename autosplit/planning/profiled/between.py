@@ -47,9 +47,9 @@ def pieces_of(case: ProfiledProblem, group_of: Sequence[int]) -> Pieces:
         members[group].append(work)
     owners, crossing = _owners(case.costs), [0, *sent_bytes(case, group_of)]
     entered, modules = [], []
-    for group, (before, own) in enumerate(pairwise(members), start=1):
-        blocks = [case.problem.works[work].block for work in (before[-1], own[0])]
-        enters = _enters(case, before[-1], own[0], owners)
+    for group, (before, works) in enumerate(pairwise(members), start=1):
+        blocks = [case.problem.works[work].block for work in (before[-1], works[0])]
+        enters = _enters(case, before[-1], works[0], owners)
         if enters if blocks[1] is None else blocks[0] != blocks[1]:
             modules.append(group)
         elif enters:
@@ -68,8 +68,8 @@ def pieces_of(case: ProfiledProblem, group_of: Sequence[int]) -> Pieces:
 def _runs(group_of: Sequence[int], places: Collection[int]) -> tuple[int, ...]:
     """Return the run of groups between two places that each work lies in."""
     starts = [0] * (max(group_of) + 1)
-    for place in places:
-        starts[place] = 1
+    for start in places:
+        starts[start] = 1
     piece = list(accumulate(starts))
     return tuple(piece[group] for group in group_of)
 
@@ -82,7 +82,7 @@ def note_on_inside(pieces: Sequence[int], assignment: Sequence[int], *, longer: 
     stages: dict[int, set[int]] = {}
     for piece, stage in zip(pieces, assignment, strict=True):
         stages.setdefault(piece, set()).add(stage)
-    inside = sum(len(own) - 1 for own in stages.values())
+    inside = sum(len(among) - 1 for among in stages.values())
     if not inside:
         return ""
     cuts = f"{inside} of {max(assignment)} cuts lie{'s' * (inside == 1)} inside modules"
@@ -91,9 +91,9 @@ def note_on_inside(pieces: Sequence[int], assignment: Sequence[int], *, longer: 
     return f"{cuts}: between modules the step would be {longer:.1%} longer (cut='modules' allows that from 2% on)"
 
 
-def _enters(case: ProfiledProblem, before: int, own: int, owners: Collection[str]) -> bool:
+def _enters(case: ProfiledProblem, before: int, after: int, owners: Collection[str]) -> bool:
     """Tell whether a work is of a call of a module with parameters that the work before it has no part in."""
-    call, last = (case.names[work][0].partition("/")[0] for work in (own, before))
+    call, last = (case.names[work][0].partition("/")[0] for work in (after, before))
     path, outer = call.partition("#")[0], last.partition("#")[0]
     leaves = not path or outer.startswith(f"{path}.")
     return call != last and not leaves and path in owners

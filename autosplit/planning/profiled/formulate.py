@@ -52,8 +52,8 @@ class Outline:
         work_of.update({info.name: len(micro) for info in self.full})
         self.sources = [[source.meta[INFO].name for source in index.sources[node]] for node, _ in (*micro, *full)]
         users: dict[str, list[int]] = {}
-        for info, own in zip((*self.micro, *self.full), self.sources, strict=True):
-            for name in own:
+        for info, names in zip((*self.micro, *self.full), self.sources, strict=True):
+            for name in names:
                 users.setdefault(name, []).append(work_of[info.name])
         self.consumers = [users.get(info.name, []) for info in self.micro]
         self.inputs = {name: tuple(dict.fromkeys(users.get(name, ()))) for name in _inputs(traced)}
@@ -88,31 +88,31 @@ def _inputs(traced: TracedGraph) -> list[str]:
 
 def _blocks(traced: TracedGraph, micro: list[tuple[fx.Node, TracedNode]]) -> dict[str, int]:
     pieces = in_units([node for node, _ in micro], block_paths(traced.root, (info.module for _, info in micro)))
-    return {n.meta[INFO].name: number for number, (unit, own) in enumerate(pieces) if unit for n in own}
+    return {n.meta[INFO].name: number for number, (unit, nodes) in enumerate(pieces) if unit for n in nodes}
 
 
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes that a parameter or buffer takes at home: itself, its gradient, its optimizer state."""
 
-    own: int
+    tensor: int
     gradient: int
     optimizer: int
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.own + self.gradient + self.optimizer
+        return self.tensor + self.gradient + self.optimizer
 
 
 def state_bytes(state: StateProfile, options: Options) -> StateBytes:
     """Return the bytes of one parameter or buffer under the optimizer that was named, on one data-parallel rank."""
     part_of = options.parallel.part_of
-    own = part_of(state.bytes, zero=3) if state.is_parameter else state.bytes
+    tensor = part_of(state.bytes, zero=3) if state.is_parameter else state.bytes
     if not (state.is_parameter and state.trainable):
-        return StateBytes(own, 0, 0)
+        return StateBytes(tensor, 0, 0)
     optimizer = options.optimizer_bytes(elements=state.elements, parameter_bytes=state.bytes)
-    return StateBytes(own, part_of(state.bytes, zero=2), optimizer)
+    return StateBytes(tensor, part_of(state.bytes, zero=2), optimizer)
 
 
 def formulate(
@@ -127,13 +127,13 @@ def formulate(
 
 def scheduled(problem: Problem, settled: ResolvedSchedule) -> Problem:
     """Return the problem of 1F1B under another schedule; a backward in two parts takes what these do."""
-    made = replace(
-        problem, schedule=settled.schedule, virtual_stages=settled.virtual_stages, custom_schedule=settled.own
+    changed = replace(
+        problem, schedule=settled.schedule, virtual_stages=settled.virtual_stages, custom_schedule=settled.custom
     )
-    if "W" not in made.schedule_of(settled.stages).kinds:
-        return made
+    if "W" not in changed.schedule_of(settled.stages).kinds:
+        return changed
     works = (replace(work, backward_s=work.backward_s + work.split_s, split_s=0.0) for work in problem.works)
-    return replace(made, works=tuple(works))
+    return replace(changed, works=tuple(works))
 
 
 def held_copies(
@@ -171,7 +171,7 @@ class _Formulator:
         flows = {name for name, node in profile.nodes.items() if node.requires_grad}
         flows |= {name for name, wanted in profile.input_grads.items() if wanted}
         self.behind_grads = {
-            info.name for info, own in zip(self.micro, outline.sources, strict=False) if not flows.isdisjoint(own)
+            info.name for info, names in zip(self.micro, outline.sources, strict=False) if not flows.isdisjoint(names)
         }
 
     def problem(self, slowdowns: Sequence[float]) -> Problem:
@@ -179,7 +179,7 @@ class _Formulator:
             raise TraceError("no operation depends on the batch: there is nothing to pipeline")
         static = self._static()
         each = zip(self.micro, static, self._steps(), strict=False)
-        works = [self._work(info, own, step_bytes) for info, own, step_bytes in each]
+        works = [self._work(info, static_bytes, step_bytes) for info, static_bytes, step_bytes in each]
         if self.full:
             works.append(self._epilogue(static[len(self.micro)]))
         devices = (Device(slowdown, self.options.room_bytes(lane)) for lane, slowdown in enumerate(slowdowns))
@@ -255,8 +255,8 @@ class _Formulator:
         for state in self.profile.state.values():
             users = self._users(state)
             if users and state.name not in tied:
-                own = state_bytes(state, self.options)
-                static[users[0]] += own.total - self.evaluated * own.gradient
+                size = state_bytes(state, self.options)
+                static[users[0]] += size.total - self.evaluated * size.gradient
         return static
 
     def _steps(self) -> list[int]:

@@ -73,11 +73,11 @@ class RecordedModel:
         outline: its works.
     """
 
-    def __init__(self, model: nn.Module, found: Trace) -> None:
-        self.model, self.found = model, found
-        self.memo = TraceMemo(found.graph)
-        self.outline = Outline(found.graph)
-        self._costs = CostMemo(found.graph)
+    def __init__(self, model: nn.Module, trace: Trace) -> None:
+        self.model, self.trace = model, trace
+        self.memo = TraceMemo(trace.graph)
+        self.outline = Outline(trace.graph)
+        self._costs = CostMemo(trace.graph)
         self._profiles: dict[Hashable, Profile] = {}
         self._shares: dict[tuple[int, bool], TensorShares] = {}
         self._parts: dict[tuple[int, int, bool, bool], tuple[Profile, Group, Profile]] = {}
@@ -85,7 +85,7 @@ class RecordedModel:
     @property
     def rows(self) -> int:
         """The rows of the batch that was recorded."""
-        return batch_rows(self.found.inputs)
+        return batch_rows(self.trace.inputs)
 
     # -- problems ------------------------------------------------------------------------------------------------
     def problem(self, options: Options, sizes: tuple[int, ...]) -> ProfiledProblem:
@@ -120,10 +120,10 @@ class RecordedModel:
         return self._profiles[key]
 
     def _profiled(self, options: Options, sizes: tuple[int, ...], device: DeviceSpec | str) -> Profile:
-        leaves = probe_inputs(self.found.inputs, sizes[0])
+        leaves = probe_inputs(self.trace.inputs, sizes[0])
         with borrowed(self.model), autocast_of(options.precision, kernels=options.kernels):
             costs = profile(
-                self.found.graph,
+                self.trace.graph,
                 rows=sizes[0],
                 batch_rows=sum(sizes),
                 inputs=leaves,
@@ -169,7 +169,7 @@ class RecordedModel:
 
         Raises InputError where ranks cannot share what pairs of products have, or nothing.
         """
-        traced = self.found.graph
+        traced = self.trace.graph
         key = parallel.tp, parallel.sequence
         if parallel.tp == 1:
             return TensorShares()
@@ -195,8 +195,8 @@ class RecordedModel:
         if made_of[0] is not costs or made_of[1] != group:
             shares = self.shares(options.parallel, rng=options.rng)
             model = cost_model_of(device_specs(options)[options.leading])
-            part = rank_profile(costs, shares, group=group, blocks=self.outline.blocks, model=model, fp8=fp8)
-            self._parts[key] = costs, group, part
+            of_rank = rank_profile(costs, shares, group=group, blocks=self.outline.blocks, model=model, fp8=fp8)
+            self._parts[key] = costs, group, of_rank
         return self._parts[key][2]
 
 
@@ -208,6 +208,6 @@ def _lies_on(lead: torch.device, model: nn.Module, inputs: Sequence[torch.Tensor
     """Tell whether a model is measured on devices of the leading one's kind: where it lies, or else its inputs do."""
     tensors = (*model.parameters(), *model.buffers()) or tuple(inputs)
     places = {tensor.device for tensor in tensors}
-    places = {place for place in places if place.type != "cpu"} or places
-    alike = [place for place in places if place.type == lead.type]
-    return bool(alike) and (places == {lead} or {driver_name(place) for place in alike} == {driver_name(lead)})
+    places = {device for device in places if device.type != "cpu"} or places
+    alike = [device for device in places if device.type == lead.type]
+    return bool(alike) and (places == {lead} or {driver_name(device) for device in alike} == {driver_name(lead)})

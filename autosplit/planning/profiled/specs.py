@@ -39,11 +39,11 @@ def notes_on_unknown(options: Options) -> Iterator[str]:
             name = driver_name(device)
             if name and registry.identify(name) is None:
                 places.setdefault(name, []).append(str(device))
-    for name, own in places.items():
+    for name, gpus in places.items():
         yield (
-            f"{name} ({', '.join(own)}) is an unknown GPU: where nothing is measured its times, and in any case its "
+            f"{name} ({', '.join(gpus)}) is an unknown GPU: where nothing is measured its times, and in any case its "
             f"links, are taken to be those of {UNKNOWN_GPU}; a device file with its own figures, given to plan() or to "
-            "autosplit plan --devices, tells better"
+            "autosplit plan --gpus, tells better"
         )
 
 

@@ -18,17 +18,17 @@ def units_of(case: ProfiledProblem, unit_of: Sequence[int], assignment: Sequence
     """
     problem = case.problem
     pieces = sorted(set(zip(assignment, unit_of, strict=True)))
-    place = {piece: index for index, piece in enumerate(pieces)}
-    of = [place[piece] for piece in zip(assignment, unit_of, strict=True)]
+    index_of = {piece: index for index, piece in enumerate(pieces)}
+    of = [index_of[piece] for piece in zip(assignment, unit_of, strict=True)]
     members: list[list[int]] = [[] for _ in pieces]
     for work, piece in enumerate(of):
         members[piece].append(work)
     static, kept, sent = _static(problem, of), _kept(problem, of), sent_bytes(case, of)
-    names = _unique([_common([name for work in own for name in case.names[work]]) for own in members])
-    found = []
-    for index, own in enumerate(members):
-        works = [problem.works[work] for work in own]
-        found.append(
+    names = _unique([_common([name for work in ids for name in case.names[work]]) for ids in members])
+    units = []
+    for index, ids in enumerate(members):
+        works = [problem.works[work] for work in ids]
+        units.append(
             Unit(
                 name=names[index],
                 stage=pieces[index][0],
@@ -42,7 +42,7 @@ def units_of(case: ProfiledProblem, unit_of: Sequence[int], assignment: Sequence
                 block=_block(works),
             )
         )
-    return tuple(found)
+    return tuple(units)
 
 
 def _block(works: Sequence[Work]) -> int | None:
@@ -92,8 +92,8 @@ def _common(names: Sequence[str]) -> str:
 def _unique(names: Sequence[str]) -> list[str]:
     """Return the names, those that come again with their number."""
     count: Counter[str] = Counter()
-    found = []
+    unique = []
     for name in names:
         count[name] += 1
-        found.append(name if count[name] == 1 else f"{name} ({count[name]})")
-    return found
+        unique.append(name if count[name] == 1 else f"{name} ({count[name]})")
+    return unique

@@ -49,16 +49,16 @@ class Choice:
         with phase("searching"):
             self.finished = self._with_room(self._search.run())
 
-    def _with_room(self, found: Finished) -> Finished:
+    def _with_room(self, finished: Finished) -> Finished:
         """Return a cut inside modules where that fits and none between them does, else the cut that was found.
 
         What may fit gives way only to what fits, which the formula has to say before anything is replayed.
         """
-        if found.sure or self.sweep.pieces is None:
-            return found
-        fullest = 1.0 if found.verdict == "borderline" else float("inf")
+        if finished.sure or self.sweep.pieces is None:
+            return finished
+        fullest = 1.0 if finished.verdict == "borderline" else float("inf")
         leaner = Search(self.sweep.anywhere()).min_memory_cut(fullest=fullest, first=True)
-        return refined(self.sweep, leaner) if leaner is not None and leaner.rank[0] < found.rank[0] else found
+        return refined(self.sweep, leaner) if leaner is not None and leaner.rank[0] < finished.rank[0] else finished
 
     @cached_property
     def plan(self) -> Plan:
@@ -150,11 +150,11 @@ class Search:
 
     def run(self) -> Finished:
         """Return the best that surely fits when it is replayed; else what is predicted to fit, or comes closest."""
-        found = self.faster(float("inf"))
-        if found is None or not found.sure:
+        best = self.faster(float("inf"))
+        if best is None or not best.sure:
             self._replay_min_memory_cuts()
             return refined(self.sweep, min(self.finished, key=lambda each: each.rank))
-        return found
+        return best
 
     def faster(self, enough_s: float) -> Finished | None:
         """Return the best, refined, that surely fits of what takes less than ``enough_s`` by the formula.
@@ -162,19 +162,19 @@ class Search:
         Else the best that was replayed, if anything was.
         """
         self.weigh(enough_s)
-        fitting = [(each.cut.step_s, place, each) for place, each in enumerate(self.candidates) if self._fits(each)]
+        fitting = [(each.cut.step_s, number, each) for number, each in enumerate(self.candidates) if self._fits(each)]
         heap: list[tuple[float, int, Candidate | Finished]] = [each for each in fitting if each[0] < enough_s]
         heapq.heapify(heap)
         known: set[tuple[int, LineCut]] = set()
         turns = 0
         while heap and len(self.finished) < _REPLAYS:
             turns += 1
-            step_s, place, best = heapq.heappop(heap)
+            step_s, number, best = heapq.heappop(heap)
             if isinstance(best, Finished):
                 return best
             whole_s = best.cut.step_s + self._sent_s(best.entry, best.cut)
             if whole_s > step_s:
-                heapq.heappush(heap, (whole_s, place, best))
+                heapq.heappush(heap, (whole_s, number, best))
                 continue
             over = self._over(best)
             if over is None:
@@ -185,12 +185,12 @@ class Search:
                 if finished.sure:
                     finished = self.finished[-1] = refined(self.sweep, finished)
                     whole_s = finished.writer.partition.value_s + self._sent_s(best.entry, best.cut)
-                    heapq.heappush(heap, (whole_s, place, finished))
+                    heapq.heappush(heap, (whole_s, number, finished))
                     continue
                 over = [high - held for high, held in zip(finished.highs, best.cut.device_bytes, strict=True)]
-            for place, following in enumerate(self._less_room(best, over)):
+            for number, following in enumerate(self._less_room(best, over)):
                 if following.cut.step_s < enough_s:
-                    heapq.heappush(heap, (following.cut.step_s, len(self.candidates) + 10 * turns + place, following))
+                    heapq.heappush(heap, (following.cut.step_s, len(self.candidates) + 10 * turns + number, following))
         return min(self.finished, key=lambda each: each.rank, default=None)
 
     def fastest(self) -> Candidate | None:
@@ -238,14 +238,14 @@ class Search:
         room = [*(limit - more for limit, more in zip(limits, over, strict=False)), *limits[len(over) :]]
         if candidate.limits is not None:
             before = zip(room, candidate.limits, limits, strict=True)
-            room = [min(own, last) if own < limit else own for own, last, limit in before]
+            room = [min(left, last) if left < limit else left for left, last, limit in before]
         if min(room) <= 0 or tuple(room) == candidate.limits:
             return
         free = all(set(options) == {"never"} for options in candidate.policy)
-        for way in self.sweep.recompute_policies(candidate.entry.settled.stages) if free else (candidate.policy,):
-            cut = candidate.entry.search.fastest(way, room, near=candidate.cut)
+        for policy in self.sweep.recompute_policies(candidate.entry.settled.stages) if free else (candidate.policy,):
+            cut = candidate.entry.search.fastest(policy, room, near=candidate.cut)
             if cut is not None:
-                yield Candidate(candidate.entry, way, cut, tuple(room))
+                yield Candidate(candidate.entry, policy, cut, tuple(room))
 
     def _replay_min_memory_cuts(self, fullest: float = float("inf"), *, first: bool = False) -> None:
         """Replay a few of the cuts of all configurations that need the least memory: one comes closest to fitting.
@@ -253,26 +253,26 @@ class Search:
         What is fuller than a cut whose replay bore the formula out is left out: by anything at all where it is not
         faster, else by more than the formula is worth.
         """
-        found = []
-        for place, entry in enumerate(self.entries):
+        cuts = []
+        for index, entry in enumerate(self.entries):
             limits = self.sweep.memory_limits(entry.problem)
             assert limits is not None, "without limits everything fits"
-            for way in self.sweep.recompute_policies(entry.settled.stages):
-                cut = entry.search.min_memory_cut(way, limits)
-                self.candidates.append(Candidate(entry, way, cut, None))
+            for policy in self.sweep.recompute_policies(entry.settled.stages):
+                cut = entry.search.min_memory_cut(policy, limits)
+                self.candidates.append(Candidate(entry, policy, cut, None))
                 over = max(held / max(limit, 1.0) for held, limit in zip(cut.device_bytes, limits, strict=False))
-                found.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, place, cut))
+                cuts.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, index, cut))
         tried: dict[tuple[int, LineCut], tuple[float, Finished]] = {}
-        for over, step_s, place, cut in sorted(found, key=lambda each: each[:3]):
+        for over, step_s, index, cut in sorted(cuts, key=lambda each: each[:3]):
             if over > fullest:
                 break
             beaten = (
-                own * (1.0 if each.cut.step_s <= step_s else _EXACT) <= over and each.worst <= _EXACT * own
-                for own, each in tried.values()
+                ratio * (1.0 if each.cut.step_s <= step_s else _EXACT) <= over and each.worst <= _EXACT * ratio
+                for ratio, each in tried.values()
             )
-            if (place, cut) not in tried and not any(beaten):
-                tried[place, cut] = over, self._finish(self.entries[place], cut)
-            if len(tried) == _MIN_MEMORY_CUTS or (first and any(own.verdict != "no" for _, own in tried.values())):
+            if (index, cut) not in tried and not any(beaten):
+                tried[index, cut] = over, self._finish(self.entries[index], cut)
+            if len(tried) == _MIN_MEMORY_CUTS or (first and any(each.verdict != "no" for _, each in tried.values())):
                 break
 
     def alternatives(self, besides: Alternative) -> list[Alternative]:
@@ -317,10 +317,10 @@ class Search:
         """
         limits = self.sweep.memory_limits(entry.problem)
         above = self.above.get(frozenset(cut.recompute), 1.0)
-        expected = [above * own for own in held]
+        expected = [above * size for size in held]
         fits = limits is not None and _within(expected, limits)
         near = limits is None or _within(expected, [limit * _NEAR for limit in limits])
-        found = Alternative(
+        alternative = Alternative(
             chunks=entry.options.chunks,
             schedule=entry.settled.schedule,
             virtual_stages=entry.settled.virtual_stages,
@@ -331,8 +331,8 @@ class Search:
             verdict=replayed or ("fits" if fits else "borderline" if near else "no"),
             replayed=replayed is not None,
         )
-        self.cut_of[found] = entry, cut
-        return found
+        self.cut_of[alternative] = entry, cut
+        return alternative
 
 
 def _frontier(chosen: Alternative, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
@@ -341,7 +341,7 @@ def _frontier(chosen: Alternative, others: Sequence[Alternative]) -> tuple[Alter
     The formula may find another better by a little that a replay would not: what was chosen stays.
     """
     kept: list[Alternative] = []
-    for each in sorted((chosen, *others), key=lambda own: (own.step_s, own.peak_bytes)):
+    for each in sorted((chosen, *others), key=lambda other: (other.step_s, other.peak_bytes)):
         if each is chosen or not kept or each.peak_bytes < kept[-1].peak_bytes:
             kept.append(each)
     beaten = {
@@ -364,4 +364,4 @@ def _same(each: Alternative, chosen: Alternative) -> bool:
 
 def _within(held: Iterable[float], limits: Iterable[float]) -> bool:
     """Tell whether every device keeps its limit."""
-    return all(own <= limit for own, limit in zip(held, limits, strict=False))
+    return all(size <= limit for size, limit in zip(held, limits, strict=False))

@@ -60,7 +60,7 @@ class Finished:
     @property
     def highs(self) -> list[int]:
         """The most that each device's peak may come out as."""
-        return [own.high_bytes for own in self.ranges]
+        return [peak.high_bytes for peak in self.ranges]
 
     @property
     def worst(self) -> float:
@@ -73,7 +73,7 @@ class Finished:
         return self._most(self.highs)
 
     def _most(self, held: Sequence[int]) -> float:
-        return max((own / max(limit, 1.0) for own, limit in zip(held, self.limits, strict=False)), default=0.0)
+        return max((size / max(limit, 1.0) for size, limit in zip(held, self.limits, strict=False)), default=0.0)
 
     @property
     def sure(self) -> bool:
@@ -112,7 +112,7 @@ class Finished:
             return (1.0, step_s)
         if self.verdict == "borderline":
             pairs = zip(self.ranges, self.limits, strict=False)
-            risk = max((own.high_bytes - limit) / max(own.high_bytes - own.low_bytes, 1) for own, limit in pairs)
+            risk = max((peak.high_bytes - limit) / max(peak.high_bytes - peak.low_bytes, 1) for peak, limit in pairs)
             return (2.0, round(risk, 1), step_s)
         return (3.0, round(self.worst, 2), step_s)
 
@@ -154,9 +154,9 @@ def _between(sweep: Sweep, best: Finished, pieces: tuple[int, ...]) -> Finished 
     cut = search.fastest(listed(best.cut.recompute), best.limits)
     if cut is None:
         return None
-    own = replace(cut, bounds=best.cut.bounds)
-    found = _replayed(sweep, best.entry, own, case, coarse.assignment(cut.bounds))
-    return found if found.rank[0] <= best.rank[0] else None
+    moved = replace(cut, bounds=best.cut.bounds)
+    finished = _replayed(sweep, best.entry, moved, case, coarse.assignment(cut.bounds))
+    return finished if finished.rank[0] <= best.rank[0] else None
 
 
 def _inside(sweep: Sweep, finished: Finished, *, gain: float) -> Finished:
@@ -181,7 +181,7 @@ def _room(finished: Finished, search: LineSearch, fine: Coarse) -> list[float]:
         return list(limits)
     held = search.device_bytes(_bounds(fine, finished.writer.partition), finished.cut.recompute)
     above = finished.highs if finished.sure else finished.peaks
-    room = [limit - max(0, peak - own) for limit, peak, own in zip(limits, above, held, strict=False)]
+    room = [limit - max(0, peak - expected) for limit, peak, expected in zip(limits, above, held, strict=False)]
     return [*room, *limits[len(room) :]]
 
 

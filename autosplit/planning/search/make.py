@@ -30,14 +30,14 @@ _SCHEDULES = (("1f1b", 1), ("zb_h1", 1))
 """What `autosplit` weighs under schedule="auto", with how many stages per device."""
 
 
-def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[int, ...]) -> Plan:
+def make_plan(model: nn.Module, trace: Trace, options: Options, *, sizes: tuple[int, ...]) -> Plan:
     """Return the plan with the shortest simulated step for microbatches of the given sizes.
 
     A cut of the caller's runs under 1F1B where schedule="auto". Raises InfeasibleError when the memory limit cannot
     hold; warns when there are fewer separable nodes than devices.
     """
     if options.cut is not None:
-        case = RecordedModel(model, found).scheduled_problem(options, sizes)
+        case = RecordedModel(model, trace).scheduled_problem(options, sizes)
         recompute = options.recompute or ("never",)
         stages = len(options.devices)
         return Writer(case, given(case, options.cut, recompute, stages=stages)).plan()
@@ -45,12 +45,12 @@ def make_plan(model: nn.Module, found: Trace, options: Options, *, sizes: tuple[
     if options.schedule == "auto":
         schedules = _SCHEDULES if len(options.devices) > 1 else _SCHEDULES[:1]
     space = Space((options.chunks,), schedules, options.recompute)
-    choice = Choice(Sweep(RecordedModel(model, found), options, space, rows=sum(sizes)))
+    choice = Choice(Sweep(RecordedModel(model, trace), options, space, rows=sum(sizes)))
     writer = choice.finished.writer
     limits = [options.capacity_bytes(lane) for lane in range(len(options.devices))]
     if any(limit is not None and peak > limit for peak, limit in zip(writer.peaks, limits, strict=False)):
         known = writer.problem.devices or ()
-        whole = tuple(replace(own, capacity_bytes=limit) for own, limit in zip(known, limits, strict=True))
+        whole = tuple(replace(device, capacity_bytes=limit) for device, limit in zip(known, limits, strict=True))
         raise over_capacity(
             replace(writer.problem, devices=whole), writer.partition.assignment, stage_bytes=writer.peaks
         )
@@ -74,7 +74,7 @@ _UNITS = 320
 """About as many units the model is shown in, as in a search."""
 
 
-def recosted(model: nn.Module, found: Trace, options: Options, plan: Plan) -> Plan:
+def recosted(model: nn.Module, trace: Trace, options: Options, plan: Plan) -> Plan:
     """Return the plan of a plan's own cut and choices, with the figures that ``options`` give it on this recording.
 
     ``options`` say everything else: devices, limits, optimizer, precision. Raises PlanError where the plan is of
@@ -90,9 +90,9 @@ def recosted(model: nn.Module, found: Trace, options: Options, plan: Plan) -> Pl
     if plan.rung == "module tree":
         raise PlanError("the plan is of a model that ran by its own Python: it cannot be moved by hand; plan again")
     cut = plan.stage_of()
-    _check_nodes(model, found.graph, plan)
-    check_order(found.graph, cut, stages=len(plan.stages))
-    own = replace(
+    _check_nodes(model, trace.graph, plan)
+    check_order(trace.graph, cut, stages=len(plan.stages))
+    chosen = replace(
         options,
         chunks=plan.chunks,
         schedule=plan.schedule,
@@ -100,17 +100,17 @@ def recosted(model: nn.Module, found: Trace, options: Options, plan: Plan) -> Pl
         actions=plan.actions,
         replicas=plan.replicas,
     )
-    rows, dp = batch_rows(found.inputs), options.parallel.dp
+    rows, dp = batch_rows(trace.inputs), options.parallel.dp
     if rows % dp:
         raise PlanError(f"the plan has {dp} replicas, which do not divide the batch of {rows} rows; give another batch")
-    sizes = sizes_of(rows // dp, plan.chunks, found.graph.min_rows, like=options.microbatches)
-    case = RecordedModel(model, found).scheduled_problem(own, sizes)
+    sizes = sizes_of(rows // dp, plan.chunks, trace.graph.min_rows, like=options.microbatches)
+    case = RecordedModel(model, trace).scheduled_problem(chosen, sizes)
     recompute = tuple(stage.recompute for stage in plan.stages)
     partition = given(case, cut, recompute, stages=len(plan.stages))
-    made = Writer(case, partition).plan()
+    costed = Writer(case, partition).plan()
     unit_of = runs(case.problem, base_graph(case.problem), most=_UNITS)
     units = units_of(case, unit_of, partition.assignment)
-    return made.model_copy(update={"units": units, "proofs": made.proofs or plan.proofs}).sealed()
+    return costed.model_copy(update={"units": units, "proofs": costed.proofs or plan.proofs}).sealed()
 
 
 def _check_nodes(model: nn.Module, traced: TracedGraph, plan: Plan) -> None:
@@ -147,9 +147,9 @@ def check_order(traced: TracedGraph, cut: Mapping[str, int], *, stages: int) -> 
         raise PlanError(f"{info.name!r} cannot run in stage {wanted}: {why}; move that too, or plan again")
 
 
-def _why(feeding: Sequence[fx.Node], place: int, wanted: int, placed: Mapping[str, int]) -> str:
+def _why(feeding: Sequence[fx.Node], stage: int, wanted: int, placed: Mapping[str, int]) -> str:
     for source in feeding:
         name = source.meta[INFO].name
         if source.op != "placeholder" and placed.get(name, 0) > wanted:
             return f"it takes {name!r} of stage {placed[name]}"
-    return f"it belongs with others that run in stage {place}"
+    return f"it belongs with others that run in stage {stage}"

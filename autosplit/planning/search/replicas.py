@@ -49,12 +49,12 @@ def best_replicas(sized: Sized, options: Options, *, recompute: Sequence[str] | 
 
     @cache
     def fits(in_flight: int) -> np.ndarray:
-        least: np.ndarray = np.minimum.reduce([np.maximum(own.fixed + in_flight * own.each, own.least) for own in held])
+        least: np.ndarray = np.minimum.reduce([np.maximum(row.fixed + in_flight * row.each, row.least) for row in held])
         return least <= limit
 
     def within(replicas: int, ahead: int) -> Floats:
-        own = stage_s(replicas, ahead)
-        return np.where(fits(min(-(-ahead // replicas), microbatches)), own, np.inf)
+        seconds = stage_s(replicas, ahead)
+        return np.where(fits(min(-(-ahead // replicas), microbatches)), seconds, np.inf)
 
-    found = replicate(within, devices=devices) or replicate(stage_s, devices=devices)
-    return () if found is None else found.replicas
+    best = replicate(within, devices=devices) or replicate(stage_s, devices=devices)
+    return () if best is None else best.replicas

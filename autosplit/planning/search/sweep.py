@@ -108,15 +108,15 @@ class Sweep:
         """Yield every configuration that may have a schedule, each pair of sizes and schedule once."""
         every: dict[tuple[int, ...], list[tuple[str, int]]] = {}
         for chunks in self.space.chunks:
-            sizes = sizes_of(self.rows, chunks, self.recorded.found.graph.min_rows, like=self.options.microbatches)
-            own = [each for each in self.space.schedules if (chunks, each) not in self.space.left_out]
-            if own:
-                every.setdefault(sizes, []).extend(each for each in own if each not in every[sizes])
+            sizes = sizes_of(self.rows, chunks, self.recorded.trace.graph.min_rows, like=self.options.microbatches)
+            asked = [each for each in self.space.schedules if (chunks, each) not in self.space.left_out]
+            if asked:
+                every.setdefault(sizes, []).extend(each for each in asked if each not in every[sizes])
         for sizes, schedules in every.items():
             sized = self._sized(sizes)
             layouts = self._layouts(sized)
-            made = (self._entry(sized, *schedule, own) for schedule in schedules for own in layouts)
-            yield from (entry for entry in made if entry is not None)
+            entries = (self._entry(sized, *schedule, replicas) for schedule in schedules for replicas in layouts)
+            yield from (entry for entry in entries if entry is not None)
 
     def _layouts(self, sized: Sized) -> list[tuple[int, ...]]:
         """Return the replicas of each stage that come into question; empty: one each.
@@ -130,7 +130,7 @@ class Sweep:
             best = best_replicas(sized, self.options, recompute=self.space.recompute, limit=limits[0])
             free = devices <= len(sized.case.sizes) and not once_on_last(sized, self.options)
             alone = (devices,) if free else ()
-            return list(dict.fromkeys(own if max(own, default=1) > 1 else () for own in ((), best, alone)))
+            return list(dict.fromkeys(layout if max(layout, default=1) > 1 else () for layout in ((), best, alone)))
         if asked and asked[-1] > 1 and full:
             raise InputError(
                 f"replicas={list(asked)}: {full[0].name!r} mixes the rows of a batch, or changes what they have read, "
@@ -151,7 +151,7 @@ class Sweep:
                 self._parts = len(places) + 1
             self._units = runs(problem, graph, most=self._most(), places=places)
         coarse = coarsened(problem, self._units)
-        once_s = shared_s(self.recorded.found.graph, case.costs)
+        once_s = shared_s(self.recorded.trace.graph, case.costs)
         return Sized(case, coarse, Line(coarse.problem), once_s)
 
     def _module_places(self, case: ProfiledProblem, graph: Graph) -> tuple[int, ...] | None:
@@ -169,13 +169,13 @@ class Sweep:
     def _entry(self, sized: Sized, schedule: str, virtual_stages: int, replicas: tuple[int, ...]) -> Entry | None:
         if replicas and schedule != "1f1b":
             return None
-        own = schedule == self.options.schedule
+        as_asked = schedule == self.options.schedule
         options = replace(
             self.options,
             chunks=len(sized.case.sizes),
             schedule=schedule,
             virtual_stages=virtual_stages,
-            actions=self.options.actions if own else (),
+            actions=self.options.actions if as_asked else (),
             recompute=self.space.recompute,
             replicas=replicas,
         )
@@ -201,7 +201,7 @@ class Sweep:
         """Return the bytes of each device, None where none has a limit."""
         if problem.capacity_bytes is None:
             return None
-        return [float("inf") if own is None else float(own) for own in problem.capacity_bytes]
+        return [float("inf") if limit is None else float(limit) for limit in problem.capacity_bytes]
 
     def recompute_policies(self, stages: int) -> list[Policy]:
         """Return what stages may recompute, one policy after the other."""

@@ -18,7 +18,7 @@ class StageNodes:
         root: the recording's, where modules, parameters and constants are.
         numbers: placeholders for the rows and the lengths, in the recording's order.
         inputs: values that other stages or the caller give.
-        own: the stage's nodes, and before them the numbers and parameters that they need, in model order.
+        nodes: the stage's nodes, and before them the numbers and parameters that they need, in model order.
         outputs: values that other stages or the caller take.
     """
 
