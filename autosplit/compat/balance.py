@@ -42,19 +42,19 @@ def balance_by_time(
     _check(partitions, module)
     if any(parameter.grad is not None for parameter in module.parameters()):
         raise ValueError("some parameter already has gradient; call module.zero_grad(set_to_none=True) first")
-    place = _place(device)
+    target = _place(device)
     spent = [0.0] * len(module)
     end = time.perf_counter() + timeout
     while not any(spent) or time.perf_counter() < end:
-        inputs = _moved(sample, place)
-        for index, layer in _sandbox(module, place):
-            tick = _now(place)
+        inputs = _moved(sample, target)
+        for index, layer in _sandbox(module, target):
+            tick = _now(target)
             outputs = _called(layer, inputs)
-            wanted = [part for part in _parts(outputs) if part.requires_grad]
+            wanted = [tensor for tensor in _parts(outputs) if tensor.requires_grad]
             if wanted:
-                torch.autograd.backward(wanted, [part.detach() for part in wanted])
-            spent[index] += _now(place) - tick
-            inputs = _moved(outputs, place)
+                torch.autograd.backward(wanted, [tensor.detach() for tensor in wanted])
+            spent[index] += _now(target) - tick
+            inputs = _moved(outputs, target)
     return _balance(spent, partitions)
 
 
@@ -77,15 +77,15 @@ def balance_by_size(
     Raises ValueError for fewer layers than partitions.
     """
     _check(partitions, module)
-    place = _place(device)
+    target = _place(device)
     rows = _parts(input)[0].shape[0] / chunks
-    inputs = _moved(input, place, rows=1)
+    inputs = _moved(input, target, rows=1)
     sizes = []
-    for _, layer in _sandbox(module, place):
+    for _, layer in _sandbox(module, target):
         outputs, left_bytes = _left_bytes(layer, inputs)
         held = sum(parameter.untyped_storage().nbytes() for parameter in layer.parameters())
         sizes.append(left_bytes * rows + held * param_scale)
-        inputs = _moved(outputs, place)
+        inputs = _moved(outputs, target)
     return _balance(sizes, partitions)
 
 
@@ -103,11 +103,11 @@ def _balance(costs: Sequence[float], partitions: int) -> list[int]:
     return [assignment.count(stage) for stage in range(partitions)]
 
 
-def _sandbox(module: nn.Sequential, place: torch.device) -> Iterator[tuple[int, nn.Module]]:
+def _sandbox(module: nn.Sequential, device: torch.device) -> Iterator[tuple[int, nn.Module]]:
     """Yield copies of the layers in training mode; the random states are as before at the end."""
     with random_state(), on_their_own():
         for index, layer in enumerate(module):
-            yield index, copy.deepcopy(layer).to(place).train()
+            yield index, copy.deepcopy(layer).to(device).train()
 
 
 def _left_bytes(layer: nn.Module, inputs: Any) -> tuple[Any, int]:
@@ -126,10 +126,10 @@ def _called(layer: nn.Module, inputs: Any) -> Any:
     if not isinstance(inputs, tuple):
         return layer(inputs)
     try:
-        one = not isinstance(layer, PipeSequential) and inspect.signature(layer.forward).bind(inputs)
+        takes_tuple = not isinstance(layer, PipeSequential) and inspect.signature(layer.forward).bind(inputs)
     except TypeError:
-        one = False
-    return layer(inputs) if one else layer(*inputs)
+        takes_tuple = False
+    return layer(inputs) if takes_tuple else layer(*inputs)
 
 
 def _place(device: torch.device | int | str | None) -> torch.device:
@@ -141,14 +141,14 @@ def _parts(value: Any) -> tuple[torch.Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _moved(value: Any, place: torch.device, *, rows: int | None = None) -> Any:
+def _moved(value: Any, device: torch.device, *, rows: int | None = None) -> Any:
     """Return leaves with the values, or the first rows, of a tensor or a tuple of tensors."""
-    cut = (part if rows is None else part[:rows] for part in _parts(value))
-    made = tuple(part.detach().to(place).requires_grad_(part.requires_grad) for part in cut)
-    return made if isinstance(value, tuple) else made[0]
+    cut = (tensor if rows is None else tensor[:rows] for tensor in _parts(value))
+    leaves = tuple(tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in cut)
+    return leaves if isinstance(value, tuple) else leaves[0]
 
 
-def _now(place: torch.device) -> float:
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -72,15 +72,15 @@ class PipePartition(Partition, PipeSequential):
     spreads = (tuple,)
 
 
-def _called(part: nn.Module, value: Any, held: dict[Key, Any], *, spread: bool) -> Any:
+def _called(layer: nn.Module, value: Any, held: dict[Key, Any], *, spread: bool) -> Any:
     """Run a layer or a partition; what it pops comes from, and what it stashes goes to, the skips that are ``held``."""
-    given = tuple(value) if spread else (value,)
-    if not isinstance(part, (Skippable, Partition)):
-        return part(*given)
-    popped, stashable = tuple(held.pop(key) for key in part.poppable()), tuple(part.stashable())
+    args = tuple(value) if spread else (value,)
+    if not isinstance(layer, (Skippable, Partition)):
+        return layer(*args)
+    popped, stashable = tuple(held.pop(key) for key in layer.poppable()), tuple(layer.stashable())
     if not (popped or stashable):
-        return part(*given)
-    output, stashed = part(*given, skips=popped)
+        return layer(*args)
+    output, stashed = layer(*args, skips=popped)
     held.update(zip(stashable, stashed, strict=True))
     return output
 

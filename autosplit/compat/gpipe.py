@@ -100,9 +100,9 @@ class GPipe(SequentialPipe):
 
 def check_tensors(value: Any) -> None:
     """Raise TypeError for what is neither a tensor nor a tuple of tensors."""
-    for part in value if isinstance(value, tuple) else (value,):
-        if not isinstance(part, torch.Tensor):
-            raise TypeError(f"expected Tensor, but got {type(part).__name__}")
+    for item in value if isinstance(value, tuple) else (value,):
+        if not isinstance(item, torch.Tensor):
+            raise TypeError(f"expected Tensor, but got {type(item).__name__}")
 
 
 def verify_module(module: nn.Sequential) -> None:

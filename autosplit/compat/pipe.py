@@ -118,12 +118,12 @@ class Pipe(SequentialPipe):
         stage's output has no tensor, ValueError for inputs on another device than the first stage's or in
         batches of several sizes, and RuntimeError for tensors that give different numbers of microbatches.
         """
-        given = [entry.tensor if isinstance(entry, NoChunk) else entry for entry in inputs]
-        tensors = [entry for entry in given if isinstance(entry, torch.Tensor)]
+        values = [entry.tensor if isinstance(entry, NoChunk) else entry for entry in inputs]
+        tensors = [entry for entry in values if isinstance(entry, torch.Tensor)]
         if not tensors:
             raise TypeError(f"inputs do not have any tensors: {inputs}")
         if not self.partitions:
-            return LocalValue(given[0] if len(given) == 1 else tuple(given))
+            return LocalValue(values[0] if len(values) == 1 else tuple(values))
         if any(tensor.device != self.devices[0] for tensor in tensors):
             places = ", ".join(dict.fromkeys(str(tensor.device) for tensor in tensors))
             raise ValueError(
@@ -132,10 +132,10 @@ class Pipe(SequentialPipe):
             )
         count = self._count(inputs)
         dims = tuple(0 if isinstance(entry, torch.Tensor) else None for entry in inputs)
-        output = self.pipe_for(dims if None in dims else 0)(*given)
+        output = self.pipe_for(dims if None in dims else 0)(*values)
         if isinstance(output, torch.Tensor):
             return LocalValue(self.at_home(output))
-        whole = (self.at_home(part) if isinstance(part, torch.Tensor) else [part] * count for part in output)
+        whole = (self.at_home(item) if isinstance(item, torch.Tensor) else [item] * count for item in output)
         return LocalValue(tuple(whole))
 
     def _count(self, inputs: Iterable[Any]) -> int:
@@ -153,7 +153,7 @@ class Pipe(SequentialPipe):
 
 def _check_some_tensor(value: Any) -> None:
     parts = value if isinstance(value, (tuple, list)) else (value,)
-    if not any(isinstance(part, torch.Tensor) for part in parts):
+    if not any(isinstance(item, torch.Tensor) for item in parts):
         raise TypeError(f"No tensors found in batch: {value}")
 
 

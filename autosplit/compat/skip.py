@@ -155,8 +155,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     names = {"stashable_names": frozenset(stash), "poppable_names": frozenset(pop)}
 
     def extend(module_cls: type[nn.Module]) -> type[Skippable]:
-        own = {"module_cls": module_cls, "__module__": module_cls.__module__, "__doc__": module_cls.__doc__}
-        return type(module_cls.__name__, (Skippable,), own | names)
+        attributes = {"module_cls": module_cls, "__module__": module_cls.__module__, "__doc__": module_cls.__doc__}
+        return type(module_cls.__name__, (Skippable,), attributes | names)
 
     return extend
 

@@ -82,7 +82,7 @@ class Layout:
         """Return the names of parameters and buffers that are tied between stages, or that shared nodes read."""
         root, names = self.traced.root, {name: None for name in self.given if name in self.home}
         for node in (node for prologue in self.prologues for node in prologue.nodes):
-            names.update((str(own.target), None) for own in tensor_operands(node) if own.op == "get_attr")
+            names.update((str(operand.target), None) for operand in tensor_operands(node) if operand.op == "get_attr")
             if node.op == "call_module":
                 module = root.get_submodule(str(node.target))
                 names.update(
@@ -112,13 +112,13 @@ def lay_out(traced: TracedGraph, stage_of: Mapping[str, int], stages: int) -> La
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """Return the value operands of a node: tensor nodes and parameters, through sizes and plumbing; each once."""
-    found: dict[fx.Node, None] = {}
+    operands: dict[fx.Node, None] = {}
     for operand in node.all_input_nodes:
         if operand.op == "get_attr" or INFO in operand.meta:
-            found[operand] = None
+            operands[operand] = None
         elif operand.op != "placeholder":
-            found.update(dict.fromkeys(tensor_operands(operand)))
-    return list(found)
+            operands.update(dict.fromkeys(tensor_operands(operand)))
+    return list(operands)
 
 
 def _class(node: fx.Node) -> NodeClass:
@@ -165,10 +165,10 @@ class _Uses:
 
     def _program_value(self, key: str, value: fx.Node, consumers: list[fx.Node]) -> None:
         layout = self.layout
-        given = value.op in ("get_attr", "placeholder")
+        outside = value.op in ("get_attr", "placeholder")
         takers = [c for c in consumers if _class(c) is not NodeClass.FULL]
         late = [EPILOGUE] * (len(takers) < len(consumers)) + [OUT] * (value in self.outputs)
-        if not given:
+        if not outside:
             layout.home[key] = self.stage(value)
         elif value.op == "get_attr":
             layout.home[key] = min(self.stage(c) for c in consumers)
@@ -180,18 +180,18 @@ class _Uses:
             if _class(consumer) is NodeClass.MICRO:
                 batched = value.op == "placeholder" and _class(value) is NodeClass.MICRO
                 (layout.stages[stage].inputs if batched else layout.stages[stage].shared).append(slot)
-            elif given or stage != layout.home[key]:
+            elif outside or stage != layout.home[key]:
                 layout.prologues[stage].takes.append(slot)
             else:
                 continue
-            if not given:
+            if not outside:
                 layout.prologues[layout.home[key]].gives.append(slot)
         for number, name in enumerate(late, start=len(takers)):
             layout.alias_of[key, name] = number
-            if not given:
+            if not outside:
                 layout.prologues[layout.home[key]].gives.append(Slot(key, number))
         layout.uses[key] = len(takers) + len(late)
-        if given:
+        if outside:
             layout.given[key] = layout.uses[key]
 
     def _changed_input(self, key: str, takers: list[fx.Node]) -> list[fx.Node]:

@@ -152,10 +152,10 @@ class _Program:
                 continue
             prologue = self.layout.prologues[stage]
             bundle = tuple(self._placed(slot, stage) for slot in prologue.takes)
-            given: dict[str, Any] = {**self.lengths, "rows": self.rows, "shared": bundle}
+            feeds: dict[str, Any] = {**self.lengths, "rows": self.rows, "shared": bundle}
             if "key" in module.takes:
-                given["key"] = self._key(-1)
-            out = self.graph.call_module(self.attributes[f"shared{stage}"], tuple(given[name] for name in module.takes))
+                feeds["key"] = self._key(-1)
+            out = self.graph.call_module(self.attributes[f"shared{stage}"], tuple(feeds[name] for name in module.takes))
             named(self.graph, out, f"shared{stage}_values")
             for position, slot in enumerate(prologue.gives):
                 self.values[slot] = self._item(out, position)
@@ -199,21 +199,21 @@ class _Program:
 
     def _cell(self, stage: int, microbatch: int) -> None:
         layout, module = self.layout.stages[stage], self.lowered.stages[stage]
-        given: dict[str, Any] = {**self.lengths, "shared": self.shared.get(stage)}
+        feeds: dict[str, Any] = {**self.lengths, "shared": self.shared.get(stage)}
         if "rows" in module.takes:
-            given["rows"] = self._item(self.sizes, microbatch)
+            feeds["rows"] = self._item(self.sizes, microbatch)
         if "key" in module.takes:
-            given["key"] = self._key(microbatch)
+            feeds["key"] = self._key(microbatch)
         if layout.inputs:
-            given["inputs"] = self._item(self.splits[stage], microbatch)
+            feeds["inputs"] = self._item(self.splits[stage], microbatch)
         for source in sorted(layout.received):
             bundle = self._item(self.cells[source, microbatch], str(stage))
             name = f"y{source}_{microbatch}_on{stage}"
-            given[f"from{source}"] = self._transfer(bundle, source, stage, name, self.done[source, microbatch])
+            feeds[f"from{source}"] = self._transfer(bundle, source, stage, name, self.done[source, microbatch])
         flag: dict[str, Any] = {}
         if isinstance(self.lowered.runs[stage], Recomputed):
             flag["recompute"] = self.lowered.runs_again(stage, last=microbatch == self.last)
-        args = tuple(given[name] for name in module.takes)
+        args = tuple(feeds[name] for name in module.takes)
         cell = self.graph.call_module(self.attributes[f"stage{stage}"], args, flag)
         self.cells[stage, microbatch] = named(self.graph, cell, f"y{stage}_{microbatch}")
         if set(layout.sent) - {OUT}:
@@ -243,10 +243,10 @@ class _Program:
         if module is not None:
             last = len(self.lowered.stages) - 1
             bundle = tuple(self._for_epilogue(slot, last) for slot in self.lowered.epilogue_inputs)
-            given: dict[str, Any] = {**self.lengths, "rows": self.rows, "values": bundle}
+            feeds: dict[str, Any] = {**self.lengths, "rows": self.rows, "values": bundle}
             if "key" in module.takes:
-                given["key"] = self._key(-2)
-            out = self.graph.call_module(self.attributes["epilogue"], tuple(given[name] for name in module.takes))
+                feeds["key"] = self._key(-2)
+            out = self.graph.call_module(self.attributes["epilogue"], tuple(feeds[name] for name in module.takes))
             named(self.graph, out, "epilogue_values")
             self.epilogue = {n: self._item(out, i) for i, n in enumerate(self.lowered.epilogue_outputs)}
         if self.lowered.counts and not self.lowered.epilogue_needs_counts:

@@ -77,21 +77,21 @@ class Region:
         for node in changed:
             self._fork(node, self.layout.uses[node.name])
 
-    def copy_units(self, pieces: Iterable[tuple[str, Sequence[fx.Node]]], *, place: str) -> None:
+    def copy_units(self, pieces: Iterable[tuple[str, Sequence[fx.Node]]], *, label: str) -> None:
         """Copy recorded nodes in model order; the nodes of every piece that has a path will run again as one."""
         nodes: list[fx.Node] = []
-        for path, own in pieces:
-            nodes += own
+        for path, piece in pieces:
+            nodes += piece
             if path:
-                self.units.append((f"{path!r} of {place}", tuple(own)))
+                self.units.append((f"{path!r} of {label}", tuple(piece)))
         self.copy(nodes)
 
     def value(self, slot: Slot) -> fx.Node:
         """Return the node for a slot that the region gives."""
         if slot in self.slots:
             return self.slots[slot]
-        made = next((copy for node, copy in self.copies.items() if node.name == slot.value), None)
-        return made if made is not None else next(node for own, node in self.slots.items() if own.value == slot.value)
+        copy = next((copy for node, copy in self.copies.items() if node.name == slot.value), None)
+        return copy if copy is not None else next(node for key, node in self.slots.items() if key.value == slot.value)
 
     def _fork(self, node: fx.Node, uses: int) -> None:
         bundle = named(self.graph, self.graph.call_function(fork, (self.copies[node], uses)), f"{node.name}_uses")
@@ -120,8 +120,8 @@ class Region:
         name = node.meta[INFO].name
         if node.target is under:
             ambient, function, *args = args
-            given = (ambient, self._held(word.__name__, word), self.key, name, function, *args)
-            return self.graph.call_function(under, given, kwargs)
+            arguments = (ambient, self._held(word.__name__, word), self.key, name, function, *args)
+            return self.graph.call_function(under, arguments, kwargs)
         if node.op == "call_module":
             function = self.graph.get_attr(f"{ROOT}.{node.target}")
         else:
@@ -207,12 +207,12 @@ class Region:
         module.graph = graph
         return module
 
-    def _taken_out(self, place: str, nodes: tuple[fx.Node, ...], number: int) -> Recomputed:
+    def _taken_out(self, label: str, nodes: tuple[fx.Node, ...], number: int) -> Recomputed:
         """Put a call of a unit in the place of its nodes."""
-        own = [made for node in nodes for made in self.made[node]]
-        region = self._module(take_out(self.graph, own, attribute=f"unit{number}"), f"Unit{number}")
-        run = None if self.compiled is None else Compiled(region, place, self.compiled)
-        return recomputed(region, self.layout, nodes, place=place, run=run)
+        copies = [copy for node in nodes for copy in self.made[node]]
+        region = self._module(take_out(self.graph, copies, attribute=f"unit{number}"), f"Unit{number}")
+        run = None if self.compiled is None else Compiled(region, label, self.compiled)
+        return recomputed(region, self.layout, nodes, label=label, run=run)
 
 
 class RegionModule(fx.GraphModule):
@@ -275,27 +275,27 @@ class RegionModule(fx.GraphModule):
 
     def used(self) -> dict[str, nn.Module | torch.Tensor]:
         """Return the modules that the graph calls, with their children, and the tensors that it takes, by path."""
-        found: dict[str, nn.Module | torch.Tensor] = {}
+        used: dict[str, nn.Module | torch.Tensor] = {}
         for path in dict.fromkeys(path for _, path in self.named() if path):
             parent, _, name = path.rpartition(".")
             holder = self.root.get_submodule(parent)
             if (module := holder._modules.get(name)) is not None:
-                found |= dict(module.named_modules(prefix=path))
+                used |= dict(module.named_modules(prefix=path))
             elif isinstance(value := getattr(holder, name, None), torch.Tensor):
-                found[path] = value
-        return found
+                used[path] = value
+        return used
 
     def _state(self, *kinds: str) -> Iterator[tuple[str, torch.Tensor]]:
-        for path, own in self.used().items():
-            if isinstance(own, nn.Module):
-                tables = (getattr(own, "_" + kind) for kind in kinds)
+        for path, value in self.used().items():
+            if isinstance(value, nn.Module):
+                tables = (getattr(value, "_" + kind) for kind in kinds)
                 yield from ((f"{path}.{n}", t) for table in tables for n, t in table.items() if t is not None)
                 continue
             parent, _, name = path.rpartition(".")
             holder = self.root.get_submodule(parent)
-            free = name in vars(holder) and own.requires_grad  # a leaf that the model holds without registering it
+            free = name in vars(holder) and value.requires_grad  # a leaf that the model holds without registering it
             if any(name in getattr(holder, "_" + kind) for kind in kinds) or ("parameters" in kinds and free):
-                yield path, own
+                yield path, value
 
 
 def recomputed(
@@ -304,7 +304,7 @@ def recomputed(
     nodes: Iterable[fx.Node],
     *,
     copied: Sequence[int] = (),
-    place: str,
+    label: str,
     run: Compiled | None,
 ) -> Recomputed:
     """Return what runs recorded ``nodes``, which ``region`` holds, so that they run again in the backward."""
@@ -319,17 +319,17 @@ def recomputed(
         aliased=tuple(aliased),
         written=traced.written,
         copied=copied,
-        place=place,
+        label=label,
         run=run,
     )
 
 
 def _behind(node: fx.Node) -> list[fx.Node]:
     """Return the nodes of a graph that were added after one."""
-    found = []
+    nodes = []
     while (node := node.next).op != "root":
-        found.append(node)
-    return found
+        nodes.append(node)
+    return nodes
 
 
 def take_out(graph: fx.Graph, nodes: Sequence[fx.Node], *, attribute: str) -> fx.Graph:
@@ -337,18 +337,18 @@ def take_out(graph: fx.Graph, nodes: Sequence[fx.Node], *, attribute: str) -> fx
 
     What the new graph returns, a tuple, is taken apart where the nodes were.
     """
-    own = set(nodes)
-    taken = list(dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in own))
-    given = [node for node in nodes if not own.issuperset(node.users)]
+    moved = set(nodes)
+    taken = list(dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in moved))
+    results = [node for node in nodes if not moved.issuperset(node.users)]
     inside = fx.Graph()
     copies = {operand: inside.placeholder(operand.name) for operand in taken}
     for node in nodes:
         copies[node] = inside.node_copy(node, copies.__getitem__)
-    inside.output(tuple(copies[node] for node in given))
+    inside.output(tuple(copies[node] for node in results))
     with graph.inserting_before(nodes[0]):
         call = graph.call_module(attribute, tuple(taken))
-        for place, node in enumerate(given):
-            node.replace_all_uses_with(graph.call_function(operator.getitem, (call, place)))
+        for index, node in enumerate(results):
+            node.replace_all_uses_with(graph.call_function(operator.getitem, (call, index)))
     for node in reversed(nodes):
         graph.erase_node(node)
     return inside

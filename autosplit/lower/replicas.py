@@ -49,12 +49,12 @@ class Replicas:
     def refresh(self, lanes: Sequence[Lane]) -> None:
         """Give the stand-ins the model's parameters and buffers; ``lanes`` are those of the stages' first replicas."""
         for stage, lane in self.lanes.items():
-            made: dict[int, torch.Tensor] = {}
+            copies: dict[int, torch.Tensor] = {}
             for path, table, name, holder in self.places[stage]:
                 tensor = getattr(self.root.get_submodule(path), table)[name]
-                if id(tensor) not in made:
-                    made[id(tensor)] = _on(lane, tensor, lanes[stage])
-                getattr(holder, table)[name] = made[id(tensor)]
+                if id(tensor) not in copies:
+                    copies[id(tensor)] = _on(lane, tensor, lanes[stage])
+                getattr(holder, table)[name] = copies[id(tensor)]
 
 
 def _on(lane: Lane, tensor: torch.Tensor, source: Lane) -> torch.Tensor:
@@ -80,19 +80,19 @@ def replicated(
     Raises InputError where cells of a stage with replicas change the model.
     """
     check_cells(lowered, [len(each) for each in lanes])
-    found = []
+    replicas = []
     for number in range(1, max(map(len, lanes))):
-        own = {stage: each[number] for stage, each in enumerate(lanes) if number < len(each)}
-        made: dict[int, nn.Module] = {}
-        root = stand_in(lowered.traced.root, made)
-        for twin in made.values():
+        lane_of = {stage: each[number] for stage, each in enumerate(lanes) if number < len(each)}
+        twins: dict[int, nn.Module] = {}
+        root = stand_in(lowered.traced.root, twins)
+        for twin in twins.values():
             twin.__dict__["_buffers"] = dict(twin._buffers)
-        devices = [own.get(stage, each[0]).device for stage, each in enumerate(lanes)]
+        devices = [lane_of.get(stage, each[0]).device for stage, each in enumerate(lanes)]
         traced = replace(lowered.traced, root=root)
         parts = lower(traced, stage_of, devices, recompute=lowered.recompute, compiled=compiled)
-        places = {stage: tuple(dict.fromkeys(parts.stages[stage].places())) for stage in own}
-        found.append(Replicas(parts, own, places, lowered.traced.root))
-    return tuple(found)
+        places = {stage: tuple(dict.fromkeys(parts.stages[stage].places())) for stage in lane_of}
+        replicas.append(Replicas(parts, lane_of, places, lowered.traced.root))
+    return tuple(replicas)
 
 
 def check_cells(lowered: Lowered, replicas: Sequence[int]) -> None:
@@ -124,15 +124,15 @@ def check_ending(lowered: Lowered, weights: Collection[str], count: int) -> None
         )
 
 
-def stand_in(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+def stand_in(module: nn.Module, twins: dict[int, nn.Module]) -> nn.Module:
     """Return a module with parameters of its own that shares all else with another, also its buffers and hooks."""
-    if id(module) in made:
-        return made[id(module)]
+    if id(module) in twins:
+        return twins[id(module)]
     twin: nn.Module = module._replicate_for_data_parallel()
-    made[id(module)] = twin
-    own = vars(module).get(STANDS_FOR)
-    twin.__dict__[STANDS_FOR] = StandsFor(own.module if own else module, dict(vars(module)))
+    twins[id(module)] = twin
+    known = vars(module).get(STANDS_FOR)
+    twin.__dict__[STANDS_FOR] = StandsFor(known.module if known else module, dict(vars(module)))
     twin.__dict__["_buffers"] = module._buffers
     twin.__dict__["_parameters"] = dict(module._parameters)
-    twin.__dict__["_modules"] = {n: None if m is None else stand_in(m, made) for n, m in module._modules.items()}
+    twin.__dict__["_modules"] = {n: None if m is None else stand_in(m, twins) for n, m in module._modules.items()}
     return twin

@@ -83,7 +83,7 @@ class Lowered:
         """The stages and blocks that run by their own graphs where they were to be compiled, and why."""
         runs = (*self.runs, *(stage.__dict__[name] for stage in self.stages for name in stage.units))
         inner = [run.run if isinstance(run, Recomputed) else run for run in runs]
-        return {run.place: run.reason for run in inner if isinstance(run, Compiled) and run.reason}
+        return {run.label: run.reason for run in inner if isinstance(run, Compiled) and run.reason}
 
     @cached_property
     def changes_inputs(self) -> bool:
@@ -99,14 +99,14 @@ class Lowered:
     @cached_property
     def epilogue_needs_counts(self) -> bool:
         """Tell whether a full node reads or writes the statistics of such norms, and so comes behind their update."""
-        own = {
+        written = {
             name
             for stage in self.layout.stages
             for node in stage.nodes
             if counts_by_microbatch(node)
             for name in node.meta[INFO].writes
         }
-        return any(not own.isdisjoint((*(i := n.meta[INFO]).reads, *i.writes)) for n in self.layout.epilogue)
+        return any(not written.isdisjoint((*(i := n.meta[INFO]).reads, *i.writes)) for n in self.layout.epilogue)
 
     @cached_property
     def random(self) -> bool:
@@ -116,7 +116,7 @@ class Lowered:
     @cached_property
     def tape(self) -> tuple[TapeNode, ...]:
         """The random nodes that can have the plain model's numbers, in model order."""
-        twice = (own.nodes for own, how in zip(self.layout.stages, self.recompute, strict=True) if how != "never")
+        twice = (stage.nodes for stage, how in zip(self.layout.stages, self.recompute, strict=True) if how != "never")
         again = {node.meta[INFO].name for nodes in twice for node in nodes}
         return tape_nodes((info for _, info in self.traced.compute_nodes()), again=again)
 
@@ -158,14 +158,14 @@ def lower(
 def _run(
     layout: Layout, index: int, stage: RegionModule, recompute: str, compiled: Mapping[str, Any] | None
 ) -> nn.Module:
-    place = f"stage {index}"
-    run = None if compiled is None or stage.units else Compiled(stage, place, compiled)
+    label = f"stage {index}"
+    run = None if compiled is None or stage.units else Compiled(stage, label, compiled)
     if recompute == "never" or stage.units:
         return run or stage
     inputs = {n.name: n.meta[INFO] for n in layout.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta}
-    own = layout.stages[index]
-    copied = [position for position, slot in enumerate(own.inputs) if inputs[slot.value].mutated]
-    return recomputed(stage, layout, own.nodes, copied=copied, place=place, run=run)
+    of_stage = layout.stages[index]
+    copied = [position for position, slot in enumerate(of_stage.inputs) if inputs[slot.value].mutated]
+    return recomputed(stage, layout, of_stage.nodes, copied=copied, label=label, run=run)
 
 
 def _stage(
@@ -185,7 +185,7 @@ def _stage(
     for source in sorted(stage.received):
         region.bind(f"from{source}", stage.received[source], names)
     if recompute == "block":
-        region.copy_units(_units(layout, stage.nodes), place=f"stage {index}")
+        region.copy_units(_units(layout, stage.nodes), label=f"stage {index}")
     else:
         region.copy(stage.nodes)
     sent = {target: tuple(region.value(slot) for slot in slots) for target, slots in sorted(stage.sent.items())}
@@ -245,21 +245,21 @@ def owners(model: nn.Module, lowered: Lowered) -> dict[str, int]:
     for name, stage in lowered.layout.home.items():
         if name in named:
             stage_of[id(named[name])] = stage
-    for stage, part in _parts(lowered):
-        for tensor in (*part.parameters(), *part.buffers()):
+    for stage, region in _parts(lowered):
+        for tensor in (*region.parameters(), *region.buffers()):
             stage_of.setdefault(id(tensor), stage)
     return {name: stage_of[id(tensor)] for name, tensor in named.items() if id(tensor) in stage_of}
 
 
 def used_by(lowered: Lowered, stages: Collection[int]) -> set[int]:
     """Return the identities of the parameters and buffers that stages use; of tied ones the first stage's."""
-    return {id(t) for stage, part in _parts(lowered) if stage in stages for t in (*part.parameters(), *part.buffers())}
+    return {id(t) for stage, each in _parts(lowered) if stage in stages for t in (*each.parameters(), *each.buffers())}
 
 
 def _parts(lowered: Lowered) -> Iterator[tuple[int, RegionModule]]:
     """Yield the parts of the program by stage: stages, shared nodes, and what comes behind the last cell."""
     parts = [*enumerate(lowered.stages), *enumerate(lowered.prologues), (len(lowered.stages) - 1, lowered.epilogue)]
-    yield from ((stage, part) for stage, part in parts if part is not None)
+    yield from ((stage, region) for stage, region in parts if region is not None)
 
 
 def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

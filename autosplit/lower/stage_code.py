@@ -64,7 +64,7 @@ class StageCode:
         self.function = _Writer(region, self).function() if self.is_entered else run
         slots = {(id(table), name) for _, table, name in self._slots}
         tables = [(vars(holder)[table], name, id(holder)) for _, table, name, holder in region.places()]
-        self._others = [(t, n) for t, n, own in tables if (id(t), n) not in slots or own in self._as_they_are]
+        self._others = [(t, n) for t, n, holder in tables if (id(t), n) not in slots or holder in self._as_they_are]
         """Where the model has parameters and buffers that the stage reads in other ways."""
 
     def holds(self) -> bool:
@@ -124,8 +124,8 @@ class StageCode:
 
 def _is_torchs(module: nn.Module, names: Sequence[str]) -> bool:
     """Tell whether a call of a module is the forward of one of torch's layers, on the tensors of these ``names``."""
-    own = vars(module).keys().isdisjoint((*names, "forward", *CALLS)) and module._compiled_call_impl is None
-    return own and is_layer(module) and is_called_as_torchs(type(module))
+    plain = vars(module).keys().isdisjoint((*names, "forward", *CALLS)) and module._compiled_call_impl is None
+    return plain and is_layer(module) and is_called_as_torchs(type(module))
 
 
 @functools.cache
@@ -212,9 +212,9 @@ class _Writer:
         table = next((table for table in tables if isinstance(table.get(name), torch.Tensor)), None)
         if table is None or any(map(_is_users, node.users)):
             return f"getattr({self._named(holder)}, {name!r})"
-        place = self._named(None, name)
-        self._code.add_slot(partial(self._space.__setitem__, place), table, name)
-        return place
+        text = self._named(None, name)
+        self._code.add_slot(partial(self._space.__setitem__, text), table, name)
+        return text
 
     def _named(self, value: Any, hint: str = "") -> str:
         """Return a name under which the function finds a value."""
@@ -231,11 +231,11 @@ class _Writer:
         if type(value) in _PLAIN or (type(value) is float and math.isfinite(value)):
             return repr(value)
         if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-            text = "".join(f"{self._text(part)}, " for part in value)
+            text = "".join(f"{self._text(item)}, " for item in value)
             name = self._named(type(value)) if hasattr(value, "_fields") else ""
             return f"{name}({text})" if isinstance(value, tuple) else f"[{text}]"
         if isinstance(value, dict):
-            return f"{{{''.join(f'{self._text(key)}: {self._text(part)}, ' for key, part in value.items())}}}"
+            return f"{{{''.join(f'{self._text(key)}: {self._text(item)}, ' for key, item in value.items())}}}"
         if isinstance(value, slice):
             return f"slice({self._text(value.start)}, {self._text(value.stop)}, {self._text(value.step)})"
         return self._named(value)

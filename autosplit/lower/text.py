@@ -154,17 +154,17 @@ class Locate:
                     cell = match[1] if cell is None else cell
                     operation = names.get(match[1], operation)
             traceback = traceback.tb_next
-        found = action or _cell(cell)
-        where = f"pipeline step {cell}" if found is None else f"pipeline {describe(found)}"
+        failed = action or _cell(cell)
+        where = f"pipeline step {cell}" if failed is None else f"pipeline {describe(failed)}"
         if operation is not None:
             module, _, inside = operation.partition("#")
-            place = f"module {module!r}" if module else "the model's own forward"
-            error.add_note(f"raised in {place} ({operation if inside else module}), {where}")
+            location = f"module {module!r}" if module else "the model's own forward"
+            error.add_note(f"raised in {location} ({operation if inside else module}), {where}")
         elif action is not None:
             error.add_note(f"raised in {where}")
         if self.plan is not None and is_out_of_memory(error):
-            held = None if found is None else self.lanes[found.stage].clock.held_bytes()
-            error.add_note(short_of_memory(self.plan, action=found, sizes=self.sizes, held_bytes=held))
+            held = None if failed is None else self.lanes[failed.stage].clock.held_bytes()
+            error.add_note(short_of_memory(self.plan, action=failed, sizes=self.sizes, held_bytes=held))
 
 
 def _cell(name: str | None) -> Action | None:

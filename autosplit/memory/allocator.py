@@ -64,8 +64,8 @@ def simulate_allocator(changes: Iterable[Change]) -> Reserved:
             requested_peak = max(requested_peak, requested)
             allocated_peak = max(allocated_peak, allocated)
         elif asked < 0:
-            pool, block, given = live.pop(storage)
-            requested -= given
+            pool, block, freed = live.pop(storage)
+            requested -= freed
             allocated -= block.size
             pool.free(block)
     return Reserved(requested_peak, allocated_peak, small.reserved_bytes + large.reserved_bytes)
@@ -98,8 +98,8 @@ class _Pool:
 
     def allocate(self, size: int) -> _Block:
         """Return the smallest free block that fits, the lowest address among equals, or that of a new segment."""
-        place = bisect_left(self._free, (size, 0))
-        block = self._take(self._free[place]) if place < len(self._free) else self._open(size)
+        index = bisect_left(self._free, (size, 0))
+        block = self._take(self._free[index]) if index < len(self._free) else self._open(size)
         if block.size - size < self._smallest_rest:
             return block
         self._put(_Block(block.size - size, block.address + size))
@@ -151,8 +151,8 @@ def device_changes(
     before the steps. A step's gradients are freed after it (``zero_grad``).
     """
     lane, numbers = Lane(schedule, traces, static, device), count()
-    for own in lane.static.values():
-        yield from ((next(numbers), size) for size in (*own.parameters, *own.optimizer))
+    for state in lane.static.values():
+        yield from ((next(numbers), size) for size in (*state.parameters, *state.optimizer))
     for finish in finishes:
         yield from _step(lane, finish, numbers)
 

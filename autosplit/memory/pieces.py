@@ -97,15 +97,15 @@ class Parts:
 
     def of(self, trace: StageTrace) -> StageTrace:
         """Return a rank's part of a trace."""
-        part = {storage: self.gradients * self.states.get(name, 1.0) for storage, name in trace.gradients.items()}
+        share_of = {storage: self.gradients * self.states.get(name, 1.0) for storage, name in trace.gradients.items()}
 
         def own(steps: tuple[Step, ...], nodes: Mapping[str, float]) -> tuple[Step, ...]:
-            found = []
+            scaled = []
             for step in steps:
                 share = nodes.get(step.node, 1.0) if step.node else self.border
-                made = ((storage, count * part.setdefault(storage, share)) for storage, count in step.changes)
-                found.append(Step(step.node, tuple((storage, round(count)) for storage, count in made)))
-            return tuple(found)
+                changes = ((storage, count * share_of.setdefault(storage, share)) for storage, count in step.changes)
+                scaled.append(Step(step.node, tuple((storage, round(count)) for storage, count in changes)))
+            return tuple(scaled)
 
         forward = own(trace.forward, self.forward)
         backward, later = (own(steps, self.backward) for steps in (trace.backward, trace.backward_later))
@@ -234,9 +234,9 @@ class TracePieces:
     def _exchanged(self) -> frozenset[int]:
         """Gradients that a later backward frees, and the new sums that it leaves in their place."""
         changes = tuple(_changes(self._trace.backward_later))
-        made = {storage for storage, count in changes if count > 0}
+        new = {storage for storage, count in changes if count > 0}
         freed = {storage for storage, count in changes if count < 0}
-        return frozenset((made - freed - self._trace.kept.keys()) | ((freed - made) & self._trace.gradients.keys()))
+        return frozenset((new - freed - self._trace.kept.keys()) | ((freed - new) & self._trace.gradients.keys()))
 
     @cached_property
     def _release(self) -> Step:
@@ -265,14 +265,14 @@ def split(trace: StageTrace) -> Split:
     """
     last_step = {step.node: index for index, step in enumerate(trace.backward) if step.node in trace.split}
     order = sorted(last_step, key=lambda node: last_step[node])
-    made = {storage: count for storage, count in _changes(trace.backward) if count > 0}
+    new = {storage: count for storage, count in _changes(trace.backward) if count > 0}
     freed = {storage for storage, count in _changes(trace.backward) if count < 0}
     last_reader = {storage: node for node in order for storage in trace.split[node].saved if storage in freed}
-    maker = {storage: node for node in reversed(order) for storage in trace.split[node].gradients if storage in made}
-    own = _cotangents(trace, order=order, taken=last_reader.keys() | maker.keys(), made=made)
-    moved = {**last_reader, **{storage: node for node, storage in own.items()}}
-    fresh = iter(range(1 + max((0, *made, *_alive(trace.forward))), 1 << 62))
-    copies = {node: next(fresh) for node in order if node not in own and trace.split[node].cotangent_bytes}
+    maker = {storage: node for node in reversed(order) for storage in trace.split[node].gradients if storage in new}
+    cotangents = _cotangents(trace, order=order, taken=last_reader.keys() | maker.keys(), new=new)
+    moved = {**last_reader, **{storage: node for node, storage in cotangents.items()}}
+    fresh = iter(range(1 + max((0, *new, *_alive(trace.forward))), 1 << 62))
+    copies = {node: next(fresh) for node in order if node not in cotangents and trace.split[node].cotangent_bytes}
     input_steps = []
     makes: dict[str, list[Change]] = {node: [] for node in order}
     frees: dict[str, list[Change]] = {node: [] for node in order}
@@ -295,20 +295,20 @@ def split(trace: StageTrace) -> Split:
 
 
 def _cotangents(
-    trace: StageTrace, *, order: Iterable[str], taken: Iterable[int], made: Mapping[int, int]
+    trace: StageTrace, *, order: Iterable[str], taken: Iterable[int], new: Mapping[int, int]
 ) -> dict[str, int]:
     """Return, by node, the storage that its own steps free and that is as large as its output's gradient."""
     used = set(taken)
-    own: dict[str, int] = {}
+    cotangents: dict[str, int] = {}
     for node in order:
         wanted = trace.split[node].cotangent_bytes
         for step in trace.backward:
-            if step.node == node and wanted and node not in own:
-                fits = (key for key, count in step.changes if -count == wanted and key in made and key not in used)
+            if step.node == node and wanted and node not in cotangents:
+                fits = (key for key, count in step.changes if -count == wanted and key in new and key not in used)
                 if (storage := next(fits, None)) is not None:
-                    own[node] = storage
+                    cotangents[node] = storage
                     used.add(storage)
-    return own
+    return cotangents
 
 
 def _added(steps: Iterable[Step], gradients: Mapping[int, str]) -> tuple[Step, ...]:
@@ -317,9 +317,9 @@ def _added(steps: Iterable[Step], gradients: Mapping[int, str]) -> tuple[Step, .
 
 
 def _adding(changes: tuple[Change, ...], gradients: Mapping[int, str]) -> Iterator[Change]:
-    made = [(storage, count) for storage, count in changes if count > 0 and storage in gradients]
-    frees = tuple((storage, -count) for storage, count in made)
-    at = max((changes.index(change) for change in made), default=-1) + 1
+    added = [(storage, count) for storage, count in changes if count > 0 and storage in gradients]
+    frees = tuple((storage, -count) for storage, count in added)
+    at = max((changes.index(change) for change in added), default=-1) + 1
     yield from (*changes[:at], *frees, *changes[at:])
 
 

@@ -135,20 +135,20 @@ def _device(lane: Lane, finish: Sequence[Change]) -> DeviceReplay:
     moments: list[Moment] = []
     most, held = -1, {}
     for index, action in enumerate(lane.actions):
-        own, piece = live[action.stage], lane.piece(action)
-        own.setdefault("whole_batch", sum(lane.static[action.stage].whole_batch))
+        alive, piece = live[action.stage], lane.piece(action)
+        alive.setdefault("whole_batch", sum(lane.static[action.stage].whole_batch))
         moments.append(Moment(action, _sum(*live.values(), piece.at_peak)))
         if moments[-1].total_bytes > most:
             lasting: dict[MemoryKind, int] = {
                 kind: count for kind, count in piece.at_peak.items() if kind != "transient"
             }
             most = moments[-1].total_bytes
-            held = {stage: _sum(each, lasting if each is own else {}) for stage, each in live.items()}
-        own.update(piece.left)
+            held = {stage: _sum(each, lasting if each is alive else {}) for stage, each in live.items()}
+        alive.update(piece.left)
         if lane.last_action[action.stage] == index:
-            del own["whole_batch"]
-    for own in live.values():
-        del own["casts"]
+            del alive["whole_batch"]
+    for alive in live.values():
+        del alive["casts"]
     if finish or not moments:
         transient = max(accumulate(count for _, count in finish), default=0)
         moments.append(Moment(None, _sum(*live.values(), {"transient": transient})))

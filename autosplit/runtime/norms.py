@@ -73,8 +73,8 @@ class Use:
 
     def updates(self, *, each: bool) -> list[list[Part]]:
         """Return the parts of each update: of all microbatches in order, or one by one."""
-        parts = [part for _, part in sorted(self.parts.items())]
-        return [[part] for part in parts] if each else [parts]
+        parts = [seen for _, seen in sorted(self.parts.items())]
+        return [[seen] for seen in parts] if each else [parts]
 
 
 @torch.no_grad()
@@ -100,15 +100,15 @@ has_side_effect(update_statistics)
 
 def _together(updates: Iterable[tuple[Use, list[Part]]]) -> list[list[tuple[Use, list[Part]]]]:
     """Return updates by those that can be one: of one kind, by as many values, and of different tensors."""
-    found, turns = defaultdict[Any, list[Any]](list), defaultdict[int, int](int)
+    groups, turns = defaultdict[Any, list[Any]](list), defaultdict[int, int](int)
     memory: Callable[[Any], int] = id if is_transformed() else torch.Tensor.data_ptr
     for use, parts in updates:
         changed = [*map(memory, use.running), id(use if use.batches is None else use.batches)]
         turn = max(turns[tensor] for tensor in changed)
         turns.update(dict.fromkeys(changed, turn + 1))
-        counts = [part.values for part in parts]
-        found[turn, use.kind, use.momentum, use.batches is None, *counts].append((use, parts))
-    return [found[key] for key in sorted(found, key=itemgetter(0))]
+        counts = [seen.values for seen in parts]
+        groups[turn, use.kind, use.momentum, use.batches is None, *counts].append((use, parts))
+    return [groups[key] for key in sorted(groups, key=itemgetter(0))]
 
 
 def _update(uses: Sequence[Use], parts: Sequence[Sequence[Part]]) -> None:
@@ -116,8 +116,8 @@ def _update(uses: Sequence[Use], parts: Sequence[Sequence[Part]]) -> None:
     first, counters = uses[0], [use.batches for use in uses if use.batches is not None]
     running = [use.running[which].data for which in (0, 1) for use in uses]
     if first.kind == "sums":
-        for counter, own in zip(running, parts, strict=False):
-            counter.add_(reduce(torch.add, (part.mean for part in own)))
+        for counter, of_counter in zip(running, parts, strict=False):
+            counter.add_(reduce(torch.add, (seen.mean for seen in of_counter)))
         return
     if counters:
         torch._foreach_add_(counters, 1)
@@ -126,8 +126,8 @@ def _update(uses: Sequence[Use], parts: Sequence[Sequence[Part]]) -> None:
     if first.momentum is None and counters:  # not read by the host, which would wait for the device
         shares = (1.0 / counter.double() for counter in counters)
         weight = torch.cat([share.expand(width) for share, width in zip(shares, widths, strict=False)])
-    counts = [part.values for part in parts[0]]
-    values = [moment for place in (1, 2) for row in zip(*parts, strict=True) for moment in map(itemgetter(place), row)]
+    counts = [seen.values for seen in parts[0]]
+    values = [moment for index in (1, 2) for row in zip(*parts, strict=True) for moment in map(itemgetter(index), row)]
     seen = _seen(torch.cat(values).view(2, len(counts), -1), counts, widths[: len(uses)], first.kind)
     after = torch.cat([tensor.flatten() for tensor in running]).double().view(2, -1) * (1 - weight) + seen * weight
     torch._foreach_copy_(
@@ -141,7 +141,7 @@ def _seen(moments: torch.Tensor, counts: Sequence[int], widths: Sequence[int], k
     count, total = torch.stack([means.new_full((1,), n) for n in counts]), sum(counts)  # not copied from the host
 
     def added(values: torch.Tensor) -> torch.Tensor:
-        return torch.cat([own.sum(0) for own in values.split(widths, 1)])  # each to the bits that it has alone
+        return torch.cat([piece.sum(0) for piece in values.split(widths, 1)])  # each to the bits that it has alone
 
     mean = added(means * (count / total))
     if kind == "rows":
@@ -153,13 +153,13 @@ def _seen(moments: torch.Tensor, counts: Sequence[int], widths: Sequence[int], k
 @contextlib.contextmanager
 def _on(device: torch.device, lanes: Sequence[Lane]) -> Iterator[None]:
     """Work on a lane of a device, behind what all lanes of that device were given."""
-    own = [lane for lane in lanes if lane.device == device and lane.asynchronous]
-    if not own:
+    on_device = [lane for lane in lanes if lane.device == device and lane.asynchronous]
+    if not on_device:
         yield
         return
-    for other in own[1:]:
-        own[0].wait(other.record())
-    with own[0].active():
+    for other in on_device[1:]:
+        on_device[0].wait(other.record())
+    with on_device[0].active():
         yield
 
 
@@ -184,9 +184,9 @@ def normalise(key: CellContext, name: str, norm: Any, *args: Any, **kwargs: Any)
 @torch.no_grad()
 def tally(key: CellContext, name: str, add: Any, counter: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Note what an in-place addition adds to a counter on a microbatch; ``name`` is that of the call."""
-    part = add(torch.zeros_like(counter), *args, **kwargs)
+    added = add(torch.zeros_like(counter), *args, **kwargs)
     use = key.state.statistics.setdefault(name, Use((counter, counter)))
-    use.parts.setdefault(key.microbatch, Part(1, part, part))
+    use.parts.setdefault(key.microbatch, Part(1, added, added))
     return counter
 
 
@@ -204,16 +204,16 @@ class _Norms(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FUNCTIONS:
             self.calls += 1
-            given = by_name(func, args, kwargs or {}) | self.changed
-            return _call(self.key, f"{self.name}/{self.calls}", self.counter, func, given.values())
+            arguments = by_name(func, args, kwargs or {}) | self.changed
+            return _call(self.key, f"{self.name}/{self.calls}", self.counter, func, arguments.values())
         if func in _COUNTING and args[0] is self.counter:
             return 1.0 if func is torch.Tensor.__float__ else self.counter
         return func(*args, **(kwargs or {}))
 
 
-def _call(key: CellContext, name: str, counter: Any, function: Any, given: Iterable[Any]) -> Any:
+def _call(key: CellContext, name: str, counter: Any, function: Any, arguments: Iterable[Any]) -> Any:
     """Call a functional norm, given all its arguments, with others in the place of its running statistics."""
-    value, mean, var, weight, bias, takes_statistics, momentum, eps = given
+    value, mean, var, weight, bias, takes_statistics, momentum, eps = arguments
     if not takes_statistics or mean is None or var is None:
         return function(value, mean, var, weight, bias, takes_statistics, momentum or 0.0, eps)
     (state, microbatch), by_rows = key, function is F.instance_norm

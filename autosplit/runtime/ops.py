@@ -73,12 +73,12 @@ def split(
     """
     parts = []
     private: dict[int, list[torch.Tensor]] = {}
-    for tensor, dim, own in zip(bundle, dims, changed or (False,) * len(dims), strict=True):
-        if own and id(tensor) in private:
+    for tensor, dim, is_changed in zip(bundle, dims, changed or (False,) * len(dims), strict=True):
+        if is_changed and id(tensor) in private:
             parts.append(private[id(tensor)])
             continue
         pieces = rows_along(tensor, sizes, dim)
-        if own:
+        if is_changed:
             pieces = [piece.data for piece in pieces]
         origin = lane.origin(tensor)
         parts.append([transfer((piece,), origin, lane)[0] for piece in pieces])
@@ -114,7 +114,7 @@ def _joined(pieces: Sequence[torch.Tensor], dim: int, layout: Sequence[int] | No
     if layout is None:
         return torch.cat(tuple(pieces), dim)
     together = torch.cat([piece.permute(*layout) for piece in pieces], layout.index(dim))
-    return together.permute([layout.index(place) for place in range(len(layout))])
+    return together.permute([layout.index(index) for index in range(len(layout))])
 
 
 def transfer(bundle: Bundle, source: Lane, target: Lane, done: Any = None) -> Bundle:
@@ -138,12 +138,12 @@ def bring(tree: Any, source: Lane, target: Lane) -> Any:
     """Bring those of a tree's tensors that lie on one lane's device to another lane."""
     leaves, spec = pytree.tree_flatten(tree)
     places = [
-        place
-        for place, leaf in enumerate(leaves)
+        index
+        for index, leaf in enumerate(leaves)
         if isinstance(leaf, torch.Tensor) and target.origin(leaf).device == source.device
     ]
-    for place, moved in zip(places, transfer(tuple(leaves[p] for p in places), source, target), strict=True):
-        leaves[place] = moved
+    for index, moved in zip(places, transfer(tuple(leaves[p] for p in places), source, target), strict=True):
+        leaves[index] = moved
     return pytree.tree_unflatten(leaves, spec)
 
 
@@ -178,8 +178,8 @@ class _Transfer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        given = tuple(gradient for gradient in gradients if gradient is not None)
-        back = iter(transfer(given, ctx.target, ctx.source))
+        present = tuple(gradient for gradient in gradients if gradient is not None)
+        back = iter(transfer(present, ctx.target, ctx.source))
         return (None, None, *(None if gradient is None else next(back) for gradient in gradients))
 
 
@@ -278,9 +278,9 @@ class _Fork(torch.autograd.Function):
         return total, None
 
 
-def plus(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def plus(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the sum of two gradients, of which either may be sparse; torch adds a sparse one to a dense one only."""
-    return other + one if one.is_sparse and not other.is_sparse else one + other
+    return other + first if first.is_sparse and not other.is_sparse else first + other
 
 
 def draw(key: CellContext, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

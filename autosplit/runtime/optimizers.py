@@ -55,16 +55,16 @@ def _before_steps(
 
     The hook lives as long as one of the parameters.
     """
-    given = list(parameters)
-    if not given:
+    params = list(parameters)
+    if not params:
         return
-    references = [weakref.ref(parameter) for parameter in given]
+    references = [weakref.ref(parameter) for parameter in params]
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         act(optimizer, {id(parameter) for reference in references if (parameter := reference()) is not None})
 
     # The hook goes with the last parameter, not from inside: torch iterates over its hooks while it calls them.
-    left, handle = len(given), register_optimizer_step_pre_hook(before_step)
+    left, handle = len(params), register_optimizer_step_pre_hook(before_step)
 
     def ended() -> None:
         nonlocal left
@@ -72,7 +72,7 @@ def _before_steps(
         if not left:
             handle.remove()
 
-    for parameter in given:
+    for parameter in params:
         weakref.finalize(parameter, ended).atexit = False
 
 

@@ -43,36 +43,36 @@ class Compiled(nn.Module):
 
     Attributes:
         region: the GraphModule; it is not registered here.
-        place: what to call it in the report.
+        label: what to call it in the report.
         options: the arguments of ``torch.compile``.
         reason: why it runs by its own graph; "" where it is compiled.
     """
 
     region: Any
-    place: str
+    label: str
     options: Mapping[str, Any]
     reason: str
 
-    def __init__(self, region: Any, place: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, region: Any, label: str, options: Mapping[str, Any]) -> None:
         super().__init__()
-        self.__dict__.update(region=region, place=place, options=options, making=threading.Lock(), made=None)
+        self.__dict__.update(region=region, label=label, options=options, making=threading.Lock(), made=None)
         self.__dict__["reason"] = _DRAWS if "key" in region.takes else ""
 
     def __reduce__(self) -> Any:
-        return Compiled, (self.region, self.place, self.options)
+        return Compiled, (self.region, self.label, self.options)
 
-    def forward(self, *given: Any) -> Any:
+    def forward(self, *args: Any) -> Any:
         """Run the region."""
         if self.reason or watched() or is_transformed():
-            return self.region(*given)
+            return self.region(*args)
         try:
-            return self._code()(*given)
+            return self._code()(*args)
         except Exception as error:
             if not type(error).__module__.startswith(_COMPILERS):
                 raise  # the model's own
-            found = self.region(*given)
+            output = self.region(*args)
             self.__dict__["reason"] = f"{type(error).__name__}: {_short(error)}"
-            return found
+            return output
 
     def _code(self) -> Callable[..., Any]:
         with self.__dict__["making"]:
@@ -122,7 +122,7 @@ class Recomputed(nn.Module):
         aliased: names of all such buffers: what is given that is a part of one is copied too.
         written: names of what the forward may change without an error: those, and what norms and tables write.
         copied: positions in the bundle "inputs" of what the model changes in place, which is copied too.
-        place: what to call the region in a note on an exception of the second run.
+        label: what to call the region in a note on an exception of the second run.
         run: what runs the region: itself, or what compiles it.
     """
 
@@ -132,7 +132,7 @@ class Recomputed(nn.Module):
     aliased: tuple[str, ...]
     written: frozenset[str]
     copied: tuple[int, ...]
-    place: str
+    label: str
     run: Any
 
     def __init__(
@@ -144,86 +144,86 @@ class Recomputed(nn.Module):
         aliased: Sequence[str] = (),
         written: frozenset[str] = frozenset(),
         copied: Sequence[int] = (),
-        place: str,
+        label: str,
         run: Compiled | None = None,
     ) -> None:
         super().__init__()
         self.__dict__.update(region=region, root=root, rewritten=dict(rewritten), aliased=tuple(aliased))
-        self.__dict__.update(written=written, copied=tuple(copied), place=place, run=run or region)
+        self.__dict__.update(written=written, copied=tuple(copied), label=label, run=run or region)
 
-    def forward(self, *given: Any, recompute: bool = True) -> Any:
+    def forward(self, *args: Any, recompute: bool = True) -> Any:
         """Run the region; with ``recompute`` and gradients it runs again in the backward."""
         if not (recompute and torch.is_grad_enabled() and may_hook_saved_tensors()):
-            return self.run(*given)
-        flat, sizes = spread(given)
-        again = _Again(self, sizes, self._changed(given, flat))
+            return self.run(*args)
+        flat, sizes = spread(args)
+        again = _Again(self, sizes, self._changed(args, flat))
         return checkpoint(again, *flat, use_reentrant=False, preserve_rng_state=False)
 
-    def _changed(self, given: Sequence[Any], flat: list[Any]) -> dict[int, torch.Tensor]:
+    def _changed(self, args: Sequence[Any], flat: list[Any]) -> dict[int, torch.Tensor]:
         """Replace in ``flat`` what the forward changes in place by copies; return what was there by position."""
-        found: dict[int, torch.Tensor] = {}
+        originals: dict[int, torch.Tensor] = {}
         if self.copied:
-            start = len(spread(given[: self.region.takes.index("inputs")])[0])
-            found = {start + place: flat[start + place] for place in self.copied}
+            start = len(spread(args[: self.region.takes.index("inputs")])[0])
+            originals = {start + index: flat[start + index] for index in self.copied}
         if self.aliased:
             storages = {storage_key(self.root.get_buffer(name)) for name in self.aliased}
-            tensors = ((place, value) for place, value in enumerate(flat) if isinstance(value, torch.Tensor))
-            found |= {place: value for place, value in tensors if storage_key(value) in storages}
-        for place, copy in _copies(found).items():
-            flat[place] = copy
-        return found
+            tensors = ((index, value) for index, value in enumerate(flat) if isinstance(value, torch.Tensor))
+            originals |= {index: value for index, value in tensors if storage_key(value) in storages}
+        for index, copy in _copies(originals).items():
+            flat[index] = copy
+        return originals
 
 
 class _Again:
     """What is called first in the forward, and then in each backward that asks for what was saved."""
 
-    def __init__(self, part: Recomputed, sizes: Sequence[int | None], first: dict[int, torch.Tensor]) -> None:
-        self.part, self.sizes, self.first, self.places = part, sizes, first, tuple(first)
-        self.found: Surroundings | None = None
+    def __init__(self, unit: Recomputed, sizes: Sequence[int | None], first: dict[int, torch.Tensor]) -> None:
+        self.unit, self.sizes, self.first, self.places = unit, sizes, first, tuple(first)
+        self.around: Surroundings | None = None
 
     def __call__(self, *flat: Any) -> Any:
-        own = list(flat)
-        if self.found is not None:
-            return self._second(own, self.found)
-        steady = [value for place, value in enumerate(own) if place not in self.places]
-        part = self.part
-        self.found = Surroundings.of(part.region, part.root, steady, rewritten=part.rewritten, written=part.written)
-        for place in self.places:
-            own[place] = self.first.pop(place)
+        values = list(flat)
+        if self.around is not None:
+            return self._second(values, self.around)
+        steady = [value for index, value in enumerate(values) if index not in self.places]
+        unit = self.unit
+        self.around = Surroundings.of(unit.region, unit.root, steady, rewritten=unit.rewritten, written=unit.written)
+        for index in self.places:
+            values[index] = self.first.pop(index)
         try:
             with _during("first"):
-                return self.part.run(*gathered(own, self.sizes))
+                return self.unit.run(*gathered(values, self.sizes))
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
             raise ScheduleError(
-                f"{part.place} cannot run again in its backward: a forward in it uses torch.func.grad, vjp or jacrev, "
+                f"{unit.label} cannot run again in its backward: a forward in it uses torch.func.grad, vjp or jacrev, "
                 "which take no saved tensor hooks; give recompute='never', or 'never' for that stage"
             ) from error
 
-    def _second(self, own: list[Any], found: Surroundings) -> Any:
-        found.check(self.part.place)
-        for place, copy in _copies({place: own[place] for place in self.places}).items():
-            own[place] = copy
+    def _second(self, values: list[Any], around: Surroundings) -> Any:
+        around.check(self.unit.label)
+        for index, copy in _copies({index: values[index] for index in self.places}).items():
+            values[index] = copy
         try:
-            with found.restored(), _during("second"):
-                return self.part.run(*gathered(own, self.sizes))
+            with around.restored(), _during("second"):
+                return self.unit.run(*gathered(values, self.sizes))
         except Exception as error:
-            error.add_note(f"raised when {self.part.place} ran again for its backward")
+            error.add_note(f"raised when {self.unit.label} ran again for its backward")
             raise
 
 
 def _copies(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return copies of tensors, one copy of those that are the same memory."""
-    made = {(tensor.data_ptr(), tensor.shape): tensor.detach().clone() for tensor in tensors.values()}
-    return {place: made[tensor.data_ptr(), tensor.shape] for place, tensor in tensors.items()}
+    copies = {(tensor.data_ptr(), tensor.shape): tensor.detach().clone() for tensor in tensors.values()}
+    return {index: copies[tensor.data_ptr(), tensor.shape] for index, tensor in tensors.items()}
 
 
-def spread(given: Sequence[Any]) -> tuple[list[Any], list[int | None]]:
+def spread(args: Sequence[Any]) -> tuple[list[Any], list[int | None]]:
     """Return the tensors of all bundles one by one, and the length of each bundle; None for what is no bundle."""
     flat: list[Any] = []
     sizes: list[int | None] = []
-    for value in given:
+    for value in args:
         bundle = isinstance(value, (tuple, list)) and not isinstance(value, CellContext)
         flat += value if bundle else [value]
         sizes.append(len(value) if bundle else None)

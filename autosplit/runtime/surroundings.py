@@ -59,8 +59,8 @@ class Surroundings:
         region itself writes them; ``written`` the names of all that the forward changes: other tensors must not change.
         """
         used = region.used().items()
-        modules = [(path, own) for path, own in used if isinstance(own, nn.Module)]
-        places = {path: own for path, own in used if isinstance(own, torch.Tensor)}
+        modules = [(path, module) for path, module in used if isinstance(module, nn.Module)]
+        places = {path: tensor for path, tensor in used if isinstance(tensor, torch.Tensor)}
         named = [
             (f"{path}.{key}", t)
             for path, m in modules
@@ -77,12 +77,12 @@ class Surroundings:
         held += [("an input", value) for value in inputs if isinstance(value, torch.Tensor)]
         copies: dict[int, torch.Tensor] = {}
         copied = []
-        for full, own in rewritten.items():
+        for full, cloned in rewritten.items():
             table, name = _place(root, full)
             buffer = table[name]
             if id(buffer) not in copies:
                 copies[id(buffer)] = buffer.detach().clone()
-            copied.append((table, name, copies[id(buffer)], own))
+            copied.append((table, name, copies[id(buffer)], cloned))
         tables = [table for _, m in modules for table in (m.__dict__, *(m.__dict__[name] for name in _TABLES))]
         return cls(
             tuple((table, table.copy()) for table in tables),
@@ -91,8 +91,8 @@ class Surroundings:
             tuple((what, t, t._version, t.requires_grad) for what, t in held if not t.is_inference()),
         )
 
-    def check(self, place: str) -> None:
-        """Raise RuntimeError where a tensor is not what it was in the first run of ``place``."""
+    def check(self, label: str) -> None:
+        """Raise RuntimeError where a tensor is not what it was in the first run of ``label``."""
         for what, tensor, version, requires_grad in self.steady:
             if tensor._version != version:
                 change = "was changed in place"
@@ -101,7 +101,7 @@ class Surroundings:
             else:
                 continue
             raise RuntimeError(
-                f"{what} of {place} {change} between the forward and the backward, which runs the forward again: "
+                f"{what} of {label} {change} between the forward and the backward, which runs the forward again: "
                 "call backward before the optimizer's step and other changes, or split with recompute='never'"
             )
 
@@ -113,7 +113,7 @@ class Surroundings:
                 others = list(self._others())
                 if others:
                     stack.enter_context(_SWAPPING)
-            copies = ((t, name, copy.clone() if own else copy) for t, name, copy, own in self.rewritten)
+            copies = ((t, name, copy.clone() if cloned else copy) for t, name, copy, cloned in self.rewritten)
             for table, name, value in (*others, *copies):
                 stack.callback(_put, table, name, table.get(name, GONE))
                 _put(table, name, value)
@@ -121,9 +121,9 @@ class Surroundings:
 
     def _others(self) -> Iterator[tuple[Table, str, Any]]:
         """Yield where something else is now, and what was found there."""
-        for table, found in self.tables:
-            if not is_same_content(found, table):
-                yield from ((table, name, found.get(name, GONE)) for name in {**table, **found})
+        for table, before in self.tables:
+            if not is_same_content(before, table):
+                yield from ((table, name, before.get(name, GONE)) for name in {**table, **before})
         for table, name, value in self.places:
             if table.get(name) is not value:
                 yield table, name, value

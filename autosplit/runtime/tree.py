@@ -54,12 +54,12 @@ class Together(TorchFunctionMode):
     def __init__(self, model: nn.Module, devices: Iterable[torch.device]) -> None:
         super().__init__()
         self._state = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._order = {device: place for place, device in enumerate(devices)}
+        self._order = {device: index for index, device in enumerate(devices)}
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function of the model's inputs, brought to the first device if none of them is on any of these."""
-        first, given = next(iter(self._order)), tensors_in((args, kwargs))
-        if not any(tensor.device in self._order for tensor in given):
+        first, tensors = next(iter(self._order)), tensors_in((args, kwargs))
+        if not any(tensor.device in self._order for tensor in tensors):
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(first), (args, kwargs))
         with self if len(self._order) > 1 else contextlib.nullcontext():
             return function(*args, **kwargs)

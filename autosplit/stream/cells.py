@@ -63,7 +63,7 @@ class StreamCells(TrainCells):
 
     def gradients(self, stage: int, lane: Lane) -> list[torch.Tensor | None]:
         """Return the gradients of a stage's weights on a lane, and let go of both."""
-        used = [own for own in self.replicas(stage) if own.leaves]
-        for own in used:
-            transfer(tuple(own.totals()), self.step.lane_of(own.held), lane)  # on one device: it waits for them
+        used = [sums for sums in self.replicas(stage) if sums.leaves]
+        for sums in used:
+            transfer(tuple(sums.totals()), self.step.lane_of(sums.held), lane)  # on one device: it waits for them
         return together(used, (), self.step.brought)

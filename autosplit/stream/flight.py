@@ -92,8 +92,8 @@ class Flight:
 
     def watch(self, read: Sequence[Any]) -> None:
         """Finish before the state of modules and optimizers is read or loaded."""
-        for own in read:
-            for register in (own.register_state_dict_pre_hook, own.register_load_state_dict_pre_hook):
+        for target in read:
+            for register in (target.register_state_dict_pre_hook, target.register_load_state_dict_pre_hook):
                 self._hooks.append(register(_Drains(self._open)))
 
     def put(self, minibatch: Minibatch) -> bool:

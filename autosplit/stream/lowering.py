@@ -69,10 +69,10 @@ class StreamProgram:
     def ways(self) -> Ways:
         """How values go; the last stage also takes what earlier ones give the loss."""
         stages = self.lowered.layout.stages
-        found = [set(stage.received) for stage in stages]
-        found[-1] |= {number for number, stage in enumerate(stages[:-1]) if stage.sent.get(OUT)}
-        users = [[t for t, taken in enumerate(found) if s in taken] for s in range(len(found))]
-        return Ways(list(map(sorted, found)), users)
+        sources = [set(stage.received) for stage in stages]
+        sources[-1] |= {number for number, stage in enumerate(stages[:-1]) if stage.sent.get(OUT)}
+        users = [[t for t, taken in enumerate(sources) if s in taken] for s in range(len(sources))]
+        return Ways(list(map(sorted, sources)), users)
 
 
 def stream_program(
@@ -90,9 +90,7 @@ def stream_program(
     traced = recorded.traced
     stages = len(recorded.lowered.stages)
     stage_of = assign(DataflowIndex(traced), plan.stage_of(), stages=stages)
-    every = [
-        [lane, *(own.lanes[i] for own in recorded.replicas if i in own.lanes)] for i, lane in enumerate(recorded.lanes)
-    ]
+    every = [[lane, *(r.lanes[i] for r in recorded.replicas if i in r.lanes)] for i, lane in enumerate(recorded.lanes)]
     counts = [stage.replicas for stage in plan.stages]
     _check_replicas(traced, stage_of, every, counts)
     if not alone:
@@ -110,11 +108,11 @@ def stream_program(
     parts = {f"stage{i}": on_lane(run, lanes[i]) for i, run in enumerate(lowered.runs)}
     check_cells(lowered, counts)
     replicas = replicated(lowered, stage_of, every, compiled=compiled)
-    roots = [traced.root, *(own.lowered.traced.root for own in replicas)]
+    roots = [traced.root, *(r.lowered.traced.root for r in replicas)]
     for twins in zip(*(root.modules() for root in roots), strict=True):
         for twin in twins:
             twin.__dict__["_buffers"] = twins[0]._buffers
-    replicas = tuple(replace(own, places=dict.fromkeys(own.lanes, ())) for own in replicas)  # lanes put them there
+    replicas = tuple(replace(r, places=dict.fromkeys(r.lanes, ())) for r in replicas)  # lanes put them there
     return StreamProgram(lowered, replicas, every, emit_setup(lowered, parts), _places(model, lowered, roots), alone)
 
 
@@ -122,8 +120,8 @@ def _check_replicas(
     traced: TracedGraph, stage_of: Mapping[str, int], lanes: Sequence[Sequence[Lane]], counts: Sequence[int]
 ) -> None:
     """Raise InputError for replicas on several devices, and for what they would change in no order."""
-    for stage, own in enumerate(lanes):
-        if len({lane.device for lane in own}) > 1:
+    for stage, stage_lanes in enumerate(lanes):
+        if len({lane.device for lane in stage_lanes}) > 1:
             raise InputError(
                 f"the replicas of stage {stage} are on several devices, and a stream keeps the versions of a stage's "
                 "weights on one; give them one device, or leave replicas out"
@@ -190,20 +188,20 @@ def _as_value(graph: fx.Graph, traced: TracedGraph, name: str) -> fx.Node:
 def _places(model: nn.Module, lowered: Lowered, roots: Sequence[nn.Module]) -> dict[str, tuple[int, Places]]:
     """Return the stage of each parameter that stages use, by its first name, and where they read it below ``roots``."""
     root, stage_of = lowered.traced.root, owners(lowered.traced.root, lowered)
-    first = {id(own): name for name, own in reversed(list(model.named_parameters(remove_duplicate=False)))}
-    found: dict[str, tuple[int, Places]] = {}
+    first = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    located: dict[str, tuple[int, Places]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         if name in stage_of and id(parameter) in first:
             parent, _, attribute = name.rpartition(".")
-            _, places = found.setdefault(first[id(parameter)], (stage_of[name], [[] for _ in roots]))
-            for own, each in zip(places, roots, strict=True):
-                own.append((each.get_submodule(parent), attribute))
+            _, places = located.setdefault(first[id(parameter)], (stage_of[name], [[] for _ in roots]))
+            for holders, each in zip(places, roots, strict=True):
+                holders.append((each.get_submodule(parent), attribute))
     for stage, region in enumerate(lowered.stages):
         for leaf in region.leaves():
             name = first.get(id(leaf), "a buffer or an attribute of a module")
-            if name not in found or found[name][0] != stage:
+            if name not in located or located[name][0] != stage:
                 raise InputError(
                     f"stage {stage} computes gradients of {name}, which is no parameter of that stage alone, so that "
                     "it has no version per minibatch; register it as a parameter, or call requires_grad_(False)"
                 )
-    return found
+    return located

@@ -106,25 +106,25 @@ class _NoDraws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def step_of(found: FoundCall, program: StreamProgram, options: Options, recordings: Recordings) -> StreamStep:
+def step_of(call: FoundCall, program: StreamProgram, options: Options, recordings: Recordings) -> StreamStep:
     """Return a call as a step of a stream, with its random numbers."""
-    recorded: Any = found.recorded  # it is `checked`
-    rows = recorded.kind.rows_in(found.key)
+    recorded: Any = call.recorded  # it is `checked`
+    rows = recorded.kind.rows_in(call.key)
     sizes: tuple[int, ...] = (rows,)
     if not program.alone:
         sizes = sizes_of(rows, options.chunks, recorded.traced.min_rows, like=options.microbatches)
     recordings.check_norms(recorded.traced, sizes)
-    lengths = lengths_in(recorded.traced.lengths, [tensor.shape for tensor in found.tensors])
+    lengths = lengths_in(recorded.traced.lengths, [tensor.shape for tensor in call.tensors])
     return StreamStep(
         program.lowered,
         program.setup.forward,
         program.setup.forward,  # never called: a stream's cells have no ending
         Locate(program.lowered, recordings.plan, recorded.lanes, sizes),
-        found.tensors,
+        call.tensors,
         rows,
         lengths,
         sizes,
-        (*recorded.lanes, lane_of_caller(found.tensors)),
+        (*recorded.lanes, lane_of_caller(call.tensors)),
         call_state(program.lowered, options, sizes, lengths, ahead=True),
         recordings.schedule_for,
         program.orders,
@@ -143,13 +143,13 @@ def loss_in(
     """
     if step.alone:
         return _WholeLoss(loss_fn, target, first=first), None
-    found = engine.find_loss(step, target=target, loss_fn=loss_fn, reduction="auto", proofs=proofs, whole=whole)
-    if found is None:
+    loss = engine.find_loss(step, target=target, loss_fn=loss_fn, reduction="auto", proofs=proofs, whole=whole)
+    if loss is None:
         raise InputError(
             "the loss, or an operation of the model that it uses, needs the whole minibatch at once, and "
             "staleness='2bw' cuts it; give staleness='stash' or 'vertical', or chunks=1"
         )
-    return found
+    return loss
 
 
 def inputs_and_target(item: Any, loss_fn: Any) -> tuple[Sample, Any]:
@@ -167,17 +167,17 @@ def inputs_and_target(item: Any, loss_fn: Any) -> tuple[Sample, Any]:
     return Sample.of(tuple(inputs) if isinstance(inputs, list) else inputs), target
 
 
-def checked(found: FoundCall, recordings: Recordings) -> Recorded:
+def checked(call: FoundCall, recordings: Recordings) -> Recorded:
     """Return a call's recording; raise where a stream cannot run it."""
-    recorded = found.recorded
+    recorded = call.recorded
     if isinstance(recorded, TreeRun):
         raise TraceError(f"the model runs by its own Python, which no stream can follow:{recordings.notes()}")
-    if recorded.traced.kept or found.python is not None:
+    if recorded.traced.kept or call.python is not None:
         raise TraceError(
             "the model changes Python state in its forward, which no stage can do in the minibatches' order"
         )
     if len(set(map(id, recorded.lanes))) < len(recorded.lanes):
         raise InputError("a stream runs one stage per lane; split with virtual_stages=1")
-    if any(tensor.requires_grad for tensor in found.tensors):
+    if any(tensor.requires_grad for tensor in call.tensors):
         raise InputError("an input requires a gradient; a stream gives gradients to parameters only")
     return recorded

@@ -33,13 +33,13 @@ class StageOptimizer:
     def __init__(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         self.optimizer = optimizer
         self.groups = groups_of(optimizer, parameters)
-        self._twins = [(p, nn.Parameter(p.data)) for own in self.groups.values() for p in own]
+        self._twins = [(p, nn.Parameter(p.data)) for group in self.groups.values() for p in group]
         twin = {id(parameter): other for parameter, other in self._twins}
         self._stage = type(optimizer).__new__(type(optimizer))
         self._stage.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
         self._stage.param_groups = [
-            {**optimizer.param_groups[place], "params": [twin[id(p)] for p in own]}
-            for place, own in self.groups.items()
+            {**optimizer.param_groups[index], "params": [twin[id(p)] for p in members]}
+            for index, members in self.groups.items()
         ]
         self._counted: set[str] = set()
         """The options that steps change."""
@@ -48,8 +48,8 @@ class StageOptimizer:
     def step(self, gradients: Mapping[int, torch.Tensor], settings: Mapping[int, Settings]) -> None:
         """Step by gradients, by the identity of parameters; ``settings`` are options by the identity of optimizers."""
         options = settings[id(self.optimizer)]
-        for place, group in zip(self.groups, self._stage.param_groups, strict=True):
-            group.update({k: v for k, v in options[place].items() if k not in self._counted})
+        for index, group in zip(self.groups, self._stage.param_groups, strict=True):
+            group.update({k: v for k, v in options[index].items() if k not in self._counted})
         state, self._stage.state = self.optimizer.state, defaultdict(dict)
         for parameter, twin in self._twins:
             twin.data, twin.grad = parameter.data, gradients.get(id(parameter))
@@ -67,8 +67,8 @@ class StageOptimizer:
 
     def hand_back(self) -> None:
         """Give the caller's optimizer what steps have counted."""
-        for place, group in zip(self.groups, self._stage.param_groups, strict=True):
-            self.optimizer.param_groups[place].update({k: group[k] for k in self._counted})
+        for index, group in zip(self.groups, self._stage.param_groups, strict=True):
+            self.optimizer.param_groups[index].update({k: group[k] for k in self._counted})
         kept = {"state", "param_groups"}
         self.optimizer.__dict__.update({k: v for k, v in self._stage.__dict__.items() if k not in kept})
 
@@ -80,81 +80,81 @@ def settings_of(optimizer: Optimizer) -> Settings:
 
 def groups_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> dict[int, list[nn.Parameter]]:
     """Return those of an optimizer's parameters that are among others, by the number of their group."""
-    own = {id(parameter) for parameter in parameters}
-    groups = [[p for p in group["params"] if id(p) in own] for group in optimizer.param_groups]
-    return {place: mine for place, mine in enumerate(groups) if mine}
+    ids = {id(parameter) for parameter in parameters}
+    groups = [[p for p in group["params"] if id(p) in ids] for group in optimizer.param_groups]
+    return {index: mine for index, mine in enumerate(groups) if mine}
 
 
 def _kept(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def check_optimizer(given: Any, model: nn.Module) -> None:
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Raise InputError for an optimizer that steps only as a whole, or steps what is not the model's."""
-    if not isinstance(given, Optimizer):
-        if not callable(given):
+    if not isinstance(optimizer, Optimizer):
+        if not callable(optimizer):
             raise InputError(
                 "optimizer= is a torch.optim.Optimizer, or a function that makes one for a list of parameters, not a "
-                f"{type(given).__name__}"
+                f"{type(optimizer).__name__}"
             )
         return
     known = {id(parameter) for parameter in model.parameters()}
-    for parameter in (p for group in given.param_groups for p in group["params"]):
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in known:
             raise InputError(
                 f"the optimizer steps a parameter of shape {list(parameter.shape)} that is not the model's; a stream "
                 "steps what its stages hold: give that an optimizer of its own"
             )
-    own_step = given.__dict__.get("step")
+    own_step = optimizer.__dict__.get("step")
     if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
         raise InputError(
-            f"the step of this {type(given).__name__} was replaced on the object, and stages step copies of it; define "
-            "it in a class, or use register_step_pre_hook"
+            f"the step of this {type(optimizer).__name__} was replaced on the object, and stages step copies of it; "
+            "define it in a class, or use register_step_pre_hook"
         )
-    if isinstance(getattr(type(given), "param_groups", None), property) or any(
-        isinstance(own, Optimizer) for own in given.__dict__.values()
+    if isinstance(getattr(type(optimizer), "param_groups", None), property) or any(
+        isinstance(value, Optimizer) for value in optimizer.__dict__.values()
     ):
         raise InputError(
-            f"{type(given).__name__} steps another optimizer, which has all stages' parameters; give that one itself"
+            f"{type(optimizer).__name__} steps another optimizer, which has all stages' parameters; give that one"
         )
-    _, *needed = inspect.signature(type(given).step).parameters.values()
-    if any(own.default is own.empty and own.kind is own.POSITIONAL_OR_KEYWORD for own in needed):
+    _, *needed = inspect.signature(type(optimizer).step).parameters.values()
+    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in needed):
         raise InputError(
-            f"{type(given).__name__} calls the model itself, with all its weights, in a step, and stages of a stream "
-            "step one by one; give an optimizer that steps each parameter by its own gradient"
+            f"{type(optimizer).__name__} calls the model itself, with all its weights, in a step, and stages of a "
+            "stream step one by one; give an optimizer that steps each parameter by its own gradient"
         )
 
 
 def stage_optimizers(
-    given: Given, stages: Sequence[Mapping[str, nn.Parameter]], made: Sequence[StageOptimizer | None]
+    asked: Given, stages: Sequence[Mapping[str, nn.Parameter]], earlier: Sequence[StageOptimizer | None]
 ) -> list[StageOptimizer | None]:
     """Return an optimizer per stage, None where a stage has no parameter to train.
 
-    ``made`` are those of the last time: a function is called once per stage.
+    ``earlier`` are those of the last time: a function is called once per stage.
 
     Raises InputError where a stage has parameters now that its optimizer was not made for.
     """
-    found: list[StageOptimizer | None] = []
-    for place, stage in enumerate(stages):
-        known = made[place] if place < len(made) and stage else None
-        if isinstance(given, Optimizer):
-            optimizer = given
+    optimizers: list[StageOptimizer | None] = []
+    for index, stage in enumerate(stages):
+        known = earlier[index] if index < len(earlier) and stage else None
+        if isinstance(asked, Optimizer):
+            optimizer = asked
         elif known is not None:
             optimizer = known.optimizer
         elif stage:
-            optimizer = given(list(stage.values()))
+            optimizer = asked(list(stage.values()))
             check_optimizer(optimizer, nn.ParameterList(stage.values()))
         if stage and (known is None or not _is(known.groups, optimizer, stage)):
-            if known is not None and optimizer is not given:
+            if known is not None and optimizer is not asked:
                 raise InputError(
-                    f"stage {place} does not train what its optimizer was made for any more; begin a new stream"
+                    f"stage {index} does not train what its optimizer was made for any more; begin a new stream"
                 )
             known = StageOptimizer(optimizer, stage.values())
-        found.append(known)
-    return found
+        optimizers.append(known)
+    return optimizers
 
 
 def _is(groups: Mapping[int, Sequence[nn.Parameter]], optimizer: Optimizer, stage: Mapping[str, nn.Parameter]) -> bool:
     """Tell whether a stage's groups are those that an optimizer has of it."""
     here = groups, groups_of(optimizer, stage.values())
-    return operator.eq(*({place: list(map(id, mine)) for place, mine in own.items()} for own in here))
+    return operator.eq(*({index: list(map(id, mine)) for index, mine in side.items()} for side in here))

@@ -81,7 +81,7 @@ class Segment:
     def _here(self) -> dict[int, Held]:
         """Return the lanes of this process, and what each has of which stage."""
         return {
-            lane: Held(stage, own) for stage in self._stages for own, lane in enumerate(self._dealt.lanes_of(stage))
+            lane: Held(stage, index) for stage in self._stages for index, lane in enumerate(self._dealt.lanes_of(stage))
         }
 
     # -- the caller's side ---------------------------------------------------------------------------------------
@@ -188,9 +188,9 @@ class Segment:
     def _let_go(self, minibatch: int) -> None:
         """Note that a lane or a stage needs a minibatch no more."""
         with self._change:
-            own = self._minibatches[minibatch]
-            own.left -= 1
-            if not own.left:
+            entry = self._minibatches[minibatch]
+            entry.left -= 1
+            if not entry.left:
                 del self._minibatches[minibatch]
 
     def _turns(self) -> dict[int, Iterator[Any]]:
@@ -257,12 +257,12 @@ class Segment:
         with self._order[stage]:
             self._minibatches[cell.minibatch].open[stage] -= 1
             while not self._is_dropped(number := self._through[stage]):
-                if (own := self._minibatches.get(number)) is None or own.open[stage]:
+                if (entry := self._minibatches.get(number)) is None or entry.open[stage]:
                     break
                 try:
-                    own.cells.end_forwards(stage)
+                    entry.cells.end_forwards(stage)
                     if stage == self._count - 1:
-                        self._tell(number, own.cells.total())
+                        self._tell(number, entry.cells.total())
                 except Exception as error:
                     self._fail(number, error)
                 self._through[stage] += 1
@@ -285,10 +285,10 @@ class Segment:
         numbers = [n for n in range(cell.update * size, cell.minibatch + 1) if not self._is_dropped(n)]
         if not numbers:
             return
-        own = [self._minibatches[number] for number in numbers]
+        entries = [self._minibatches[number] for number in numbers]
         with weights.lane.active():
-            parts = [(each.cells.step.rows, self._gradients(stage, each.cells)) for each in own]
-            weights.step(_mean(parts), own[-1].settings, minibatches=len(own))
+            parts = [(each.cells.step.rows, self._gradients(stage, each.cells)) for each in entries]
+            weights.step(_mean(parts), entries[-1].settings, minibatches=len(entries))
         for number in numbers:
             self._stepped(number)
             self._let_go(number)
@@ -322,8 +322,8 @@ def _mean(parts: Sequence[tuple[int, list[torch.Tensor | None]]]) -> list[torch.
     if len(parts) == 1:
         return parts[0][1]
     total = sum(rows for rows, _ in parts)
-    found: list[torch.Tensor | None] = []
+    means: list[torch.Tensor | None] = []
     for each in zip(*(gradients for _, gradients in parts), strict=True):
-        own = [g * (rows / total) for (rows, _), g in zip(parts, each, strict=True) if g is not None]
-        found.append(reduce(plus, own) if own else None)
-    return found
+        weighted = [g * (rows / total) for (rows, _), g in zip(parts, each, strict=True) if g is not None]
+        means.append(reduce(plus, weighted) if weighted else None)
+    return means

@@ -73,8 +73,8 @@ class Streaming:
         core.recordings.still = core.stream.paused
         return self._stream(loader, loss_fn, optimizer, staleness)
 
-    def _stream(self, *given: Any) -> Stream:
-        return Stream(self, *given)
+    def _stream(self, *args: Any) -> Stream:
+        return Stream(self, *args)
 
 
 class Stream(Iterator[torch.Tensor]):
@@ -165,12 +165,12 @@ class Stream(Iterator[torch.Tensor]):
         """The optimizers that step the stages: one for all, or one per stage that has parameters to train."""
         if isinstance(self._given, Optimizer):
             return (self._given,)
-        return tuple({id(own.optimizer): own.optimizer for own in self._optimizers if own is not None}.values())
+        return tuple({id(each.optimizer): each.optimizer for each in self._optimizers if each is not None}.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Drain, and return how many minibatches were trained on and the optimizers' states; the model has its own."""
         self.drain()
-        states = [own.state_dict() for own in self.optimizers] if self._loaded is None else self._loaded["optimizers"]
+        states = [o.state_dict() for o in self.optimizers] if self._loaded is None else self._loaded["optimizers"]
         return {"minibatches": self.minibatches, "optimizers": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -220,15 +220,15 @@ class Stream(Iterator[torch.Tensor]):
             core.stream.drain()
         engine.check_loss(target, self._loss_fn, "auto")
         with torch.inference_mode(False), torch.enable_grad():
-            found = self._pipe._find(sample.args, sample.kwargs)
-            if found.python is not None:  # the first call of its kind; it is refused where the next one differs again
-                core.recordings.leave(found, ())
-                found = self._pipe._find(sample.args, sample.kwargs)
-            program = self._program(checked(found, core.recordings))
+            call = self._pipe._find(sample.args, sample.kwargs)
+            if call.python is not None:  # the first call of its kind; it is refused where the next one differs again
+                core.recordings.leave(call, ())
+                call = self._pipe._find(sample.args, sample.kwargs)
+            program = self._program(checked(call, core.recordings))
             if not program.lowered.changes_inputs:  # the loader may use its memory again
-                found = found._replace(tensors=[tensor.clone() for tensor in found.tensors])
+                call = call._replace(tensors=[tensor.clone() for tensor in call.tensors])
             target = mapped(_copied, target)
-            step = self._step(found, program, target)
+            step = self._step(call, program, target)
             if step.state.seed and core.threads is not None:
                 raise InputError(
                     "the model draws random numbers that are not known before a minibatch runs (rng='counter', or "
@@ -244,12 +244,12 @@ class Stream(Iterator[torch.Tensor]):
                 return
             flight = flight or self._fill(step, under)
             enter(step.lanes[-1], step.stage_lanes)
-            settings = {id(own): settings_of(own) for own in self.optimizers}
+            settings = {id(optimizer): settings_of(optimizer) for optimizer in self.optimizers}
             if not flight.put(Minibatch(StreamCells(step, *loss), settings, program.ways)):
                 self._exhausted = True
 
-    def _step(self, found: FoundCall, program: StreamProgram, target: Any) -> StreamStep:
-        return step_of(found, program, self._core.options, self._core.recordings)
+    def _step(self, call: FoundCall, program: StreamProgram, target: Any) -> StreamStep:
+        return step_of(call, program, self._core.options, self._core.recordings)
 
     def _whole(self, sample: Sample) -> Any:
         """Return the model's output for a whole minibatch."""
@@ -264,16 +264,16 @@ class Stream(Iterator[torch.Tensor]):
             core, plan = self._core, self._core.recordings.plan
             alone, compiled = self._staleness != "2bw" or core.options.chunks == 1, core.options.compile
             with self.paused():
-                made = stream_program(core.model, recorded, plan, alone=alone, compiled=compiled)
-                for name, (stage, places) in made.places.items():
+                program = stream_program(core.model, recorded, plan, alone=alone, compiled=compiled)
+                for name, (stage, places) in program.places.items():
                     if self._stage_of.setdefault(name, stage) != stage:
                         raise InputError(
                             f"{name!r} is first used in stage {stage}, and in stage {self._stage_of[name]} in another "
                             "kind of call, so that it has no stage that steps it; give streams one kind of minibatch"
                         )
                     for known, more in zip(self._places.setdefault(name, [[] for _ in places]), places, strict=True):
-                        known += [place for place in more if place not in known]
-            self._programs[id(recorded)] = recorded, made
+                        known += [entry for entry in more if entry not in known]
+            self._programs[id(recorded)] = recorded, program
         return self._programs[id(recorded)][1]
 
     def _trained(self) -> list[dict[str, nn.Parameter]]:
@@ -289,22 +289,22 @@ class Stream(Iterator[torch.Tensor]):
         """Return which parameters are trained, and the groups of an optimizer for all stages, by identities."""
         groups = self._given.param_groups if isinstance(self._given, Optimizer) else ()
         if self._walked[0] is not (token := self._core.recordings.python.token):
-            self._walked = token, [id(own) for own in self._core.model.parameters() if own.requires_grad]
+            self._walked = token, [id(p) for p in self._core.model.parameters() if p.requires_grad]
         return len(self._stage_of), self._walked[1], [list(map(id, group["params"])) for group in groups]
 
     def _fill(self, step: StreamStep, under: tuple[Any, ThreadState]) -> Flight:
         """Begin to fill the pipeline; raise InputError where its stages cannot be trained one by one."""
         core = self._core
-        trained = [own if stage in step.stages else {} for stage, own in enumerate(self._trained())]
+        trained = [parameters if stage in step.stages else {} for stage, parameters in enumerate(self._trained())]
         replicas = step.counts
         behind = updates_behind(self._staleness, replicas)
-        if self._staleness == "2bw" and any(core.options.chunks % own for own in replicas):
+        if self._staleness == "2bw" and any(core.options.chunks % count for count in replicas):
             raise InputError(
                 f"stages of {replicas} replicas share out the {core.options.chunks} microbatches of a minibatch evenly "
                 "under staleness='2bw'; give chunks= that all these divide"
             )
         memory: dict[int, str] = {}
-        for name, parameter in (pair for own in trained for pair in own.items()):
+        for name, parameter in (pair for parameters in trained for pair in parameters.items()):
             if (other := memory.setdefault(parameter.data_ptr(), name)) != name and parameter.numel():
                 raise InputError(
                     f"{name!r} and {other!r} are two parameters of one memory, and versions have memory of their own; "
@@ -316,8 +316,8 @@ class Stream(Iterator[torch.Tensor]):
                 )
         self._optimizers = stage_optimizers(self._given, trained, self._optimizers)
         if self._loaded is not None:
-            for own, saved in zip(self.optimizers, self._loaded["optimizers"], strict=True):
-                own.load_state_dict(saved)
+            for optimizer, saved in zip(self.optimizers, self._loaded["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
             self._loaded = None
         for name, parameter in core.model.named_parameters():
             if not parameter.requires_grad:  # nor in minibatches in flight where it is to be trained from now on
@@ -334,8 +334,8 @@ class Stream(Iterator[torch.Tensor]):
         }
         segment = self._segment(step)
         lanes, far = [*step.stage_lanes, step.lanes[-1]], ahead(self._staleness, replicas)
-        given = core.stream, segment, list(self._stages.values()), self._optimizers, lanes, self._losses
-        flight = self._flight = Flight(*given, before=self._before, under=under, ahead=far)
+        args = core.stream, segment, list(self._stages.values()), self._optimizers, lanes, self._losses
+        flight = self._flight = Flight(*args, before=self._before, under=under, ahead=far)
         flight.watch([core.model, *self.optimizers])
         self._left.detach()
         self._left = weakref.finalize(self, flight.leave)

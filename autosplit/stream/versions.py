@@ -60,15 +60,15 @@ class StageWeights:
         self.most = 1
 
     def _keep_newest(self) -> None:
-        leaves = [{id(own): nn.Parameter(own.data) for own in self.parameters} for _ in self._lanes]
+        leaves = [{id(p): nn.Parameter(p.data) for p in self.parameters} for _ in self._lanes]
         self._versions[self.updates] = self.lane.record(), leaves
-        self._changes = {name: own._version for name, own in self._parameters.items()}
+        self._changes = {name: p._version for name, p in self._parameters.items()}
         """How often each parameter was changed in place, when the newest version was made."""
 
     def _check_unchanged(self) -> None:
         """Raise InputError where somebody else has changed a parameter since: which minibatches saw it is a race."""
-        for name, own in self._parameters.items():
-            if own._version != self._changes[name]:
+        for name, parameter in self._parameters.items():
+            if parameter._version != self._changes[name]:
                 raise InputError(
                     f"{name!r} was changed in place while minibatches of the stream were in flight; call "
                     "stream.drain() before that, or change it in a hook of the optimizer (register_step_post_hook)"
@@ -80,7 +80,7 @@ class StageWeights:
     @property
     def version_bytes(self) -> int:
         """The bytes of the weights beside the newest, when there were most versions."""
-        return (self.most - 1) * sum(own.numel() * own.element_size() for own in self.parameters)
+        return (self.most - 1) * sum(p.numel() * p.element_size() for p in self.parameters)
 
     def take(self, sums: Sums, update: int) -> None:
         """Have a replica compute with the version of what an update takes in."""
@@ -119,9 +119,9 @@ class StageWeights:
         if later <= self.updates:  # a minibatch needs the newest as it is
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
-        found = [(p, g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]
-        if found and self._optimizer is not None:
-            self._optimizer.step(_through_hooks(found), settings)
+        pairs = [(p, g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]
+        if pairs and self._optimizer is not None:
+            self._optimizer.step(_through_hooks(pairs), settings)
         if later > self.updates:
             self._forget(self.updates)
         self.updates += 1
@@ -142,12 +142,12 @@ class StageWeights:
         self._versions.clear()
 
 
-def _through_hooks(found: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> dict[int, torch.Tensor]:
+def _through_hooks(pairs: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> dict[int, torch.Tensor]:
     """Return gradients by the identity of parameters, as the parameters' hooks leave them."""
-    gradients = {id(parameter): gradient for parameter, gradient in found}
-    hooked = [own for own, _ in found if own._backward_hooks or own._post_accumulate_grad_hooks]
+    gradients = {id(parameter): gradient for parameter, gradient in pairs}
+    hooked = [p for p, _ in pairs if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:
-        torch.autograd.backward(donate_gradients(hooked, [gradients[id(own)] for own in hooked]))
+        torch.autograd.backward(donate_gradients(hooked, [gradients[id(p)] for p in hooked]))
     for parameter in hooked:
         left, parameter.grad = parameter.grad, None
         if left is None:

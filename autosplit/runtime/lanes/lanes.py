@@ -289,10 +289,10 @@ class Streams:
 
 def generators() -> list[torch.Generator]:
     """Return the generators that operations of the active lane draw from: the CPU's, and its device's."""
-    found, accelerator = [torch.default_generator], torch.accelerator.current_accelerator()
+    drawn_from, accelerator = [torch.default_generator], torch.accelerator.current_accelerator()
     if accelerator is not None and (module := _module(accelerator)).is_initialized():
-        found.append(module.default_generators[module.current_device()])
-    return found
+        drawn_from.append(module.default_generators[module.current_device()])
+    return drawn_from
 
 
 def _module(device: torch.device) -> Any:

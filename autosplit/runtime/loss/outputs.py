@@ -75,17 +75,17 @@ class Outputs:
     def leaves(self, microbatch: int | None = None, *, zeros: bool = False) -> list[Any]:
         """Return the flat leaves of :meth:`stand_in`."""
         rows = self.step.rows if microbatch is None else self.step.sizes[microbatch]
-        found: list[Any] = []
+        leaves: list[Any] = []
         for node in self.nodes:
             if not (isinstance(node, fx.Node) and INFO in node.meta):
-                found.append(node)
+                leaves.append(node)
                 continue
             shape, dtype = self._shape(node, rows), _info(node).dtype
             if zeros:
-                found.append(torch.zeros((), dtype=dtype, device=self.step.lanes[-2].device).expand(shape))
+                leaves.append(torch.zeros((), dtype=dtype, device=self.step.lanes[-2].device).expand(shape))
             else:
-                found.append(torch.empty(shape, dtype=dtype, device="meta"))
-        return found
+                leaves.append(torch.empty(shape, dtype=dtype, device="meta"))
+        return leaves
 
     def _shape(self, node: fx.Node, rows: int) -> tuple[int, ...]:
         return _info(node).shape_at(rows, self.step.lengths)
@@ -178,8 +178,8 @@ def used_outputs(loss_fn: Callable[..., Any], outputs: Outputs, target: Any) -> 
             loss = call_loss(loss_fn, outputs.step.lowered.traced.unflatten(leaves), blank)
     except Exception:  # it reads values, which decide what it uses
         return None
-    found = uses.found | ({names[id(loss)]} if id(loss) in names else set())
-    return None if found == set(names.values()) else frozenset(found)
+    used = uses.found | ({names[id(loss)]} if id(loss) in names else set())
+    return None if used == set(names.values()) else frozenset(used)
 
 
 class _Uses(TorchFunctionMode):
@@ -225,7 +225,7 @@ def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     if not isinstance(parts[0], Placeholder):
         return torch.cat(list(parts), dim)
     with torch._C.DisableTorchFunctionSubclass():
-        return torch.cat([part.as_subclass(torch.Tensor) for part in parts], dim).as_subclass(Placeholder)
+        return torch.cat([piece.as_subclass(torch.Tensor) for piece in parts], dim).as_subclass(Placeholder)
 
 
 def _name(func: Any) -> str:

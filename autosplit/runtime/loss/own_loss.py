@@ -80,8 +80,8 @@ class OwnLoss:
             env[node] = self._part(node, half, values[half.rows.name], share)
         for node in self.form.chain:
             env[node] = _run_node(node, env, self.form.root)
-        found: torch.Tensor = env[self.form.loss]
-        return found
+        loss: torch.Tensor = env[self.form.loss]
+        return loss
 
     def _part(self, node: fx.Node, half: Half, rows: torch.Tensor, share: float) -> torch.Tensor:
         match half.kind:
@@ -103,8 +103,8 @@ def in_schedule(step: Step) -> OwnLoss | None:
 
 def _wants_gradient(form: Form, step: Step) -> bool:
     """Tell whether what is computed before the step would need a gradient."""
-    given = _given(form, step)
-    return any(isinstance(v := given.get(n), torch.Tensor) and v.requires_grad for n in form.fixed)
+    values = _given(form, step)
+    return any(isinstance(v := values.get(n), torch.Tensor) and v.requires_grad for n in form.fixed)
 
 
 def _ahead(form: Form, step: Step) -> dict[fx.Node, Any]:
@@ -130,12 +130,12 @@ def _ahead(form: Form, step: Step) -> dict[fx.Node, Any]:
 def _given(form: Form, step: Step) -> dict[fx.Node, Any]:
     """Return the values of the graph's placeholders."""
     tensors = iter(step.tensors)
-    found: dict[fx.Node, Any] = {}
+    values: dict[fx.Node, Any] = {}
     for node in form.nodes:
         if node.op == "placeholder":
             length = step.lengths[node.meta[LENGTH]] if LENGTH in node.meta else step.rows
-            found[node] = next(tensors) if INFO in node.meta else length
-    return found
+            values[node] = next(tensors) if INFO in node.meta else length
+    return values
 
 
 def _run_node(node: fx.Node, env: Mapping[fx.Node, Any], root: nn.Module, lane: Lane | None = None) -> Any:

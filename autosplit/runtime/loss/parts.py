@@ -51,7 +51,7 @@ def check_target(loss_fn: Any, target: Any) -> None:
     except (TypeError, ValueError):
         return
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [name for name, own in parameters.items() if own.kind in kinds and own.default is own.empty]
+    needed = [name for name, p in parameters.items() if p.kind in kinds and p.default is p.empty]
     if len(needed) > 1:
         raise InputError(
             f"loss_fn takes {' and '.join(needed[:2])}, and there is no target=: positional arguments are the model's "
@@ -99,11 +99,11 @@ def is_known(loss_fn: Any) -> bool:
         loss_fn = loss_fn.func
     if is_loss(loss_fn):
         return True
-    own = getattr(loss_fn, "reduction", None)
-    if isinstance(loss_fn, nn.Module) and type(loss_fn).__module__ == "torch.nn.modules.loss" and own is not None:
-        if own not in ("mean", "sum", "batchmean"):
+    reduction = getattr(loss_fn, "reduction", None)
+    if isinstance(loss_fn, nn.Module) and type(loss_fn).__module__ == "torch.nn.modules.loss" and reduction is not None:
+        if reduction not in ("mean", "sum", "batchmean"):
             raise InputError(
-                f"{type(loss_fn).__name__}(reduction={own!r}) returns no scalar; use reduction='mean' or 'sum'"
+                f"{type(loss_fn).__name__}(reduction={reduction!r}) returns no scalar; use reduction='mean' or 'sum'"
             )
         return not (loss_fn._forward_hooks or loss_fn._forward_pre_hooks)
     return False
@@ -140,13 +140,13 @@ class Parts:
     @property
     def divisors(self) -> list[float]:
         """What torch's losses in it divide by, on these rows."""
-        return [float(one.divisor) for one in self.counted]
+        return [float(counted.divisor) for counted in self.counted]
 
     def among(self, rows: int, divisors: Sequence[float]) -> Parts:
         """Return what the same microbatches add to the loss of a larger batch, by its rows and divisors."""
         larger = Parts(self.kind, self.loss_fn, self.sizes, self.targets, self.counted, self.wants, self._of_parts)
         larger._rows = rows
-        larger._whole = [one.by(divisor) for one, divisor in zip(self.counted, divisors, strict=True)]
+        larger._whole = [counted.by(divisor) for counted, divisor in zip(self.counted, divisors, strict=True)]
         return larger
 
     def __call__(self, output: Any, microbatch: int) -> torch.Tensor:
@@ -181,7 +181,7 @@ def _other_calls(microbatch: int, calls: int) -> InputError:
 def adds_up(whole: Sequence[Counted], parts: Sequence[Sequence[int]]) -> bool:
     """Tell whether microbatches call the losses that the whole batch calls, each on its part of the values."""
     return all(len(values) == len(whole) for values in parts) and all(
-        counted.values == sum(own) for counted, own in zip(whole, zip(*parts, strict=True), strict=True)
+        counted.values == sum(numbers) for counted, numbers in zip(whole, zip(*parts, strict=True), strict=True)
     )
 
 
@@ -226,8 +226,8 @@ class Counted:
 
     def by(self, divisor: float) -> Counted:
         """Return the same with another divisor."""
-        own = self.divisor
-        return replace(self, divisor=own.new_tensor(divisor) if isinstance(own, torch.Tensor) else divisor)
+        current = self.divisor
+        return replace(self, divisor=current.new_tensor(divisor) if isinstance(current, torch.Tensor) else divisor)
 
     @classmethod
     def of(cls, call: LossCall) -> Counted:
@@ -287,12 +287,12 @@ class Share(TorchFunctionMode):
         if len(self.values) == len(self.whole):
             raise NotAdditive
         counted = self.whole[len(self.values)]
-        part = Counted.of(call)
-        self.values.append(part.values)
-        return _share(call, part, counted) * self.times
+        piece = Counted.of(call)
+        self.values.append(piece.values)
+        return _share(call, piece, counted) * self.times
 
 
-def _share(call: LossCall, part: Counted, whole: Counted) -> Any:
+def _share(call: LossCall, piece: Counted, whole: Counted) -> Any:
     """Return a microbatch's part of the whole batch's value."""
     if call.reduction == "sum":
         return _run(call, "sum")
@@ -301,14 +301,14 @@ def _share(call: LossCall, part: Counted, whole: Counted) -> Any:
             # a sum over many values has no room in 16 bits; autocast takes these losses to 32 by itself
             return _run(call, "sum", wide=True).div(whole.divisor).to(call.first.dtype)
         return _run(call, "sum") / whole.divisor
-    if part.values == 0:  # its own mean would be nan
+    if piece.values == 0:  # its own mean would be nan
         return _run(call, "sum") * (1.0 / whole.divisor if whole.divisor else math.nan)
-    return _run(call, call.reduction) * (part.divisor / whole.divisor)
+    return _run(call, call.reduction) * (piece.divisor / whole.divisor)
 
 
 def _run(call: LossCall, reduction: str, *, wide: bool = False) -> Any:
-    given = {**call.given, "reduction": reduction}
+    arguments = {**call.given, "reduction": reduction}
     if wide:
-        narrow = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and v.dtype in _NARROW}
-        given |= {name: value.float() for name, value in narrow.items()}
-    return call.function(**given)
+        narrow = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor) and v.dtype in _NARROW}
+        arguments |= {name: value.float() for name, value in narrow.items()}
+    return call.function(**arguments)

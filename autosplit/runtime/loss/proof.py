@@ -83,23 +83,23 @@ def prove(
     loss or its gradient is neither a mean nor a sum, or when the loss draws random numbers or changes its own buffers.
     """
     with torch.no_grad():
-        given = [leaf for leaf in pytree.tree_leaves((output(None), target)) if isinstance(leaf, torch.Tensor)]
-        versions = [leaf._version for leaf in given if not leaf.is_inference()]
-        with _pure(loss_fn), state.contents(given):
+        tensors = [leaf for leaf in pytree.tree_leaves((output(None), target)) if isinstance(leaf, torch.Tensor)]
+        versions = [leaf._version for leaf in tensors if not leaf.is_inference()]
+        with _pure(loss_fn), state.contents(tensors):
             whole, counted = _whole(loss_fn, output(None), target)
-            writes = versions != [leaf._version for leaf in given if not leaf.is_inference()]
+            writes = versions != [leaf._version for leaf in tensors if not leaf.is_inference()]
         if writes:
             return [WRITES]
         outputs = [output(m) for m in range(len(sizes))]
-        found = {
+        sums = {
             kind: _parts(Parts(kind, loss_fn, sizes, targets, counted if "counted" in kind else ()), outputs)
             for kind in ("mean", "sum", *(("counted", "counted sum") if counted else ()))
         }
     if not math.isfinite(whole):
         return None
-    agree = [kind for kind, values in found.items() if values is not None and _close(values, float(whole), whole.dtype)]
+    agree = [kind for kind, values in sums.items() if values is not None and _close(values, float(whole), whole.dtype)]
     if not agree:
-        mean, total = (math.fsum(found[kind] or [math.nan]) for kind in ("mean", "sum"))
+        mean, total = (math.fsum(sums[kind] or [math.nan]) for kind in ("mean", "sum"))
         raise InputError(
             f"the loss is neither a mean nor a sum over rows: {float(whole):.6g} on the whole batch, {mean:.6g} as the "
             f"mean and {total:.6g} as the sum over {len(sizes)} microbatches; {WAY_OUT}"
@@ -140,8 +140,8 @@ def _check_gradients(
 def _gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if not loss.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves]
-    found = gradients([loss], [torch.ones_like(loss)], leaves, keep=False)
-    return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+    grads = gradients([loss], [torch.ones_like(loss)], leaves, keep=False)
+    return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)]
 
 
 def _whole(loss_fn: Callable[..., Any], output: Any, target: Any) -> tuple[torch.Tensor, tuple[Counted, ...]]:
@@ -204,7 +204,7 @@ class WholeCheck:
         if self.bytes > _KEPT_BYTES:
             self.kept = None
         else:
-            kept[microbatch] = [t.detach() if any(t is own for own in tensors) else t for t in flat]
+            kept[microbatch] = [t.detach() if any(t is tensor for tensor in tensors) else t for t in flat]
 
     def told(self, microbatch: int, device: torch.device) -> list[torch.Tensor]:
         """Return what another process needs to check a microbatch too: its numbers of values, and its outputs."""
@@ -218,8 +218,8 @@ class WholeCheck:
             self.parts.values[microbatch] = values.tolist()
         if self.kept is not None and tensors:
             there = iter(tensors)
-            first = [None if isinstance(own, Placeholder) else own for own in self.kept[0]]
-            flat = [next(there) if _has_values(own) else own for own in first]
+            first = [None if isinstance(leaf, Placeholder) else leaf for leaf in self.kept[0]]
+            flat = [next(there) if _has_values(leaf) else leaf for leaf in first]
             self.keep(with_placeholders(outputs, flat, microbatch), microbatch)
         else:
             self.kept = None
