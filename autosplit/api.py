@@ -301,14 +301,14 @@ def plan(
         PlanError: the plan is of another model or number of devices, or has a node where it cannot run.
     """
     _check_module(model)
-    given = given_sample(model, sample)
+    inputs = given_sample(model, sample)
     pinned = _followed(plan, find=find, processes=processes)
     devices, precision, processes = _of_plan(pinned, devices, precision, processes)
-    own = resolve_machine(devices)
-    degrees = degrees_of(mesh, zero, sequence_parallel, devices=len(own), find=find, pinned=pinned)
-    own = spread(own) if degrees is not None else own
+    spec = resolve_machine(devices)
+    degrees = degrees_of(mesh, zero, sequence_parallel, devices=len(spec), find=find, pinned=pinned)
+    spec = spread(spec) if degrees is not None else spec
     others = {"mesh": mesh, "virtual_stages": virtual_stages, "find": find, "plan": plan, "processes": processes}
-    each, schedule = dealt(replicas, own.devices, schedule=schedule, recompute=recompute, others=others)
+    each, schedule = dealt(replicas, spec.devices, schedule=schedule, recompute=recompute, others=others)
     choices = partial(
         chosen,
         chunks=chunks,
@@ -322,14 +322,14 @@ def plan(
         cut=cut,
         pinned=pinned,
     )
-    asked = choices(devices=degrees.pp if isinstance(degrees, Parallel) else len(each or own)) | {"replicas": each}
+    asked = choices(devices=degrees.pp if isinstance(degrees, Parallel) else len(each or spec)) | {"replicas": each}
     apart = processes or degrees is not None
-    options = Options(stand_ins(own), **asked, batch_dims=batch_dims, measure=False, machine=own, processes=apart)
+    options = Options(stand_ins(spec), **asked, batch_dims=batch_dims, measure=False, machine=spec, processes=apart)
     check_room(options)
 
     with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
-        paper = prepare(model, given, options, loss_fn=loss_fn)
-        meshes = partial(MeshRequest, paper, own, choices, zero=zero, free_chunks=chunks == "auto")
+        paper = prepare(model, inputs, options, loss_fn=loss_fn)
+        meshes = partial(MeshRequest, paper, spec, choices, zero=zero, free_chunks=chunks == "auto")
         request = None if degrees is None else meshes(degrees, sequence=sequence_parallel)
         if pinned is not None:
             own_options = request.options(degrees) if request and isinstance(degrees, Parallel) else paper.options
@@ -342,7 +342,7 @@ def _searched(paper: OnPaper, mesh: MeshRequest | None, *, find: str, free_chunk
     if mesh is not None:
         return plan_mesh(mesh)
     rows = paper.recorded.rows
-    return answered(paper, lambda own: search_space(own.options, rows=rows, free_chunks=free_chunks), find=find)
+    return answered(paper, lambda case: search_space(case.options, rows=rows, free_chunks=free_chunks), find=find)
 
 
 def _followed(plan: Plan | str | Path | None, *, find: str, processes: bool) -> Plan | None:

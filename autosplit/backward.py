@@ -63,13 +63,13 @@ def apart(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     The engine would leave them in ``.grad`` like that, where each is changed in place.
     """
-    found, end = list(gradients), 0
-    begins = {place: own.data_ptr() for place, own in enumerate(found) if own.layout is torch.strided}
-    for place in sorted(begins, key=lambda place: begins[place]):
-        if begins[place] < end:
-            found[place] = found[place].clone()
-        end = max(end, begins[place] + found[place].nbytes)
-    return found
+    result, end = list(gradients), 0
+    begins = {index: gradient.data_ptr() for index, gradient in enumerate(result) if gradient.layout is torch.strided}
+    for index in sorted(begins, key=lambda index: begins[index]):
+        if begins[index] < end:
+            result[index] = result[index].clone()
+        end = max(end, begins[index] + result[index].nbytes)
+    return result
 
 
 def begin_at_sums(
@@ -92,10 +92,10 @@ def begin_at_sums(
         seeds.append(root.detach())
 
 
-def leaves_under(value: torch.Tensor, made: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-    """Return the leaves of a value's graph, without what stands behind the tensors ``made``."""
-    found: list[torch.Tensor] = []
-    seen = {tensor.grad_fn for tensor in made if tensor.grad_fn is not None}
+def leaves_under(value: torch.Tensor, ends: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    """Return the leaves of a value's graph, without what stands behind the tensors ``ends``."""
+    leaves: list[torch.Tensor] = []
+    seen = {tensor.grad_fn for tensor in ends if tensor.grad_fn is not None}
     todo = [value.grad_fn]
     while todo:
         node = todo.pop()
@@ -103,9 +103,9 @@ def leaves_under(value: torch.Tensor, made: Sequence[torch.Tensor] = ()) -> list
             continue
         seen.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:
-            found.append(leaf)
+            leaves.append(leaf)
         todo += [following for following, _ in node.next_functions]
-    return found
+    return leaves
 
 
 def arrivals_in(roots: Sequence[torch.Tensor]) -> Counter[Any]:

@@ -94,7 +94,7 @@ def check_replicas(replicas: Any, *, devices: int) -> tuple[int, ...] | None:
     if replicas is None or replicas == "auto":
         return () if replicas is None else None
     listed = isinstance(replicas, (list, tuple)) and len(replicas) > 0
-    if not listed or any(isinstance(own, bool) or not isinstance(own, int) or own < 1 for own in replicas):
+    if not listed or any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in replicas):
         raise InputError(f"replicas={replicas!r}: give how many devices each stage has, such as [2, 1, 1], or 'auto'")
     if sum(replicas) != devices:
         raise InputError(
@@ -152,12 +152,12 @@ def _share(text: str) -> float:
 
 def _bytes(name: str, value: Any) -> int:
     try:
-        found = parse_bytes(value)
+        size = parse_bytes(value)
     except InputError as error:
         raise InputError(f"{name}={error}") from error
-    if found > _MOST_BYTES:
+    if size > _MOST_BYTES:
         raise InputError(f"{name}={value!r} is more than 1024 PiB; give what one device has, such as '70GiB'")
-    return found
+    return size
 
 
 def check_recompute(recompute: Any, *, stages: int) -> tuple[str, ...] | None:
@@ -174,15 +174,15 @@ def check_recompute(recompute: Any, *, stages: int) -> tuple[str, ...] | None:
         raise InputError(f"recompute={recompute!r} has {len(recompute)} entries for {stages} stages; valid: {valid}")
     unknown = next((entry for entry in recompute if entry not in RECOMPUTE), None)
     if unknown is not None:
-        place = list(recompute).index(unknown)
-        raise InputError(f"recompute[{place}]={unknown!r} is not available{meant(unknown, RECOMPUTE)}; valid: {valid}")
+        index = list(recompute).index(unknown)
+        raise InputError(f"recompute[{index}]={unknown!r} is not available{meant(unknown, RECOMPUTE)}; valid: {valid}")
     return tuple(recompute) if len(set(recompute)) > 1 else (recompute[0],)
 
 
 def check_precision(precision: Any) -> str | None:
     """Return the precision; None is the model's own."""
-    found: str | None = choose("precision", precision, (None, *PRECISIONS))
-    return found
+    checked: str | None = choose("precision", precision, (None, *PRECISIONS))
+    return checked
 
 
 def resolve_machine(devices: Any) -> MachineSpec:

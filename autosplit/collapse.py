@@ -143,8 +143,8 @@ def _rough_work(graph: TracedGraph, model: nn.Module, *, rows: int) -> Iterator[
     weights = {name: p.numel() / max(1, p.shape[0]) for name, p in model.named_parameters() if p.dim() > 1}
     for node, info in graph.compute_nodes():
         if info.tensors and not rearranges(node, graph.root):
-            made = max(math.prod(tensor.shape_at(rows)) for tensor in info.tensors)
-            yield node, made * _products(node, info, weights)
+            elements = max(math.prod(tensor.shape_at(rows)) for tensor in info.tensors)
+            yield node, elements * _products(node, info, weights)
 
 
 def _products(node: fx.Node, info: TracedNode, weights: Mapping[str, float]) -> float:

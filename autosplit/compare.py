@@ -117,8 +117,8 @@ class Digest:
     @property
     def dtype(self) -> torch.dtype:
         """The tensor's dtype."""
-        found: torch.dtype = self.kind[1]
-        return found
+        dtype: torch.dtype = self.kind[1]
+        return dtype
 
     def __repr__(self) -> str:
         shape, dtype, *more = self.kind
@@ -162,10 +162,10 @@ def _parts(values: torch.Tensor) -> list[torch.Tensor]:
     return [_numbers(flat[start : start + _PART]) for start in range(0, len(flat), _PART)]
 
 
-def _numbers(part: torch.Tensor) -> torch.Tensor:
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     """Return sum, weighted sum, count of what is not finite, and norm of every block, whatever autocast is on."""
-    with torch.autocast(part.device.type, enabled=False):
-        return _precise_numbers(part)
+    with torch.autocast(tensor.device.type, enabled=False):
+        return _precise_numbers(tensor)
 
 
 @cache
@@ -174,19 +174,19 @@ def _weights(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.stack((torch.ones_like(places), places.mul(1.7).add(0.3).cos()), 1).to(dtype)
 
 
-def _precise_numbers(part: torch.Tensor) -> torch.Tensor:
-    half = part.dtype in (torch.float16, torch.bfloat16)
-    if part.dtype != torch.float32:
-        part = part.to(torch.float32 if half else torch.float64)
-    table = F.pad(part, (0, -len(part) % _BLOCK)).view(-1, _BLOCK)
-    sums, norms = table @ _weights(part.dtype, part.device), table.norm(dim=1, keepdim=True)
+def _precise_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    if tensor.dtype != torch.float32:
+        tensor = tensor.to(torch.float32 if half else torch.float64)
+    table = F.pad(tensor, (0, -len(tensor) % _BLOCK)).view(-1, _BLOCK)
+    sums, norms = table @ _weights(tensor.dtype, tensor.device), table.norm(dim=1, keepdim=True)
     if bool(norms.isfinite().all()):
         return torch.cat((sums, torch.zeros_like(norms), norms), 1)
     wide = table.double()
     outside = ~wide.isfinite()
     wide = torch.where(outside, 0, wide)
     count = outside.sum(1, keepdim=True).double()
-    return torch.cat((wide @ _weights(torch.float64, part.device), count, wide.norm(dim=1, keepdim=True)), 1)
+    return torch.cat((wide @ _weights(torch.float64, tensor.device), count, wide.norm(dim=1, keepdim=True)), 1)
 
 
 # -- two runs, part by part ------------------------------------------------------------------------------------------
@@ -224,9 +224,9 @@ def compare(run: str, actual: Parts, plain: Parts, tolerance: Callable[[torch.dt
     items = []
     for kind, name in dict.fromkeys((*plain, *actual)):
         mine, other = actual.get((kind, name), _MISSING), plain.get((kind, name), _MISSING)
-        found = _difference(mine, other, max(floor if kind == "gradient" else 0.0, _SMALLEST_OF_RUNS))
+        difference = _difference(mine, other, max(floor if kind == "gradient" else 0.0, _SMALLEST_OF_RUNS))
         allowed = tolerance(other.dtype) if isinstance(other, (torch.Tensor, Digest)) else 0.0
-        items.append(Item(run, kind, name, found.share, allowed, found.detail))
+        items.append(Item(run, kind, name, difference.share, allowed, difference.detail))
     return items
 
 

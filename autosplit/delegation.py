@@ -102,9 +102,9 @@ class Placed(nn.Module):
         return [torch.device(device) for device in self._core.options.devices]
 
     def _refuse_collapse(self, device: torch.device | None) -> None:
-        own = {(one.type, one.index or 0) for one in self._devices}
-        if device is not None and own != {(device.type, device.index or 0)}:
-            names = ", ".join(sorted({str(one) for one in self._devices}))
+        devices = {(d.type, d.index or 0) for d in self._devices}
+        if device is not None and devices != {(device.type, device.index or 0)}:
+            names = ", ".join(sorted({str(d) for d in self._devices}))
             raise DeviceError(
                 f"the stages lie on {names}; moving all to {device} would collapse the pipeline. "
                 f"Take the model back with pipe.unsplit().to({str(device)!r}), or split it anew with devices="
@@ -144,11 +144,11 @@ class _Forwarded:
 def forward_overrides(pipe: PipelinedModule, model: nn.Module) -> None:
     """Give the class of the pipe what Python would not look up in the model: its special methods and overrides."""
     kinds = type(pipe).__mro__
-    own = {name for kind in kinds[: kinds.index(nn.Module)] for name in vars(kind)}
+    defined = {name for kind in kinds[: kinds.index(nn.Module)] for name in vars(kind)}
     for kind in type(model).__mro__:
         if kind is nn.Module:
             return
-        for name in vars(kind).keys() - own - _CALLS:
+        for name in vars(kind).keys() - defined - _CALLS:
             special = name.startswith("__")
             if name in _SPECIAL or (not special and callable(getattr(nn.Module, name, None))):
                 setattr(type(pipe), name, _Forwarded(name))
@@ -165,12 +165,12 @@ def forward_like(model: nn.Module) -> Callable[..., Any]:
             core.untraced = torch.compiler.disable(type(self)._dispatch, reason="a pipe issues its stages on lanes")
         return core.untraced(self, *args, **kwargs)
 
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     try:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):  # a ScriptModule's
         return forward
-    forward.__signature__ = signature.replace(parameters=(own, *signature.parameters.values()))  # type: ignore[attr-defined]
+    forward.__signature__ = signature.replace(parameters=(this, *signature.parameters.values()))  # type: ignore[attr-defined]
     forward.__doc__ = model.forward.__doc__
     return forward
 
@@ -254,14 +254,14 @@ def refuse_unplanned() -> NoReturn:
 def free_names(model: nn.Module, stages: int) -> dict[str, str]:
     """Choose attribute names for the parts that hide nothing of the model's own."""
     names = {}
-    for part in (
+    for wanted in (
         *(f"stage{i}" for i in range(stages)),
         *(f"shared{i}" for i in range(stages)),
         "epilogue",
         "module_tree",
     ):
-        name = part
+        name = wanted
         while hasattr(model, name):
             name = f"pipe_{name}"
-        names[part] = name
+        names[wanted] = name
     return names

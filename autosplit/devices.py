@@ -272,16 +272,16 @@ class Allocations:
         if error[0] is not None:
             return
         events, calls = _read(results.experimental_event_tree())
-        place: dict[int, int] = {}
+        index_of: dict[int, int] = {}
         changes: list[tuple[int, int]] = []
         live = [0]
         for event, change in _numbered(_in_order(events)):
-            place[id(event)] = len(changes)
+            index_of[id(event)] = len(changes)
             changes.append(change)
             live.append(live[-1] + change[1])
         self.changes = tuple(changes)
         self.peak_bytes, self.left_bytes = max(live), live[-1]
-        self.operations = tuple(_operation(name, depth, inside, place) for name, depth, inside in calls)
+        self.operations = tuple(_operation(name, depth, inside, index_of) for name, depth, inside in calls)
 
 
 def _read(roots: Iterable[Any]) -> tuple[list[_Event], list[tuple[str, int, list[_Event]]]]:
@@ -331,6 +331,6 @@ def _numbered(events: Iterable[_Event]) -> Iterable[tuple[_Event, tuple[int, int
             yield event, (number, -size)
 
 
-def _operation(name: str, depth: int, inside: Iterable[_Event], place: Mapping[int, int]) -> OperationMemory:
-    places = [place[id(event)] for event in inside if id(event) in place]
+def _operation(name: str, depth: int, inside: Iterable[_Event], index_of: Mapping[int, int]) -> OperationMemory:
+    places = [index_of[id(event)] for event in inside if id(event) in index_of]
     return OperationMemory(name, depth, min(places, default=0), max(places, default=-1) + 1)

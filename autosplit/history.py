@@ -60,11 +60,11 @@ class History:
         self._warned = False
         self._shows_all = "recordings" in os.environ.get("AUTOSPLIT_LOGS", "").replace(",", " ").split()
 
-    def add(self, found: Sequence[Difference], time_s: float, *, other: str = "", refused: str = "") -> None:
+    def add(self, differences: Sequence[Difference], time_s: float, *, other: str = "", refused: str = "") -> None:
         """Note a recording, which was made for some differences; ``other``: for what no signature tells."""
-        reason, way_out = _said(found)
+        reason, way_out = _said(differences)
         reason = reason or other or (_OTHER_BATCH if self.notes else "the first call")
-        note = RecordingNote(len(self.notes) + 1, reason, way_out, time_s, refused, found)
+        note = RecordingNote(len(self.notes) + 1, reason, way_out, time_s, refused, differences)
         self.notes.append(note)
         level = logging.WARNING if self._shows_all else logging.INFO if note.number > _USUAL else logging.DEBUG
         _LOG.log(level, "%s: %s%s", self._name, note, way_out and f" ({way_out})")
@@ -76,17 +76,17 @@ class History:
     def _warning(self) -> str:
         """Return what is said where calls in a row were all recorded: which entries keep changing, and the ways out."""
         last = self.notes[-_MOST_IN_A_ROW:]
-        counts = Counter(one.what for note in last for one in note.differences)
-        latest = {one.what: one for note in last for one in note.differences}
-        reason, way_out = _said([one for what, one in latest.items() if counts[what] == max(counts.values())])
+        counts = Counter(d.what for note in last for d in note.differences)
+        latest = {d.what: d for note in last for d in note.differences}
+        reason, way_out = _said([d for what, d in latest.items() if counts[what] == max(counts.values())])
         return (
             f"{self._name} was recorded in {len(last)} calls in a row, which took {sum(n.time_s for n in last):.1f} s; "
             f"what keeps changing: {reason or last[-1].reason}{way_out and f' ({way_out})'}. pipe.recordings lists all"
         )
 
 
-def _said(found: Sequence[Difference]) -> tuple[str, str]:
+def _said(differences: Sequence[Difference]) -> tuple[str, str]:
     """Return what differs, the first entries by name, and the ways out."""
-    more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    ways = dict.fromkeys(one.way_out for one in found[:_NAMED])
-    return "; ".join(map(str, found[:_NAMED])) + more, "; ".join(ways)
+    more = f"; and {len(differences) - _NAMED} more" if len(differences) > _NAMED else ""
+    ways = dict.fromkeys(difference.way_out for difference in differences[:_NAMED])
+    return "; ".join(map(str, differences[:_NAMED])) + more, "; ".join(ways)

@@ -36,7 +36,7 @@ class Kept(Recent[Key, tuple[Recorded, ...]]):
 
     def keep(self, key: Key, recorded: Recorded) -> None:
         """Keep a recording for calls of a signature, before its other variants; the oldest ones go."""
-        self[key] = (recorded, *(one for one in self.get(key, ()) if one is not recorded))
+        self[key] = (recorded, *(other for other in self.get(key, ()) if other is not recorded))
 
     def first(self, key: Key, sample: Sample) -> Recorded | None:
         """Return the recording of a signature that holds for the values of a batch; None where there is none."""
@@ -44,10 +44,10 @@ class Kept(Recent[Key, tuple[Recorded, ...]]):
 
     def covering(self, key: Key, sample: Sample) -> Recorded | None:
         """Return, and keep, the recording made at other sizes that is known to hold for a call; None: there is none."""
-        found = _first((one for one in self.alike(key) if one.covers(key)), key, sample)
-        if found is not None:
-            self.keep(key, found)
-        return found
+        recorded = _first((each for each in self.alike(key) if each.covers(key)), key, sample)
+        if recorded is not None:
+            self.keep(key, recorded)
+        return recorded
 
     def alike(self, key: Key) -> Iterator[Recorded]:
         """Yield the recordings that differ from a kind of call in sizes at most, once, the newest first."""

@@ -206,7 +206,7 @@ class Options:
             return (0,) * len(self.devices)
         groups = () if self.placed is None else (self.placed.dp, self.placed.tp)
         kept = sum(map(collective_bytes, groups))
-        return tuple(own + kept for own in communicator_bytes(self.world, pairs))
+        return tuple(size + kept for size in communicator_bytes(self.world, pairs))
 
     @cached_property
     def neighbours_bytes(self) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def place(machine: MachineSpec, parallel: Parallel, *, order: tuple[str, ...] = 
     for name in reversed(order):
         strides[name] = stride
         stride *= getattr(parallel, name)
-    along = {name: [place * strides[name] for place in range(getattr(parallel, name))] for name in DIMENSIONS}
+    along = {name: [index * strides[name] for index in range(getattr(parallel, name))] for name in DIMENSIONS}
     islands = [machine.island_of(device) for device in along["pp"]]
     hosts = [len(list(run)) for _, run in groupby(islands)]
     far = next((at for at, island in zip(along["pp"], islands, strict=True) if island != islands[0]), None)
@@ -125,8 +125,8 @@ def check_mesh(mesh: Any, *, devices: int) -> Parallel | str | None:
 
 
 def _parsed(text: str) -> Mapping[str, int] | None:
-    parts = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part) for part in text.split(",")]
-    return {part[1]: int(part[2]) for part in parts if part} if all(parts) else None
+    parts = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", item) for item in text.split(",")]
+    return {match[1]: int(match[2]) for match in parts if match} if all(parts) else None
 
 
 def check_zero(zero: Any) -> int | None:

@@ -341,8 +341,8 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         lengths = lengths_in(recorded.traced.lengths, [tensor.shape for tensor in tensors])
         return PreparedStep(
             recorded.lowered,
-            lambda *given: recorded.setup.forward(*given),
-            lambda *given: recorded.ending.forward(*given),
+            lambda *args: recorded.setup.forward(*args),
+            lambda *args: recorded.ending.forward(*args),
             Locate(recorded.lowered, core.recordings.plan, recorded.lanes, sizes),
             tensors,
             rows,
@@ -390,8 +390,8 @@ class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
         return twin
 
     def __copy__(self) -> PipelinedModule:
-        kind, own = self.__reduce__()
-        return kind(*own)
+        kind, arguments = self.__reduce__()
+        return kind(*arguments)
 
     def __reduce__(self) -> Any:
         core = self._core

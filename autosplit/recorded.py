@@ -79,7 +79,7 @@ class Recorded:
     @property
     def values_read(self) -> dict[tuple[str, str], Any]:
         """What the model's own Python read of tensors' values while it was recorded, by names for the reads."""
-        return {("values", f"value read by {one.name}"): one.value for one in self.trace.gathered.scope.answers}
+        return {("values", f"value read by {read.name}"): read.value for read in self.trace.gathered.scope.answers}
 
     def holds(self, key: Key, sample: Sample) -> bool:
         """Tell whether its value reads give on a batch what they gave on its own, and what no signature has is as then.
@@ -87,14 +87,14 @@ class Recorded:
         Where the model's own Python runs in each call, that tells.
         """
         known = {} if self.changes_python else self.left_out
-        if known and any(known.get(place, content) != content for place, content in key.left_out):
+        if known and any(known.get(path, content) != content for path, content in key.left_out):
             return False
         guard = self.trace.guard
         return guard is None or guard.holds(tensors_in((sample.args, sample.kwargs)), self.kind.rows_in(key))
 
     def is_stale(self, key: Key) -> bool:
         """Tell whether what signatures leave out there is another: its Python may do other things."""
-        return any(self.outside.get(place, self) != content for place, content in key.outside)
+        return any(self.outside.get(path, self) != content for path, content in key.outside)
 
     def is_same_but_for_rows(self, key: Key) -> bool:
         """Tell whether a call's inputs have the shapes for which it was made, but for the batch."""
@@ -107,8 +107,8 @@ class Recorded:
 
     def lacks_one_row(self, key: Key) -> bool:
         """Tell whether it is for many lengths and would do for a call if it were known to hold for one row."""
-        domain, one = self.trace.domain, self.kind.rows_in(key) == 1
-        return domain is not None and domain.single is None and one and self.kind.lengths_in(key) is not None
+        domain, one_row = self.trace.domain, self.kind.rows_in(key) == 1
+        return domain is not None and domain.single is None and one_row and self.kind.lengths_in(key) is not None
 
     @cached_property
     def parts(self) -> dict[str, nn.Module]:
@@ -241,10 +241,10 @@ def refusal(traced: TracedGraph, tensors: Sequence[torch.Tensor], model: nn.Modu
     Microbatches of such an input are views of the caller's tensor, so that what they write is written there.
     """
     nodes = [node.meta[INFO] for node in traced.graph.nodes if node.op == "placeholder" and INFO in node.meta]
-    changed = [place for place, info in enumerate(nodes) if info.mutated]
-    for place in changed:
-        tensor, dim = tensors[place], traced.inputs[place].batch_dim
-        others = [*tensors[:place], *tensors[place + 1 :], *model.buffers()]
+    changed = [index for index, info in enumerate(nodes) if info.mutated]
+    for index in changed:
+        tensor, dim = tensors[index], traced.inputs[index].batch_dim
+        others = [*tensors[:index], *tensors[index + 1 :], *model.buffers()]
         if tensor.requires_grad:
             why = "which requires a gradient"
         elif any(_memory(other) == _memory(tensor) for other in others):
@@ -255,7 +255,7 @@ def refusal(traced: TracedGraph, tensors: Sequence[torch.Tensor], model: nn.Modu
             why = f"whose rows, along dimension {dim}, are not contiguous"
         else:
             continue
-        return f"the model changes its input {traced.inputs[place].name!r} in place, {why}"
+        return f"the model changes its input {traced.inputs[index].name!r} in place, {why}"
     return ""
 
 
@@ -327,8 +327,8 @@ class PythonRuns:
         self._learn(known._replace(inside=known.inside.union(*inside.values())))
         key = self.key_of((), None)
         live = {*BACKWARD, *inside}
-        found = set[Place]().union(*(places for by, places in self._touches.items() if live.isdisjoint(by)))
-        left = {place: content for place, content in key.left_out if place in found or (place[0], "") in found}
+        touched = set[Place]().union(*(places for by, places in self._touches.items() if live.isdisjoint(by)))
+        left = {path: content for path, content in key.left_out if path in touched or (path[0], "") in touched}
         return left, dict(key.outside)
 
     def without_changes(self, before: Key, sample: Sample) -> Key:

@@ -110,17 +110,17 @@ def verify(model: nn.Module, pipe: Any, sample: Any, *, target: Any = None, loss
     Raises:
         InputError: the pipe is another model's, or an argument cannot be used. The model's own exceptions pass through.
     """
-    own = _own_model(model, pipe)
+    pipe_model = _own_model(model, pipe)
     if target is not None and loss_fn is None:
         raise InputError("target= is given without loss_fn=; give loss_fn=, or leave both out")
-    comparison = _Comparison(model, own, pipe, Sample.of(sample))
-    parameters = [*model.parameters(), *own.parameters()]
+    comparison = _Comparison(model, pipe_model, pipe, Sample.of(sample))
+    parameters = [*model.parameters(), *pipe_model.parameters()]
     with torch.inference_mode(False), torch.enable_grad(), state.random_state(), gradients_aside(parameters):
         for run, training in (("train", True), ("eval", False)):
-            with _modes((model, own, pipe), training):
+            with _modes((model, pipe_model, pipe), training):
                 comparison.compare(run)
         if loss_fn is not None:
-            with _modes((model, own, pipe), True):
+            with _modes((model, pipe_model, pipe), True):
                 comparison.compare("train_step", _Loss(loss_fn, target))
     return comparison.result()
 
@@ -131,16 +131,16 @@ def _own_model(model: nn.Module, pipe: Any) -> nn.Module:
         raise InputError(f"model is a {type(model).__name__}; give the plain torch.nn.Module that was split")
     if not (hasattr(pipe, "unsplit") and hasattr(pipe, "train_step")):
         raise InputError(f"pipe is a {type(pipe).__name__}; give what autosplit(model, ...) returned")
-    own: nn.Module = pipe.unsplit()
-    if own is model:
-        return own
-    tensors = [dict((*m.named_parameters(), *m.named_buffers())) for m in (model, own)]
+    pipe_model: nn.Module = pipe.unsplit()
+    if pipe_model is model:
+        return pipe_model
+    tensors = [dict((*m.named_parameters(), *m.named_buffers())) for m in (model, pipe_model)]
     pairs = {name: tuple(held.get(name) for held in tensors) for name in (*tensors[0], *tensors[1])}
     for name, (mine, other) in pairs.items():
         if mine is None or other is None or mine.shape != other.shape:
             raise InputError(
                 f"the pipe is another model's: {name} is {_shape(mine)} here, {_shape(other)} in the pipe's "
-                f"{type(own).__name__}; give the model that was split, pipe.unsplit()"
+                f"{type(pipe_model).__name__}; give the model that was split, pipe.unsplit()"
             )
     for name, (mine, other) in pairs.items():
         assert mine is not None
@@ -149,7 +149,7 @@ def _own_model(model: nn.Module, pipe: Any) -> nn.Module:
             raise InputError(
                 f"{name} has other values in the pipe; load one state_dict into both, or give pipe.unsplit()"
             )
-    return own
+    return pipe_model
 
 
 def _shape(tensor: torch.Tensor | None) -> str:
@@ -162,19 +162,19 @@ def _modes(modules: Sequence[Any], training: bool) -> Iterator[None]:
     flags = [(m, m.training) for module in modules for m in module.modules()]
     for module in modules:
         if module.training != training:
-            for part in module.modules():
-                part.training = training
+            for child in module.modules():
+                child.training = training
     try:
         yield
     finally:
-        for part, flag in flags:
-            part.training = flag
+        for child, flag in flags:
+            child.training = flag
 
 
 class _Comparison:
-    def __init__(self, model: nn.Module, own: nn.Module, pipe: PipelinedModule, sample: Sample) -> None:
+    def __init__(self, model: nn.Module, pipe_model: nn.Module, pipe: PipelinedModule, sample: Sample) -> None:
         self.model = model
-        self.own = own
+        self.own = pipe_model
         self.pipe = pipe
         self.sample = sample
         self.items: list[Item] = []

@@ -44,7 +44,7 @@ class Product:
     """
 
     make: Make
-    ways: tuple[Way, ...]
+    ways: tuple[LeafPath, ...]
     came_in: torch.Tensor | None = None
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -54,9 +54,9 @@ class Product:
     def gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each leaf and its gradient, new memory."""
         if self.came_in is not None:
-            for way, gradient in zip(self.ways, self.make(self.came_in, len(self.ways) > 1), strict=True):
-                gradient = gradient.t() if way.transposed else gradient.sum_to_size(way.leaf.shape)
-                yield way.leaf, gradient.to(way.leaf.dtype)
+            for path, gradient in zip(self.ways, self.make(self.came_in, len(self.ways) > 1), strict=True):
+                gradient = gradient.t() if path.transposed else gradient.sum_to_size(path.leaf.shape)
+                yield path.leaf, gradient.to(path.leaf.dtype)
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class DeferredWeightGrads:
         """Put off the weight gradients of products, before the graph's backward."""
         result = cls()
         for use in uses:
-            product = Product(_KINDS[type(use.node).__name__].made(use.node, use.place), use.ways)
+            product = Product(_KINDS[type(use.node).__name__].make(use.node, use.position), use.ways)
             result.products.append(product)
             if use.enters:  # the engine calls this behind hooks on the product's result, which an edge would miss
                 use.node.register_prehook(product.take)
@@ -94,11 +94,11 @@ class DeferredWeightGrads:
     @property
     def leaves(self) -> set[int]:
         """The leaves, by identity, whose gradients are put off."""
-        return {id(way.leaf) for product in self.products for way in product.ways}
+        return {id(path.leaf) for product in self.products for path in product.ways}
 
 
-class Way(NamedTuple):
-    """The way from a product to a leaf: the leaf's own node, and whether the gradient is transposed on it."""
+class LeafPath(NamedTuple):
+    """The path from a product to a leaf: the leaf's own node, and whether the gradient is transposed on it."""
 
     end: Any
     leaf: torch.Tensor
@@ -110,20 +110,20 @@ _BEFORE = 3
 
 
 class Use(NamedTuple):
-    """A product in a graph: the place of its weight, the ways to its weight and bias, and its other inputs' nodes.
+    """A product in a graph: which input its weight is, the paths to weight and bias, and its other inputs' nodes.
 
     ``enters``: whether the engine comes to it for what is asked for besides.
     """
 
     node: Any
-    place: int
-    weight: Way
-    bias: Way | None
+    position: int
+    weight: LeafPath
+    bias: LeafPath | None
     others: tuple[Any, ...]
     enters: bool = False
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def ways(self) -> tuple[LeafPath, ...]:
         """The ways to what can wait."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
@@ -136,7 +136,7 @@ def uses_to_defer(roots: Sequence[torch.Tensor], leaves: Collection[int], asked:
     """
     leads: dict[Any, bool] = {}
     uses = sorted(deferrable(roots, leaves), key=lambda use: use.node._sequence_nr())
-    left = set(asked) - {id(way.leaf) for use in uses for way in use.ways}
+    left = set(asked) - {id(path.leaf) for use in uses for path in use.ways}
     for number, use in enumerate(uses):
         uses[number] = use._replace(enters=any(_leads(node, left, leads) for node in use.others))
         leads[use.node] = True
@@ -154,21 +154,21 @@ def located(uses: Sequence[Use], results: Sequence[Any]) -> list[tuple[Use, int,
             if node is not None:
                 places.setdefault(node, (number, before))
                 node = node.next_functions[0][0] if node.next_functions else None
-    found = [(use, *places[use.node]) for use in uses if use.node in places]
-    return found if len(found) == len(uses) else None
+    placed = [(use, *places[use.node]) for use in uses if use.node in places]
+    return placed if len(placed) == len(uses) else None
 
 
 def uses_at(places: Iterable[tuple[Use, int, int]], results: Sequence[Any]) -> list[Use] | None:
     """Return the uses of a cell by those of another cell of the same stage; None where its graph is another one."""
-    found = []
+    located = []
     for use, number, before in places:
         node = results[number]
         for _ in range(before):
             node = node.next_functions[0][0] if node is not None and node.next_functions else None
         if type(node) is not type(use.node):
             return None
-        found.append(use._replace(node=node))
-    return found
+        located.append(use._replace(node=node))
+    return located
 
 
 def deferrable(roots: Sequence[torch.Tensor], leaves: Collection[int], *, dense: bool = False) -> list[Use]:
@@ -191,7 +191,7 @@ def deferrable(roots: Sequence[torch.Tensor], leaves: Collection[int], *, dense:
     ]
 
 
-def _way(end: Any, arrivals: Counter[Any], leaves: Collection[int]) -> Way | None:
+def _way(end: Any, arrivals: Counter[Any], leaves: Collection[int]) -> LeafPath | None:
     """Return the way from a product's edge to a leaf that may be put off: straight, transposed, or cast on it."""
     transposed = False
     for kind in ("TBackward0", "ToCopyBackward0"):
@@ -199,7 +199,7 @@ def _way(end: Any, arrivals: Counter[Any], leaves: Collection[int]) -> Way | Non
             transposed |= kind == "TBackward0"
             end = end.next_functions[0][0]
     leaf = getattr(end, "variable", None)
-    return None if leaf is None or id(leaf) not in leaves or leaf.is_complex() else Way(end, leaf, transposed)
+    return None if leaf is None or id(leaf) not in leaves or leaf.is_complex() else LeafPath(end, leaf, transposed)
 
 
 def _use(node: Any, arrivals: Counter[Any], leaves: Collection[int], dense: bool) -> Use | None:
@@ -207,16 +207,16 @@ def _use(node: Any, arrivals: Counter[Any], leaves: Collection[int], dense: bool
     if getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1:
         return None
     following = [end for end, _ in node.next_functions]
-    for place in kind.weights:
-        way = None if following[place] is None else _way(following[place], arrivals, leaves)
-        if way is not None and (dense or kind.made is _convolution or _is_dense(node, place)):
+    for index in kind.weights:
+        path = None if following[index] is None else _way(following[index], arrivals, leaves)
+        if path is not None and (dense or kind.make is _convolution or _is_dense(node, index)):
             end = None if kind.bias is None else following[kind.bias]
             bias = None if end is None else _way(end, arrivals, leaves)
             if bias is not None and (bias.transposed or bias.leaf.dim() != 1):
                 bias = None
-            known = (place, None if bias is None else kind.bias)
+            known = (index, None if bias is None else kind.bias)
             others = (end for number, end in enumerate(following) if number not in known and end is not None)
-            return Use(node, place, way, bias, tuple(others))
+            return Use(node, index, path, bias, tuple(others))
     return None
 
 
@@ -237,23 +237,23 @@ def _leads(start: Any, asked: Collection[int], known: dict[Any, bool]) -> bool:
     return False
 
 
-def _saved_other(node: Any, place: int) -> torch.Tensor:
+def _saved_other(node: Any, index: int) -> torch.Tensor:
     """Return what ``addmm`` or ``mm`` multiplies a weight with: what is left of a weight on the right."""
-    if place != len(node.next_functions) - 1:
+    if index != len(node.next_functions) - 1:
         return node._saved_mat2
     return node._saved_mat1 if hasattr(node, "_saved_alpha") else node._saved_self
 
 
-def _is_dense(node: Any, place: int) -> bool:
-    return _saved_other(node, place).layout is torch.strided
+def _is_dense(node: Any, index: int) -> bool:
+    return _saved_other(node, index).layout is torch.strided
 
 
-def _matrices(node: Any, place: int) -> Make:
+def _matrices(node: Any, index: int) -> Make:
     """Make the gradients of ``addmm`` and ``mm``: a weight on the right (``x @ w``), or on the left."""
-    right = place == len(node.next_functions) - 1
-    other = _saved_other(node, place).detach()  # it would keep the graph that it is of, and give its products one
-    own = "mat2" if right else "mat1" if hasattr(node, "_saved_alpha") else "self"
-    sizes, strides = getattr(node, f"_saved_{own}_sym_sizes"), getattr(node, f"_saved_{own}_sym_strides")
+    right = index == len(node.next_functions) - 1
+    other = _saved_other(node, index).detach()  # it would keep the graph that it is of, and give its products one
+    name = "mat2" if right else "mat1" if hasattr(node, "_saved_alpha") else "self"
+    sizes, strides = getattr(node, f"_saved_{name}_sym_sizes"), getattr(node, f"_saved_{name}_sym_strides")
     column_major = strides[0] == 1 and strides[1] == sizes[0]
 
     def make(came_in: torch.Tensor, with_bias: bool) -> Sequence[torch.Tensor]:
@@ -266,17 +266,17 @@ def _matrices(node: Any, place: int) -> Make:
     return make
 
 
-def _convolution(node: Any, place: int) -> Make:
+def _convolution(node: Any, index: int) -> Make:
     """Make the gradients of a convolution of any number of dimensions, transposed or not."""
-    given, weight = node._saved_input.detach(), node._saved_weight.detach()
+    source, weight = node._saved_input.detach(), node._saved_weight.detach()
     sizes = node._saved_bias_sym_sizes_opt
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     how = tuple(getattr(node, f"_saved_{name}") for name in names)
 
     def make(came_in: torch.Tensor, with_bias: bool) -> Sequence[torch.Tensor]:
         mask = [False, True, with_bias]
-        found = torch.ops.aten.convolution_backward(came_in, given, weight, sizes, *how, mask)
-        return found[1 : 2 + with_bias]
+        grads = torch.ops.aten.convolution_backward(came_in, source, weight, sizes, *how, mask)
+        return grads[1 : 2 + with_bias]
 
     return make
 
@@ -286,7 +286,7 @@ class _Kind(NamedTuple):
 
     weights: tuple[int, ...]
     bias: int | None
-    made: Callable[[Any, int], Make]
+    make: Callable[[Any, int], Make]
 
 
 _KINDS = {
