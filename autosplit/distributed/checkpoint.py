@@ -124,7 +124,7 @@ def save(
         # Without copies ahead, for which a thread would use the CUDA streams of device 0.
         planner, writer = DefaultSavePlanner(), FileSystemWriter(path.with_name(temporary), per_thread_copy_ahead=0)
         empty = empty_everywhere(ranks.run(lambda: groups_of(part, optimizer)))
-        groups = {} if ranks.rank else {"empty": _pickled({tuple(place): empty[place] for place in empty})}
+        groups = {} if ranks.rank else {"empty": _pickled({tuple(key): empty[key] for key in empty})}
         plans = ranks.run(lambda: _plan(planner, writer, _state(part, optimizer, others, groups, copied=not wait)))
         _check_owners(ranks, plans, planner, {f"others.{key}": value for key, value in others.items()})
         plans, metadata = planner.create_global_plan(plans)
@@ -173,8 +173,8 @@ def restore(
     """
     with Ranks("restores a checkpoint", folder) as ranks:
         ranks.check_same("step", step)
-        found, *_ = ranks.run(lambda: _existing(Path(folder), step))
-        restoring = _Restoring(Path(folder) / f"step-{found}", part, optimizer)
+        number, *_ = ranks.run(lambda: _existing(Path(folder), step))
+        restoring = _Restoring(Path(folder) / f"step-{number}", part, optimizer)
         every = ranks.run(restoring.own)
         groups = ranks.run(lambda: restoring.prepare(every))
         ranks.run(lambda: restoring.load(groups))
@@ -227,12 +227,12 @@ def _pickled(value: Any) -> bytes:
 
 
 def _state(
-    part: nn.Module, optimizer: Optimizers, others: Mapping[str, Any], groups: Mapping[str, bytes], *, copied: bool
+    model: nn.Module, optimizer: Optimizers, others: Mapping[str, Any], groups: Mapping[str, bytes], *, copied: bool
 ) -> Any:
     """Return all that this rank saves, where asked for copied to host memory, a tied tensor once."""
     state: Any = {
-        "model": part.state_dict(),
-        "optimizer": flattened(optimized_parameters(part, optimizer)),
+        "model": model.state_dict(),
+        "optimizer": flattened(optimized_parameters(model, optimizer)),
         "others": {key: _pickled(value) for key, value in others.items()},
         "groups": groups,
     }
@@ -252,8 +252,8 @@ def _copied(state: Any) -> Any:
         state[top][key] = state[top][key].as_subclass(torch.Tensor)
     state = stager.stage(state)
     stager.close()
-    for top, key, part in parts:
-        state[top][key] = as_part(state[top][key], part)
+    for top, key, shard in parts:
+        state[top][key] = as_part(state[top][key], shard)
     return state
 
 
@@ -275,12 +275,12 @@ def _check_owners(
 ) -> None:
     """Raise where two ranks have different values under one key, or of one chunk; DCP would keep one of them."""
     counts = Counter(item.index for plan in plans for item in plan.items)
-    own = [item.index for item in plans[ranks.rank].items if counts[item.index] > 1]
+    shared = [item.index for item in plans[ranks.rank].items if counts[item.index] > 1]
 
     def digest(index: MetadataIndex) -> bytes:
         return digest_of(others[index.fqn] if index.fqn in others else planner.lookup_object(index))
 
-    digests = ranks.run(lambda: {index: digest(index) for index in own})
+    digests = ranks.run(lambda: {index: digest(index) for index in shared})
     repeated = dict.fromkeys(index for row in digests for index in row)
     different = [key for key in repeated if len({row[key] for row in digests if key in row}) > 1]
     different.sort(key=lambda index: index.fqn)
@@ -305,8 +305,8 @@ class _Own(NamedTuple):
 class _Restoring:
     """A checkpoint that is being loaded: all but the model's values first."""
 
-    def __init__(self, path: Path, part: nn.Module, optimizer: Optimizers) -> None:
-        self._path, self._part, self._optimizer = path, part, optimizer
+    def __init__(self, path: Path, model: nn.Module, optimizer: Optimizers) -> None:
+        self._path, self._part, self._optimizer = path, model, optimizer
         self._model: dict[str, Any] = {}
         self._rows: list[OptimizedParameter] = []
         self._loads: dict[Optimizer, dict[str, Any]] = {}
@@ -333,13 +333,13 @@ class _Restoring:
         saved = CheckedReader(self._path).read_metadata().state_dict_metadata
         kinds = {key.removeprefix("model."): kind for key, kind in saved.items() if key.startswith("model.")}
         shapes = {k: tuple(kind.size) if isinstance(kind, TensorStorageMetadata) else None for k, kind in kinds.items()}
-        check_fits(str(self._path), [own.shapes for own in every], shapes)
+        check_fits(str(self._path), [row.shapes for row in every], shapes)
         self._check_optimized(every, [key.removeprefix("optimizer.") for key in saved])
         rest = _placeholders(saved, {row.name: row.parameter for row in self._rows})
         read_checkpoint(self._path, rest)
         self._loads = state_dicts(self._rows, {key: _as_tensor(value) for key, value in rest["optimizer"].items()})
         self.others = {key: _unpickled(value) for key, value in rest["others"].items()}
-        self._empty = {Place(*place): own for row in rest["groups"].values() for place, own in _unpickled(row).items()}
+        self._empty = {Place(*key): group for row in rest["groups"].values() for key, group in _unpickled(row).items()}
         return options_of_groups(self._loads)
 
     def _check_optimized(self, every: Sequence[_Own], saved: Sequence[str]) -> None:
@@ -351,10 +351,10 @@ class _Restoring:
                     f"{self._path} is of another model: {name!r} was a parameter of its own, and is tied to "
                     f"{first[value]!r} here"
                 )
-        if all(own.optimized is None for own in every):
+        if all(row.optimized is None for row in every):
             return
-        given = dict.fromkeys(name for own in every for name in own.optimized or ())
-        new, left = [name for name in given if name not in had], [name for name in had if name not in given]
+        optimized = dict.fromkeys(name for row in every for name in row.optimized or ())
+        new, left = [name for name in optimized if name not in had], [name for name in had if name not in optimized]
         if new or left:
             text = f"no optimizer had {listed(new)}" if new else f"no optimizer here has {listed(left)}"
             raise InputError(
@@ -381,8 +381,8 @@ def _placeholders(saved: Mapping[str, Any], parameters: Mapping[str, torch.Tenso
                 rest[top][name] = None
             elif parameter is not None and parameter in PARTS and kind.size.numel() > 1:
                 check_part(name, kind.size, PARTS[parameter].size)
-                own = torch.empty_like(parameter, dtype=kind.properties.dtype, requires_grad=False)
-                rest[top][name] = as_part(own, PARTS[parameter])
+                shard = torch.empty_like(parameter, dtype=kind.properties.dtype, requires_grad=False)
+                rest[top][name] = as_part(shard, PARTS[parameter])
             elif isinstance(parameter, DTensor) and kind.size == parameter.shape:
                 rest[top][name] = torch.empty_like(parameter, dtype=kind.properties.dtype)  # sharded as the parameter
             else:

@@ -34,16 +34,16 @@ Checksums = dict[str, dict[int, int]]
 
 def checksums_of(folder: Path, results: Sequence[WriteResult]) -> Checksums:
     """Return the checksums of what a rank has written."""
-    found: Checksums = defaultdict(dict)
+    checksums: Checksums = defaultdict(dict)
     for entry in (result.storage_data for result in results):
         number = _checksum(folder / entry.relative_path, entry.offset, entry.length)
-        found[entry.relative_path][entry.offset] = number
-    return dict(found)
+        checksums[entry.relative_path][entry.offset] = number
+    return dict(checksums)
 
 
 def write_checksums(folder: Path, every: Sequence[Checksums]) -> None:
     """Write the checksums of all ranks, and that of the table, to the disk."""
-    rows = {name: row for own in every for name, row in own.items()}
+    rows = {name: row for table in every for name, row in table.items()}
     rows[_TABLE] = {0: _checksum(folder / _TABLE, 0, (folder / _TABLE).stat().st_size)}
     write_text(folder / _FILE, json.dumps(rows))
     sync(folder / _FILE)
@@ -96,9 +96,9 @@ def digest_of(value: Any) -> bytes:
 
 
 def _checksum(path: Path, offset: int, length: int) -> int:
-    found = 0
+    crc = 0
     with path.open("rb") as file:
         file.seek(offset)
         while length > 0 and (data := file.read(min(length, _READ_BYTES))):
-            found, length = zlib.crc32(data, found), length - len(data)
-    return found
+            crc, length = zlib.crc32(data, crc), length - len(data)
+    return crc

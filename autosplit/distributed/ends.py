@@ -17,8 +17,8 @@ _on_sigterm: list[Callable[[], None]] = []
 
 def machine() -> str:
     """Return what processes have in common that know each other by the same numbers."""
-    own = "/proc/self/ns/pid"
-    return f"{socket.gethostname()} {os.readlink(own) if os.path.lexists(own) else ''}"
+    namespace = "/proc/self/ns/pid"
+    return f"{socket.gethostname()} {os.readlink(namespace) if os.path.lexists(namespace) else ''}"
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -41,11 +41,11 @@ class StateUse(NamedTuple):
 def uses_of_state(lowered: Lowered, ranks: Sequence[Sequence[int]]) -> set[StateUse]:
     """Return what stages do with parameters and buffers; ``ranks`` are those of the stages."""
     layout = lowered.layout
-    nodes = [(own, node) for own, part in zip(ranks, layout.stages, strict=True) for node in part.nodes]
-    nodes += [(own, node) for own, part in zip(ranks, layout.prologues, strict=True) for node in part.nodes]
-    infos = [(tuple(own), node.meta[INFO]) for own, node in (*nodes, *((ranks[-1], node) for node in layout.epilogue))]
-    used = {StateUse(name, own, changes=False) for own, info in infos for name in info.reads}
-    return used | {StateUse(name, own, changes=True) for own, info in infos for name in info.writes}
+    nodes = [(on, node) for on, stage in zip(ranks, layout.stages, strict=True) for node in stage.nodes]
+    nodes += [(on, node) for on, prologue in zip(ranks, layout.prologues, strict=True) for node in prologue.nodes]
+    infos = [(tuple(on), node.meta[INFO]) for on, node in (*nodes, *((ranks[-1], node) for node in layout.epilogue))]
+    used = {StateUse(name, on, changes=False) for on, info in infos for name in info.reads}
+    return used | {StateUse(name, on, changes=True) for on, info in infos for name in info.writes}
 
 
 def state_of_several(uses: Iterable[StateUse]) -> str | None:
@@ -85,8 +85,8 @@ def program_text(lowered: Lowered) -> str:
 
 def pipe_facts(model: nn.Module, options: Options, plan: Plan | None, **ways: Any) -> dict[str, Any]:
     """Return in what the pipes of all ranks have to agree, as texts: the first line that differs is shown."""
-    asked = {own.name: getattr(options, own.name) for own in fields(options) if own.name != "devices"} | ways
-    modules = [f"{path or 'the model'}: {type(own).__name__}" for path, own in model.named_modules()]
+    asked = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "devices"} | ways
+    modules = [f"{path or 'the model'}: {type(module).__name__}" for path, module in model.named_modules()]
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     state = [f"{name}: {tensor.dtype}{list(tensor.shape)} {tensor.device.type}" for name, tensor in tensors.items()]
     values = [f"{name}: values with checksum {checksum([tensor])}" for name, tensor in tensors.items()]
@@ -117,30 +117,30 @@ def call_text(model: nn.Module, args: Any, kwargs: Any, *, values: bool = True) 
 
 def checksum(tensors: Iterable[torch.Tensor], *, devices: bool = False) -> int:
     """Return a number for the values of tensors; those of accelerators are read where ``devices`` asks for it."""
-    found = 0
+    crc = 0
     for tensor in tensors:
         here = tensor.device.type == "cpu" or (devices and not tensor.is_meta)
         if here and tensor.layout is torch.strided and tensor.numel():
             flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-            for part in _condensed(flat):
-                found = zlib.crc32(part.cpu().numpy().data, found)
-    return found
+            for piece in _condensed(flat):
+                crc = zlib.crc32(piece.cpu().numpy().data, crc)
+    return crc
 
 
 def copies_of(state: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """Return checksums of a state's tensors, or of the parts that this rank has of them; those of DTensors are not."""
     texts = ((name, tensor, PARTS.get(tensor)) for name, tensor in state if not isinstance(tensor, DTensor))
     return {
-        repr(name) if part is None else f"{name!r}, part {part.sharing.rank}": checksum([tensor], devices=True)
-        for name, tensor, part in texts
+        repr(name) if shard is None else f"{name!r}, part {shard.sharing.rank}": checksum([tensor], devices=True)
+        for name, tensor, shard in texts
     }
 
 
 def check_copies(copies: Sequence[Mapping[str, int]]) -> None:
     """Raise InputError where ranks have other values of one tensor; ``copies`` are their checksums by its name."""
     first: dict[str, tuple[int, int]] = {}
-    for rank, own in enumerate(copies):
-        for name, number in own.items():
+    for rank, row in enumerate(copies):
+        for name, number in row.items():
             holder, expected = first.setdefault(name, (rank, number))
             if number != expected:
                 raise InputError(

@@ -44,19 +44,19 @@ def like_first(world: World, doing: str, first: int, args: Any, kwargs: Any) -> 
         return blank_like(leaf.like, torch.device("cpu") if leaf.on_cpu else world.device)
 
     leaves, structure = take_apart((args, kwargs))
-    own = (list(map(_blank, leaves)), one_tensor(leaves), structure) if world.rank == first else None
-    blank, same, structure = world.gather(doing, own)[world.members[first]]
+    word = (list(map(_blank, leaves)), one_tensor(leaves), structure) if world.rank == first else None
+    blank, same, structure = world.gather(doing, word)[world.members[first]]
     if world.rank == first:
         return args, kwargs
     leaves = [made(leaf) for leaf in blank]
-    return structure([leaves[place] for place in same])
+    return structure([leaves[index] for index in same])
 
 
 def bring(world: World, first: int, tensors: Sequence[torch.Tensor], takers: dict[int, set[int]]) -> None:
     """Fill tensors of the batch by their position on the ranks that take them."""
     works: list[Any] = []
-    for place, ranks in takers.items():
-        tensor = tensors[place].detach()
+    for index, ranks in takers.items():
+        tensor = tensors[index].detach()
         flat = flattened(tensor)
         group = world.control if tensor.device.type == "cpu" else world.payload
         for rank in sorted(ranks - {first}) if tensor.numel() else ():
@@ -72,16 +72,16 @@ def bring(world: World, first: int, tensors: Sequence[torch.Tensor], takers: dic
 def takers_of(step: Step, ranks: Sequence[Sequence[int]]) -> dict[int, set[int]]:
     """Return the ranks that read each tensor of the batch, by its position; ``ranks`` are those of the stages."""
     lowered: Lowered = step.lowered
-    found: dict[str, set[int]] = defaultdict(set)
-    for stage, own in enumerate(ranks):
+    takers: dict[str, set[int]] = defaultdict(set)
+    for stage, members in enumerate(ranks):
         for slot in (*lowered.layout.stages[stage].inputs, *slots_of(lowered.layout, stage)):
-            found[slot.value].update(own)
+            takers[slot.value].update(members)
     form, _ = attempt(lambda: step.once("own loss", lambda: form_of(lowered.traced)))
     late = [slot.value for slot in lowered.epilogue_inputs] + (
         [] if form is None else [node.name for node in form.fixed]
     )
     late += [value.name for value in lowered.outputs if isinstance(value, fx.Node)]
     for name in late:
-        found[name].update(ranks[-1])
+        takers[name].update(ranks[-1])
     names = [node.name for node in placeholders(lowered.traced.graph)]
-    return {names.index(name): own for name, own in found.items() if name in names}
+    return {names.index(name): members for name, members in takers.items() if name in names}

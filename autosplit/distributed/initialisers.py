@@ -106,8 +106,8 @@ def initial_values(
 
 def _owner(model: nn.Module, entry: Entry) -> str:
     """Return the module whose tensors get their values together: it holds them, or they parametrize what it holds."""
-    outer, found, _ = f".{entry.name}".partition(".parametrizations.")
-    if found and parametrize.is_parametrized(model.get_submodule(outer[1:])):
+    outer, separator, _ = f".{entry.name}".partition(".parametrizations.")
+    if separator and parametrize.is_parametrized(model.get_submodule(outer[1:])):
         return outer[1:]
     return entry.name.rpartition(".")[0]
 
@@ -185,8 +185,8 @@ class _Draft:
 
     def put(self, *, tied: bool) -> None:
         """Let initialisers write to the tensor, in the first place only where it is not tied yet."""
-        for place in self.entry.places if tied else self.entry.places[:1]:
-            place.set(self.value)
+        for holder in self.entry.places if tied else self.entry.places[:1]:
+            holder.set(self.value)
 
     def take(self) -> None:
         """Keep what a call has made of the tensor, or put in its place."""
@@ -205,10 +205,10 @@ def _filled(model: nn.Module, entries: list[Entry], calls: list[_Call], seed: st
     sure = [call for call in calls if not call.counted]
     if len(sure) == len(calls) or all(draft.written_more >= 0 for draft in drafts):
         return drafts
-    on_meta = [[own.written_more for own in _written(model, entries, some, seed, _META)] for some in (calls, sure)]
+    on_meta = [[d.written_more for d in _written(model, entries, some, seed, _META)] for some in (calls, sure)]
     fewer = _written(model, entries, sure, seed)
     numbers = zip(*on_meta, fewer, drafts, strict=True)
-    return [few if more < 0 and not less and few.is_filled else own for more, less, few, own in numbers]
+    return [few if more < 0 and not less and few.is_filled else draft for more, less, few, draft in numbers]
 
 
 def _written(
@@ -228,7 +228,7 @@ def _is_inside(name: str, outer: str) -> bool:
 
 def _fill(model: nn.Module, drafts: list[_Draft], calls: list[_Call]) -> None:
     """Make the calls that may write to some tensors; raise InputError where one fails."""
-    paths = [place.name.split(".")[:-1] for draft in drafts for place in draft.entry.places]
+    paths = [holder.name.split(".")[:-1] for draft in drafts for holder in draft.entry.places]
     around = {".".join(path[:end]) for path in paths for end in range(len(path) + 1)}
     for call in (call for call in calls if call.name in around):
         plain = call.method in _OWN[0] and parametrize.is_parametrized(call.module)

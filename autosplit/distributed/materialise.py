@@ -59,7 +59,7 @@ def materialise(
     ``weights`` lack, another shape, and a tensor that cannot be initialised.
     """
     entries = entries_of(model)
-    by_name = {place.name: entry for entry in entries for place in entry.places}
+    by_name = {holder.name: entry for entry in entries for holder in entry.places}
     if unknown := [name for name in names if name not in by_name]:
         raise InputError(f"the model has no parameter or buffer {listed(unknown)}; it has {listed(by_name)}")
     wanted = list(dict.fromkeys(by_name[name] for name in names))
@@ -101,8 +101,8 @@ def _unset(entry: Entry) -> bool:
 
 def _keys(source: Weights, prefix: str, wanted: list[Entry]) -> dict[Entry, str]:
     """Return the key of each tensor that can be read; shapes are checked."""
-    found = ((entry, prefix + place.name) for entry in wanted for place in reversed(entry.places))
-    keys = {entry: key for entry, key in found if key in source.shapes}
+    pairs = ((entry, prefix + holder.name) for entry in wanted for holder in reversed(entry.places))
+    keys = {entry: key for entry, key in pairs if key in source.shapes}
     differ = [
         f"{entry.name} has shape {tuple(entry.tensor.shape)} in the model, {tuple(source.shapes[key])} in weights"
         for entry, key in keys.items()

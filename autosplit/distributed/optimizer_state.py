@@ -53,15 +53,15 @@ class OptimizedParameter(NamedTuple):
     number: int
 
 
-def optimized_parameters(part: nn.Module, optimizer: Optimizers) -> list[OptimizedParameter]:
+def optimized_parameters(model: nn.Module, optimizer: Optimizers) -> list[OptimizedParameter]:
     """Return the parameters of one or several optimizers; InputError where one is not the part's."""
     optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    names = {parameter: name for name, parameter in reversed(list(part.named_parameters()))}
+    names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
     rows = [
-        OptimizedParameter(names.get(parameter, ""), parameter, one, group, number)
-        for one in optimizers
-        for group, packed in enumerate(one.state_dict()["param_groups"])
-        for parameter, number in zip(one.param_groups[group]["params"], packed["params"], strict=True)
+        OptimizedParameter(names.get(parameter, ""), parameter, each, group, number)
+        for each in optimizers
+        for group, packed in enumerate(each.state_dict()["param_groups"])
+        for parameter, number in zip(each.param_groups[group]["params"], packed["params"], strict=True)
     ]
     if foreign := [list(row.parameter.shape) for row in rows if not row.name]:
         raise InputError(
@@ -81,18 +81,18 @@ def flattened(rows: Sequence[OptimizedParameter]) -> dict[str, Any]:
         flat |= {f"param_groups.{name}.{key}": options[key] for key in options if key not in _NO_OPTIONS}
         state = packed[optimizer]["state"].get(number, {})
         flat |= {f"state.{name}.{key}": _of_whole(value, parameter, f"{name}.{key}") for key, value in state.items()}
-    if loose := {key: value for one in packed.values() for key, value in one["state"].items() if isinstance(key, str)}:
+    if loose := {key: value for d in packed.values() for key, value in d["state"].items() if isinstance(key, str)}:
         flat["state"] = loose
     return flat
 
 
 def _of_whole(value: Any, parameter: torch.Tensor, name: str) -> Any:
     """Return an entry of a parameter's state: of one that is a part, as a part."""
-    part = PARTS.get(parameter)
-    if part is None or not isinstance(value, torch.Tensor) or value.numel() == 1:
+    shard = PARTS.get(parameter)
+    if shard is None or not isinstance(value, torch.Tensor) or value.numel() == 1:
         return value
     check_part(name, value.shape, parameter.shape)
-    return as_part(value, part)
+    return as_part(value, shard)
 
 
 def check_part(name: str, shape: torch.Size, expected: torch.Size) -> None:
@@ -136,14 +136,14 @@ def _check_order(rows: Sequence[OptimizedParameter], places: Mapping[str, tuple[
     A rank may have left out groups without parameters: then numbers tell nothing.
     """
     for optimizer in {row.optimizer for row in rows}:
-        own = [row for row in rows if row.optimizer is optimizer]
-        for one, other in pairwise(sorted(own, key=lambda row: row.group)):
-            first, then = places[one.name], places[other.name]
+        of_optimizer = [row for row in rows if row.optimizer is optimizer]
+        for row, other in pairwise(sorted(of_optimizer, key=lambda row: row.group)):
+            first, then = places[row.name], places[other.name]
             count = len(optimizer.param_groups)
-            if first and then and first[1] == then[1] == count and first[0] > then[0] and one.group < other.group:
+            if first and then and first[1] == then[1] == count and first[0] > then[0] and row.group < other.group:
                 raise InputError(
-                    f"{one.name!r} was in group {first[0]} and {other.name!r} in group {then[0]}, and here they are in "
-                    f"{one.group} and {other.group}; keep the order of groups, which schedulers count"
+                    f"{row.name!r} was in group {first[0]} and {other.name!r} in group {then[0]}, and here they are in "
+                    f"{row.group} and {other.group}; keep the order of groups, which schedulers count"
                 )
 
 
@@ -160,30 +160,30 @@ def _set(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 def options_of_groups(loads: Mapping[Optimizer, dict[str, Any]], *, empty: bool = False) -> Groups:
     """Return the options of the groups that have parameters, or of those that are ``empty``."""
     return {
-        place: {key: value for key, value in group.items() if key not in _NO_OPTIONS}
-        for place, group in _places(loads)
+        group_key: {key: value for key, value in group.items() if key not in _NO_OPTIONS}
+        for group_key, group in _places(loads)
         if bool(group["params"]) != empty
     }
 
 
-def groups_of(part: nn.Module, optimizer: Optimizers) -> tuple[Groups, Groups]:
+def groups_of(model: nn.Module, optimizer: Optimizers) -> tuple[Groups, Groups]:
     """Return the options of groups with parameters here, and of those without."""
-    states = {row.optimizer: row.optimizer.state_dict() for row in optimized_parameters(part, optimizer)}
+    states = {row.optimizer: row.optimizer.state_dict() for row in optimized_parameters(model, optimizer)}
     return options_of_groups(states), options_of_groups(states, empty=True)
 
 
 def empty_everywhere(rows: Sequence[tuple[Groups, Groups]]) -> Groups:
     """Return the options of the groups that are empty on all ranks, by those of full and of empty ones."""
-    full = {place for own, _ in rows for place in own}
-    return {place: options for _, own in rows for place, options in own.items() if place not in full}
+    full = {key for groups, _ in rows for key in groups}
+    return {key: options for _, groups in rows for key, options in groups.items() if key not in full}
 
 
 def fill_empty_groups(loads: Mapping[Optimizer, dict[str, Any]], every: Sequence[Groups]) -> None:
     """Give groups without parameters the options that they have on other ranks: schedulers read and write them too."""
-    found = {place: options for groups in every for place, options in groups.items()}
-    for place, group in _places(loads):
+    by_key = {key: options for groups in every for key, options in groups.items()}
+    for key, group in _places(loads):
         if not group["params"]:
-            _set(group, found.get(place, {}))
+            _set(group, by_key.get(key, {}))
 
 
 def _places(loads: Mapping[Optimizer, dict[str, Any]]) -> Iterator[tuple[Place, dict[str, Any]]]:

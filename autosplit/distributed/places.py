@@ -45,13 +45,13 @@ class Entry:
     @property
     def persistent(self) -> bool:
         """Whether state dicts hold it."""
-        return any(place.key not in place.module._non_persistent_buffers_set for place in self.places)
+        return any(holder.key not in holder.module._non_persistent_buffers_set for holder in self.places)
 
     def put(self, tensor: Tensor) -> None:
         """Put a tensor in all places."""
-        for place in self.places:
-            if place.get() is not tensor:
-                place.set(tensor)
+        for holder in self.places:
+            if holder.get() is not tensor:
+                holder.set(tensor)
 
 
 def entries_of(model: nn.Module) -> list[Entry]:
@@ -60,8 +60,8 @@ def entries_of(model: nn.Module) -> list[Entry]:
     for owner, module in model.named_modules(remove_duplicate=False):
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
-                place = Place(f"{owner}.{key}".lstrip("."), module, key)
-                entries.setdefault(id(tensor), Entry(tensor)).places.append(place)
+                holder = Place(f"{owner}.{key}".lstrip("."), module, key)
+                entries.setdefault(id(tensor), Entry(tensor)).places.append(holder)
     return list(entries.values())
 
 

@@ -79,9 +79,9 @@ class Ranks:
                 raise InputError(f"{what} is {first} on rank 0 and {other} on rank {rank}; it has to be the same")
 
 
-def check_fits(what: str, own: Sequence[Mapping[str, Shape]], saved: Mapping[str, Shape]) -> None:
+def check_fits(what: str, rows: Sequence[Mapping[str, Shape]], saved: Mapping[str, Shape]) -> None:
     """Raise InputError with the first name in which the ranks' parts of a model differ from one that was saved."""
-    here = {name: shape for row in own for name, shape in row.items()}
+    here = {name: shape for row in rows for name, shape in row.items()}
     only_there = [name for name in saved if name not in here]
     for name, shape in here.items():
         if name not in saved:
@@ -107,11 +107,11 @@ def new_folder(path: Path) -> str:
     """
     if path.exists():
         raise InputError(f"{path} exists and is not overwritten; save under another name, or delete it first")
-    own = f"{path.name}.{zlib.crc32(machine().encode()):08x}"
-    for left in path.parent.glob(f"{own}-*-*.tmp"):
-        if not _runs(left.name.removeprefix(f"{own}-").partition("-")[0]):
+    stem = f"{path.name}.{zlib.crc32(machine().encode()):08x}"
+    for left in path.parent.glob(f"{stem}-*-*.tmp"):
+        if not _runs(left.name.removeprefix(f"{stem}-").partition("-")[0]):
             shutil.rmtree(left, ignore_errors=True)
-    temporary = path.with_name(f"{own}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f"{stem}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
     temporary.mkdir(parents=True)
     return temporary.name
 

@@ -77,15 +77,15 @@ def common_prefix(keys: Collection[str], names: Collection[str]) -> str:
     The prefix under which most of ``names`` are found; nothing where that does as well as others. Raises InputError
     where several others do equally well.
     """
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for key in keys:
         parts = key.split(".")
         endings = (".".join(parts[start:]) for start in range(len(parts)))
-        found.update(key.removesuffix(ending) for ending in endings if ending in names)
-    best = [prefix for prefix, number in found.items() if number == max(found.values())]
+        counts.update(key.removesuffix(ending) for ending in endings if ending in names)
+    best = [prefix for prefix, number in counts.items() if number == max(counts.values())]
     if len(best) > 1 and "" not in best:
         raise InputError(
-            f"weights hold {found[best[0]]} of the model's names under each of {', '.join(map(repr, sorted(best)))}: "
+            f"weights hold {counts[best[0]]} of the model's names under each of {', '.join(map(repr, sorted(best)))}: "
             "give a mapping of the tensors that are meant"
         )
     return "" if not best or "" in best else best[0]

@@ -110,22 +110,22 @@ def load_weights(weights: Mapping[str, Any] | str | PathLike[str], part: nn.Modu
 
 
 # -- saving ----------------------------------------------------------------------------------------------------------
-def _by_tensor(part: nn.Module) -> list[tuple[Tensor, list[str]]]:
+def _by_tensor(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     """Return the tensors of a part's state, each with all its names."""
-    found: dict[int, tuple[Tensor, list[str]]] = {}
-    for name, value in part.state_dict(keep_vars=True).items():
+    by_id: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
-            found.setdefault(id(value), (value, []))[1].append(name)
-    if meta := [names[0] for value, names in found.values() if value.is_meta]:
+            by_id.setdefault(id(value), (value, []))[1].append(name)
+    if meta := [names[0] for value, names in by_id.values() if value.is_meta]:
         raise InputError(f"on the meta device there are no values: {listed(meta)}; materialise them")
-    return list(found.values())
+    return list(by_id.values())
 
 
-def _tensors_to_save(part: nn.Module) -> dict[str, Tensor]:
+def _tensors_to_save(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a part's state by their first names."""
-    if others := [name for name, value in part.state_dict().items() if not isinstance(value, Tensor)]:
+    if others := [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]:
         raise InputError(f"safetensors hold tensors only, and {listed(others)} are none; use checkpoint.save")
-    return {names[0]: as_part(tensor.detach(), PARTS.get(tensor)) for tensor, names in _by_tensor(part)}
+    return {names[0]: as_part(tensor.detach(), PARTS.get(tensor)) for tensor, names in _by_tensor(model)}
 
 
 def _files(sizes: Sequence[Mapping[str, int]], max_shard_size: int | str) -> dict[str, _File]:
@@ -135,13 +135,13 @@ def _files(sizes: Sequence[Mapping[str, int]], max_shard_size: int | str) -> dic
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    own: list[dict[str, int]] = [{} for _ in sizes]
+    out: list[dict[str, int]] = [{} for _ in sizes]
     for name in dict.fromkeys(name for row in sizes for name in row):
-        writer = min((rank for rank, row in enumerate(sizes) if name in row), key=lambda rank: sum(own[rank].values()))
-        own[writer][name] = sizes[writer][name]
+        writer = min((rank for rank, row in enumerate(sizes) if name in row), key=lambda rank: sum(out[rank].values()))
+        out[writer][name] = sizes[writer][name]
     files = [
         _File(rank, names)
-        for rank, row in enumerate(own)
+        for rank, row in enumerate(out)
         for names in split_state_dict_into_shards_factory(
             row, get_storage_size=int, filename_pattern="{suffix}", max_shard_size=max_shard_size
         ).filename_to_tensors.values()
@@ -210,8 +210,8 @@ def _merge(files: Sequence[Path], target: Path) -> None:
 class _Loading:
     """Weights that are being loaded into a part."""
 
-    def __init__(self, weights: Any, part: nn.Module) -> None:
-        self._weights, self._part = weights, part
+    def __init__(self, weights: Any, model: nn.Module) -> None:
+        self._weights, self._part = weights, model
         self._source = Weights({}, lambda targets: None)
         self._entries: list[_Entry] = []
         self._keys: dict[str, str] = {}
@@ -228,10 +228,10 @@ class _Loading:
         names = {name for row in every for entry in row for name in entry.names}
         prefix = common_prefix(self._source.shapes, names)
         shapes = {key.removeprefix(prefix): s for key, s in self._source.shapes.items() if key.startswith(prefix)}
-        found = [{entry.found_in(shapes): entry.shape for entry in row} for row in every]
-        read = {name for row in found for name in row}
+        matched = [{entry.found_in(shapes): entry.shape for entry in row} for row in every]
+        read = {name for row in matched for name in row}
         rest = {name: tuple(s) for name, s in shapes.items() if name in read or (strict and name not in names)}
-        check_fits("weights" if isinstance(self._weights, Mapping) else str(self._weights), found, rest)
+        check_fits("weights" if isinstance(self._weights, Mapping) else str(self._weights), matched, rest)
         state = self._part.state_dict()
         for entry in self._entries:
             keys = {prefix + name: state[name].dtype for name in entry.names if name in shapes}

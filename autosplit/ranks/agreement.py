@@ -87,21 +87,21 @@ class Agreement:
             "the kind of call": kind,
             "what each stage runs": step.once("program", lambda: program_text(step.lowered)),
         }
-        own: dict[str, Any] = {"the call": call}
+        per_replica: dict[str, Any] = {"the call": call}
         if self._feed == "all":
             if self._check_inputs != 0 and (self._votes or self.compares(step.agreed.calls)):
-                own |= {BATCH: checksum(step.tensors), "the target": checksum(tensors_in(loss and loss.target))}
+                per_replica |= {BATCH: checksum(step.tensors), "the target": checksum(tensors_in(loss and loss.target))}
             if loss is not None:
-                own["the target's shapes"] = str(loss.kind[0])
+                per_replica["the target's shapes"] = str(loss.kind[0])
                 everywhere, of_rows = loss.facts(step)
                 facts |= everywhere
-                own |= of_rows
+                per_replica |= of_rows
         if step.lowered.random:
             facts["torch's random state"] = _random_state()
         if step.state.tape is not None and self._world.replicas > 1:
             lengths = "the lengths of their batches, for which random numbers are drawn (pad alike, or rng='counter')"
             facts[lengths] = str(without_rows(step.key.shapes, step.recorded.kind.batch_dims))
-        return facts, own
+        return facts, per_replica
 
     def _texts_of(self, agreed: Agreed, args: Any, kwargs: Any) -> tuple[str, ...]:
         """Return what a call is as text, on these rows and on any, made once for calls of one kind."""

@@ -111,11 +111,11 @@ def part_of(model: nn.Module, is_own: Callable[[str], bool], memo: dict[int, Any
     """Return a copy of a model with what is a rank's own, and without what is not; it refuses to be called."""
     named = dict(named_state(model))
     memo.update((id(tensor), None) for name, tensor in named.items() if not is_own(name))
-    part: nn.Module = copy.deepcopy(model, memo)
+    rank_model: nn.Module = copy.deepcopy(model, memo)
     PARTS.update((memo[id(tensor)], PARTS[tensor]) for tensor in named.values() if tensor in PARTS)
-    part.register_state_dict_post_hook(_with_parts)
-    part.__dict__[_CALL] = _no_forward
-    return part
+    rank_model.register_state_dict_post_hook(_with_parts)
+    rank_model.__dict__[_CALL] = _no_forward
+    return rank_model
 
 
 def _no_forward(*_: Any, **__: Any) -> NoReturn:
@@ -128,8 +128,8 @@ def _no_forward(*_: Any, **__: Any) -> NoReturn:
 def _with_parts(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Have parts of parameters in a state as what they are of the whole."""
     for name, tensor in named_state(module):
-        if (part := PARTS.get(tensor)) is not None and state.get(prefix + name) is not tensor:
-            state[prefix + name] = as_part(state[prefix + name], part)
+        if (shard := PARTS.get(tensor)) is not None and state.get(prefix + name) is not tensor:
+            state[prefix + name] = as_part(state[prefix + name], shard)
 
 
 def check_average(model: nn.Module) -> None:

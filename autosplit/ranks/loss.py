@@ -109,8 +109,8 @@ class RankLoss:
         return Word(True, loss.wants, kind, divisors, f"{named} {self.reduction}")
 
     def _find(self, step: RankStep, whole: Callable[[], Any]) -> engine.Found | None:
-        given = {"target": self.target, "loss_fn": self.loss_fn, "reduction": self.reduction, "proofs": self.proofs}
-        return engine.find_loss(step, **given, whole=whole)
+        arguments = {"target": self.target, "loss_fn": self.loss_fn, "reduction": self.reduction, "proofs": self.proofs}
+        return engine.find_loss(step, **arguments, whole=whole)
 
     def agree(self, step: RankStep, words: list[Word | None] | None) -> Word | None:
         """Return what all ranks have to know of the loss; None on a replica without rows.
@@ -149,8 +149,8 @@ class RankLoss:
                 words = self._said(step, partial(self.find, step))
             elif None in last.values():
                 asks = step.rows > 0 and last[world.replica] is None
-                own = partial(self.find, step, _whole(step)) if asks else partial(words.pop, world.number)
-                words = self._said(step, own)
+                say = partial(self.find, step, _whole(step)) if asks else partial(words.pop, world.number)
+                words = self._said(step, say)
             else:
                 return words
 
@@ -210,7 +210,7 @@ class ReadsHere(TorchFunctionMode):
         self.elsewhere, self.scales = elsewhere, scales
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.mul and any(isinstance(own, GradScaler) for own in _callers()):
+        if func is torch.Tensor.mul and any(isinstance(caller, GradScaler) for caller in _callers()):
             self.scales()
         value = func(*args, **(kwargs or {}))
         read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if id(leaf) in self.elsewhere]

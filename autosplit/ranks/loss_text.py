@@ -88,7 +88,7 @@ class LossText:
         if isinstance(value, torch.device) or (isinstance(value, str) and _DEVICE.fullmatch(value)):
             return "a device"
         if isinstance(value, frozenset):
-            return str(sorted(self._text(name, part) for part in value))
+            return str(sorted(self._text(name, item) for item in value))
         if isinstance(value, _PLAIN):
             return _ADDRESS.sub("", repr(value))
         if isinstance(value, types.FunctionType):
@@ -106,7 +106,7 @@ class LossText:
 
     def _with_parts(self, text: str, name: str, value: Any) -> str:
         parts = parts_of(value, ()) or ()
-        return f"{text}({', '.join(self._text(f'{name}.{key}', part) for key, part in parts)})"
+        return f"{text}({', '.join(self._text(f'{name}.{key}', item) for key, item in parts)})"
 
     def _add_tensor(self, name: str, value: torch.Tensor) -> None:
         if id(value) in self._elsewhere or value.is_meta:
@@ -134,12 +134,12 @@ def _changes_of(functions: Iterable[Any]) -> Changes:
     """Return what functions change when they are called; an object is made once, before."""
     called = (f for f in functions if isinstance(f, types.FunctionType) and f.__name__ != "__init__")
     every = [changes_in(function.__code__) for function in called]
-    return Changes(*(frozenset().union(*(getattr(own, field) for own in every)) for field in Changes._fields))
+    return Changes(*(frozenset().union(*(getattr(changes, field) for changes in every)) for field in Changes._fields))
 
 
 def _digest(code: types.CodeType) -> int:
-    constants = [_digest(own) if isinstance(own, types.CodeType) else own for own in code.co_consts]
-    texts = [sorted(map(repr, own)) if isinstance(own, frozenset) else repr(own) for own in constants]
+    constants = [_digest(value) if isinstance(value, types.CodeType) else value for value in code.co_consts]
+    texts = [sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value) for value in constants]
     return zlib.crc32(repr((code.co_code, code.co_names, texts)).encode())
 
 

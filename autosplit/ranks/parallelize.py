@@ -57,12 +57,12 @@ class Parallelize:
         """Return the paths of the modules that the graph calls."""
         return block_paths(model, [path for path, _ in model.named_modules()]) if self.whole else ()
 
-    def check(self, step: PreparedStep, model: nn.Module, part: Part | None) -> None:
+    def check(self, step: PreparedStep, model: nn.Module, wrapped: Part | None) -> None:
         """Raise InputError where the part has given its parameters back, TraceError for what it may not do wrapped."""
-        if part is not None and part.given_back:
+        if wrapped is not None and wrapped.given_back:
             raise InputError("unsplit() gave the model plain parameters again, in the place of shards; split it anew")
-        if part is not None:
-            part.check_unchanged()
+        if wrapped is not None:
+            wrapped.check_unchanged()
         if step.recorded.changes_python:
             raise TraceError("the model's forward changes its Python state, which needs a pipe without parallelize=")
         blocks = self.blocks_of(model)
@@ -119,7 +119,7 @@ class Part:
         _check_inside(blocks, model)
         self._calls = _calls(model, self.module, blocks, names) if parallelize.whole else []
         self._modes = _modes(model, self.module)
-        self._runs = {path: _state(own) for place in self._calls for path, own in self._inside(place)}
+        self._runs = {path: _state(module) for slot in self._calls for path, module in self._inside(slot)}
         for unit in self._units():
             unit.set_reshard_after_forward(False)
             unit.set_reshard_after_backward(False)
@@ -128,19 +128,19 @@ class Part:
         self._set()
         kept = Holders([model]).tensors
         if stale := next((name for name, parameter in replaced.items() if id(parameter) in kept), None):
-            for place in self._places:
-                setattr(place.module, place.key, before[place.name])
+            for slot in self._places:
+                setattr(slot.module, slot.key, before[slot.name])
             raise InputError(
                 f"{'.'.join(filter(None, kept[id(before[stale])][0]))!r} holds {stale!r} too, and would not be its "
                 "shard; read the parameter where the model has it"
             )
-        self._storages = [self._storage(place) for place in self._places]
+        self._storages = [self._storage(slot) for slot in self._places]
         refuse(replaced.values(), "parallelize= gave the model new parameters; make the optimizer of pipe.parameters()")
 
     def check(self) -> None:
         """Raise InputError where gathered parameters are not those that the model had; all replicas call it."""
-        before = [getattr(place.part, place.key) for place in self._places]
-        for name, shard in zip((place.name for place in self._places), before, strict=True):
+        before = [getattr(slot.part, slot.key) for slot in self._places]
+        for name, shard in zip((slot.name for slot in self._places), before, strict=True):
             ranks = set(shard.device_mesh.mesh.flatten().tolist()) if isinstance(shard, DTensor) else self._holders
             if ranks != self._holders:
                 raise InputError(
@@ -148,11 +148,11 @@ class Part:
                     f"{sorted(self._holders)}; shard over the mesh's dp"
                 )
         with self.whole() as whole:
-            for place, shard in zip(self._places, before, strict=True):
+            for slot, shard in zip(self._places, before, strict=True):
                 gathered = whole[id(shard)]
                 if isinstance(gathered, DTensor) or gathered.dtype != shard.dtype or gathered.shape != shard.shape:
                     raise InputError(
-                        f"parallelize= has {place.name!r} of {shard.dtype} {list(shard.shape)} gathered as a "
+                        f"parallelize= has {slot.name!r} of {shard.dtype} {list(shard.shape)} gathered as a "
                         f"{type(gathered).__name__} of {gathered.dtype} {list(gathered.shape)}; use fully_shard, and "
                         "torch.autocast for mixed precision"
                     )
@@ -160,34 +160,34 @@ class Part:
     def check_unchanged(self) -> None:
         """Raise InputError where the model has other tensors than its part."""
         named = dict(self._model.named_parameters(remove_duplicate=False))
-        for place, storage in zip(self._places, self._storages, strict=True):
-            own = getattr(place.part, place.key)
-            if named.get(place.name) is not own or self._storage(place) is not storage:
+        for slot, storage in zip(self._places, self._storages, strict=True):
+            current = getattr(slot.part, slot.key)
+            if named.get(slot.name) is not current or self._storage(slot) is not storage:
                 raise InputError(
-                    f"{place.name!r} was set to another tensor (by an assignment, .data or assign=True), which its "
+                    f"{slot.name!r} was set to another tensor (by an assignment, .data or assign=True), which its "
                     "shards do not see; split anew, and change values in place or by pipe.load_state_dict()"
                 )
 
-        for path, own in (found for place in self._calls for found in self._inside(place)):
-            if path not in self._runs or difference(self._runs[path], _state(own)):
+        for path, current in (entry for slot in self._calls for entry in self._inside(slot)):
+            if path not in self._runs or difference(self._runs[path], _state(current)):
                 raise InputError(
                     f"{path!r} has other hooks or attributes than when parallelize= wrapped it, which its copy does "
                     "not see; set them before autosplit"
                 )
 
-    def _inside(self, place: _Place) -> list[tuple[str, nn.Module]]:
-        return list(self._model.get_submodule(place.name).named_modules(prefix=place.name))
+    def _inside(self, slot: _Place) -> list[tuple[str, nn.Module]]:
+        return list(self._model.get_submodule(slot.name).named_modules(prefix=slot.name))
 
     @staticmethod
-    def _storage(place: _Place) -> Any:
+    def _storage(slot: _Place) -> Any:
         """Return what tells that a sharded parameter is the one of before; ``.data =`` leaves its shard as it was."""
-        own = getattr(place.part, place.key)
-        return own.untyped_storage() if isinstance(own, DTensor) else None
+        shard = getattr(slot.part, slot.key)
+        return shard.untyped_storage() if isinstance(shard, DTensor) else None
 
     def _set(self) -> None:
         """Give the model the parameters that the part holds now."""
-        for place in self._places:
-            setattr(place.module, place.key, getattr(place.part, place.key))
+        for slot in self._places:
+            setattr(slot.module, slot.key, getattr(slot.part, slot.key))
 
     def _units(self) -> Iterator[FSDPModule]:
         return (module for module in self.module.modules() if isinstance(module, FSDPModule))
@@ -198,22 +198,22 @@ class Part:
 
         Returns the parameters by the identity of those that it has outside.
         """
-        before = [getattr(place.part, place.key) for place in self._places]
-        own = [place.module._modules[place.key] for place in self._calls]
+        before = [getattr(slot.part, slot.key) for slot in self._places]
+        modules = [slot.module._modules[slot.key] for slot in self._calls]
         try:
             with torch.inference_mode(False):  # what is gathered into is trained, too
                 for unit in self._units():
                     unit.unshard()
             self._set()
-            for place in self._calls:
-                place.module._modules[place.key] = place.part
+            for slot in self._calls:
+                slot.module._modules[slot.key] = slot.part
             for module, twin in self._modes:
                 twin.training = module.training
-            now = [getattr(place.part, place.key) for place in self._places]
+            now = [getattr(slot.part, slot.key) for slot in self._places]
             yield {id(shard): whole for shard, whole in zip(before, now, strict=True)}
         finally:
-            for place, called in zip(self._calls, own, strict=True):
-                place.module._modules[place.key] = called
+            for slot, called in zip(self._calls, modules, strict=True):
+                slot.module._modules[slot.key] = called
             for unit in self._units():
                 unit.reshard()
             self._set()
@@ -222,15 +222,15 @@ class Part:
         """Give the model plain parameters with the values, gradients and hooks of all shards; ties stay ties."""
         self.given_back = True
         whole: dict[int, nn.Parameter] = {}
-        shards = {id(own): own for place in self._places if isinstance(own := getattr(place.part, place.key), DTensor)}
-        for key, own in shards.items():
-            whole[key] = nn.Parameter(own.full_tensor().detach(), own.requires_grad)
-            whole[key].grad = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
-            whole[key]._backward_hooks = own._backward_hooks
-            whole[key]._post_accumulate_grad_hooks = own._post_accumulate_grad_hooks
-        for place in self._places:
-            if (made := whole.get(id(getattr(place.part, place.key)))) is not None:
-                setattr(place.module, place.key, made)
+        shards = {id(p): p for slot in self._places if isinstance(p := getattr(slot.part, slot.key), DTensor)}
+        for key, p in shards.items():
+            whole[key] = nn.Parameter(p.full_tensor().detach(), p.requires_grad)
+            whole[key].grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            whole[key]._backward_hooks = p._backward_hooks
+            whole[key]._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
+        for slot in self._places:
+            if (parameter := whole.get(id(getattr(slot.part, slot.key)))) is not None:
+                setattr(slot.module, slot.key, parameter)
         refuse(shards.values(), "unsplit() gave the model other parameters; make the optimizer of model.parameters()")
 
 
@@ -241,7 +241,7 @@ def parallelizing(asked: Any, mesh: Any) -> Parallelize | None:
     if mesh is None:
         raise InputError(f"parallelize={asked!r} is for a mesh of ranks; give mesh= too")
     if callable(asked):
-        return Parallelize(_name_of(asked), lambda part: asked(part, mesh), whole=True)
+        return Parallelize(_name_of(asked), lambda module: asked(module, mesh), whole=True)
     if asked != FSDP:
         raise InputError(f"parallelize is {asked!r}; give {FSDP!r}, a function (part, mesh) -> part, or None")
     if not (names := replicas_of(mesh)):
@@ -266,27 +266,27 @@ def check_plain(model: nn.Module) -> None:
         )
 
 
-def sharded(part: nn.Module, mesh: Any) -> nn.Module:
+def sharded(module: nn.Module, mesh: Any) -> nn.Module:
     """Shard a part by FSDP2 over the replicas of a mesh: each repeated block by itself, then the rest.
 
     Blocks that are never called, and those that share parameters with others, go with the rest; parameters that cannot
     be sharded (without dimensions) stay whole on every replica.
     """
-    named = [(name, parameter) for name, parameter in part.named_parameters(remove_duplicate=False)]
+    named = [(name, parameter) for name, parameter in module.named_parameters(remove_duplicate=False)]
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": False,
         "ignored_params": {parameter for _, parameter in named if not parameter.dim() or not parameter.is_contiguous()},
     }
-    for path in block_paths(part, [path for path, _ in part.named_modules()]):
-        block = part.get_submodule(path)
+    for path in block_paths(module, [path for path, _ in module.named_modules()]):
+        block = module.get_submodule(path)
         others = {id(parameter) for name, parameter in named if not name.startswith(f"{path}.")}
-        own = list(block.parameters())
+        parameters = list(block.parameters())
         runs = not isinstance(block, nn.ModuleList | nn.ModuleDict)
-        if runs and own and not any(id(parameter) in others for parameter in own):
+        if runs and parameters and not any(id(parameter) in others for parameter in parameters):
             fully_shard(block, **options)
-    fully_shard(part, **options)
-    return part
+    fully_shard(module, **options)
+    return module
 
 
 def _copied(model: nn.Module, names: Collection[str]) -> nn.Module:
@@ -307,12 +307,12 @@ def _copied(model: nn.Module, names: Collection[str]) -> nn.Module:
             k: v for k, v in module._parameters.items() if v is None or f"{path}{k}" in names
         }
         children = [(key, child) for key, child in module._modules.items() if child is not None]
-        own = [key for key, child in children if f"{path}{key}" in kept]
+        held = [key for key, child in children if f"{path}{key}" in kept]
         bare = [key for key, child in children if not any(True for _ in child.parameters())]
         twin.__dict__["_modules"] = {
             key: copied(child, f"{path}{key}.", inside=True)
             for key, child in children
-            if key in own or (inside and key in bare)
+            if key in held or (inside and key in bare)
         }
         return twin
 
@@ -324,54 +324,54 @@ def _clean(name: str) -> str:
     return ".".join(key for key in name.split(".") if key not in _WRAPPERS)
 
 
-def _places(model: nn.Module, part: nn.Module, before: Mapping[str, nn.Parameter]) -> list[_Place]:
+def _places(model: nn.Module, wrapped: nn.Module, before: Mapping[str, nn.Parameter]) -> list[_Place]:
     """Return where the parameters of a part are in the model; raise InputError where they are not the same ones."""
-    found = {
+    holders = {
         _clean(f"{path}.{key}".lstrip(".")): (module, key)
-        for path, module in part.named_modules(remove_duplicate=False)
+        for path, module in wrapped.named_modules(remove_duplicate=False)
         for key, parameter in module._parameters.items()
         if parameter is not None
     }
-    if differ := sorted(found.keys() ^ before.keys()):
+    if differ := sorted(holders.keys() ^ before.keys()):
         raise InputError(
             f"parallelize= returned a module without or with other parameters than the part that it took: "
             f"{listed(differ)}; keep their names"
         )
-    places = [_Place(n, model.get_submodule(n.rpartition(".")[0]), *found[n]) for n in before]
-    one: dict[int, tuple[str, Tensor]] = {}
-    for place in places:
-        tied, now = one.setdefault(id(before[place.name]), (place.name, getattr(place.part, place.key)))
-        if now is not getattr(place.part, place.key):
+    places = [_Place(n, model.get_submodule(n.rpartition(".")[0]), *holders[n]) for n in before]
+    first: dict[int, tuple[str, Tensor]] = {}
+    for slot in places:
+        tied, now = first.setdefault(id(before[slot.name]), (slot.name, getattr(slot.part, slot.key)))
+        if now is not getattr(slot.part, slot.key):
             raise InputError(
-                f"{tied!r} and {place.name!r} are one parameter in the model, and two after parallelize=; shard what "
+                f"{tied!r} and {slot.name!r} are one parameter in the model, and two after parallelize=; shard what "
                 "holds both in one call of fully_shard"
             )
     return places
 
 
-def _calls(model: nn.Module, part: nn.Module, blocks: Collection[str], names: Collection[str]) -> list[_Place]:
+def _calls(model: nn.Module, wrapped: nn.Module, blocks: Collection[str], names: Collection[str]) -> list[_Place]:
     """Return the modules of a part that run by their call, and where they are in the model: blocks, and other layers.
 
     One of which another rank has a parameter is entered, since that one is tied.
     """
-    found: dict[str, nn.Module] = {}
-    for path, module in part.named_modules(remove_duplicate=False):
-        found.setdefault(_clean(path), module)  # a wrapper comes before what it holds
+    modules: dict[str, nn.Module] = {}
+    for path, module in wrapped.named_modules(remove_duplicate=False):
+        modules.setdefault(_clean(path), module)  # a wrapper comes before what it holds
     calls = []
-    for path, own in model.named_modules(remove_duplicate=False):
-        layer = not own._modules and not any(path.startswith(f"{block}.") for block in blocks)
-        held = all(f"{path}.{name}" in names for name, _ in own.named_parameters(remove_duplicate=False))
-        if path in found and held and path and (layer or path in blocks):
+    for path, original in model.named_modules(remove_duplicate=False):
+        layer = not original._modules and not any(path.startswith(f"{block}.") for block in blocks)
+        held = all(f"{path}.{name}" in names for name, _ in original.named_parameters(remove_duplicate=False))
+        if path in modules and held and path and (layer or path in blocks):
             parent, _, key = path.rpartition(".")
-            calls.append(_Place(path, model.get_submodule(parent), found[path], key))
+            calls.append(_Place(path, model.get_submodule(parent), modules[path], key))
     return calls
 
 
 def _state(module: nn.Module) -> dict[Any, Any]:
     """Return the attributes of a module that decide what it computes, and the entries of its tables of hooks."""
-    own = {key: value for key, value in module.__dict__.items() if key not in (*SHARED, "training")}
+    attributes = {key: value for key, value in module.__dict__.items() if key not in (*SHARED, "training")}
     hooks = {(table, key): hook for table in HOOK_TABLES for key, hook in module.__dict__[table].items()}
-    return own | hooks
+    return attributes | hooks
 
 
 def _check_inside(blocks: Collection[str], model: nn.Module) -> None:
@@ -389,8 +389,8 @@ def _check_inside(blocks: Collection[str], model: nn.Module) -> None:
                         )
 
 
-def _modes(model: nn.Module, part: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+def _modes(model: nn.Module, wrapped: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     """Return the modules of a model, each with one of the part that has its mode: a copy, or a wrapper of that."""
     named = dict(model.named_modules())
-    pairs = ((named.get(_clean(path)), module) for path, module in part.named_modules())
-    return [(own, module) for own, module in pairs if own is not None]
+    pairs = ((named.get(_clean(path)), module) for path, module in wrapped.named_modules())
+    return [(original, module) for original, module in pairs if original is not None]

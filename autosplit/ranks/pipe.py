@@ -107,12 +107,12 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the gradients of all ranks by their norm, as ``torch.nn.utils.clip_grad_norm_`` does; return that."""
-        own = {n: p for n, p in self.named_parameters() if p.grad is not None}
-        total = total_norm(self._world, (n for n, _ in self._core.model.named_parameters()), own, norm_type)
+        parameters = {n: p for n, p in self.named_parameters() if p.grad is not None}
+        total = total_norm(self._world, (n for n, _ in self._core.model.named_parameters()), parameters, norm_type)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}, no number")
         for shards in (True, False):  # which torch's loops over many tensors do not mix
-            mine = [parameter for parameter in own.values() if isinstance(parameter, DTensor) is shards]
+            mine = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor) is shards]
             torch.nn.utils.clip_grads_with_norm_(mine, max_norm, total)
         return total
 
@@ -154,13 +154,13 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         """
 
         def prepared() -> PreparedRankStep:
-            given = (sample.args, sample.kwargs)
-            if any(tensor.is_meta for tensor in tensors_in(given)):
+            inputs = (sample.args, sample.kwargs)
+            if any(tensor.is_meta for tensor in tensors_in(inputs)):
                 self._recordings.sample = sample
-                given = mapped(_on_cpu, given)
-            step = self._on_rank(self._prepare(*given, runs=False))
+                inputs = mapped(_on_cpu, inputs)
+            step = self._on_rank(self._prepare(*inputs, runs=False))
             if self._world.tensor_ranks > 1:  # parts are another kind of call, which a replica without rows finds too
-                step = self._on_rank(self._prepare(*given, runs=False))
+                step = self._on_rank(self._prepare(*inputs, runs=False))
             self._recordings.wrap()
             return step
 
@@ -192,7 +192,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         unseen = alone and not recordings.reads_no_values(args, kwargs)
         if unseen:
             tensors = tensors_in((args, kwargs))
-            bring(self._world, first, tensors, {place: set(range(self._world.size)) for place in range(len(tensors))})
+            bring(self._world, first, tensors, {index: set(range(self._world.size)) for index in range(len(tensors))})
 
         step, error = attempt(lambda: self._on_rank(self._prepare(args, kwargs), doing, loss))
         if error is not None and known_to_all(error):
@@ -201,9 +201,9 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         if step is not None:
             word, error = attempt(lambda: say(step))
         if step is None or error is not None or not self._agreement.stands(doing, step, word):
-            facts, own = ({}, {}) if step is None else self._agreement.facts(step, args, kwargs, loss)
+            facts, of_replica = ({}, {}) if step is None else self._agreement.facts(step, args, kwargs, loss)
             share = step and Share(step.rows, len(step.sizes) if step.rows else 0, step.agreed.number, word)
-            shares = self._world.agree(doing, facts, error, share, own=own)
+            shares = self._world.agree(doing, facts, error, share, own=of_replica)
             assert step is not None
             self._agreement.keep(step.agreed, shares)
             if self._world.replicas > 1:
@@ -221,7 +221,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         if self.graph in self._core.edited:
             raise InputError("its graph was edited, and ranks run the cells of the plan; this needs one process")
         assert isinstance(step, PreparedStep), "what runs by its own Python is refused when it is recorded"
-        if held := [own.target for own in step.lowered.outputs if isinstance(own, fx.Node) and own.op == "get_attr"]:
+        if held := [n.target for n in step.lowered.outputs if isinstance(n, fx.Node) and n.op == "get_attr"]:
             raise TraceError(f"the model returns its own {held[0]!r}, which one rank alone holds; use one process")
         if step.recorded.traced.kept:
             raise TraceError("the model keeps tensors of the whole batch for Python to read; this needs one process")
@@ -235,27 +235,27 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
             )
         agreed = self._agreement.known(doing, step, loss)
         checked = is_checked(agreed.calls)
-        made = PreparedRankStep(
+        rank_step = PreparedRankStep(
             **vars(step),
             world=self._world,
             ranks=self._recordings.ranks,
             group=self._recordings.group,
             timeout_s=self._timeout_s,
-            trained=lambda: [own for own in (*self.parameters(), *self.buffers()) if own.requires_grad],
+            trained=lambda: [t for t in (*self.parameters(), *self.buffers()) if t.requires_grad],
             messages=agreed.messages,
             agreed=agreed,
             elsewhere=cache(self._elsewhere) if checked else None,
             part=self._recordings.part,
             scaled=agreed.scaled and not checked,
         )
-        single = max(map(len, made.ranks)) == self._world.replicas == 1
-        made.state = replace(step.state, whole=step.state.whole and single)
+        single = max(map(len, rank_step.ranks)) == self._world.replicas == 1
+        rank_step.state = replace(step.state, whole=step.state.whole and single)
         if (tape := step.state.tape) is not None:
-            layout, own = step.lowered.layout, made.stages
-            here = {n.meta[INFO].name for s in own for p in (layout.stages, layout.prologues) for n in p[s].nodes}
-            here |= {n.meta[INFO].name for n in layout.epilogue} if self._world.rank == made.last else set()
-            made.state = replace(made.state, tape=Tape(tape.nodes, step.sizes, step.lengths, here=here))
-        return made
+            layout, stages = step.lowered.layout, rank_step.stages
+            here = {n.meta[INFO].name for s in stages for p in (layout.stages, layout.prologues) for n in p[s].nodes}
+            here |= {n.meta[INFO].name for n in layout.epilogue} if self._world.rank == rank_step.last else set()
+            rank_step.state = replace(rank_step.state, tape=Tape(tape.nodes, step.sizes, step.lengths, here=here))
+        return rank_step
 
     def _elsewhere(self) -> dict[int, str]:
         """Return the names of parameters that other ranks have, all or a part, by their identity."""
@@ -313,8 +313,8 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
             if word is None:
                 value = step.stand_by()
             elif word.in_cells:
-                own, check = loss.found or (cast(train_cells.Loss, Elsewhere(word.wants)), None)
-                value = train_cells.run(step, own, check, None)
+                cell_loss, check = loss.found or (cast(train_cells.Loss, Elsewhere(word.wants)), None)
+                value = train_cells.run(step, cell_loss, check, None)
                 step.finish()
             else:
                 value = self._whole(step, target=target, loss_fn=loss_fn)

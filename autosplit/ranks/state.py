@@ -55,12 +55,12 @@ class RankState(nn.Module):
         check_average(self._core.model)
         before = set(destination or ())
         with self._recordings.guard.opened():
-            found = self._core.model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        for name in [n for n in found if n not in before and not self._recordings.is_own(n.removeprefix(prefix))]:
-            del found[name]
-        parts = {} if keep_vars else {prefix + name: PARTS.get(own) for name, own in named_state(self._core.model)}
-        found.update((name, as_part(value, parts.get(name))) for name, value in found.items() if name not in before)
-        return found
+            state = self._core.model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for name in [n for n in state if n not in before and not self._recordings.is_own(n.removeprefix(prefix))]:
+            del state[name]
+        parts = {} if keep_vars else {prefix + name: PARTS.get(t) for name, t in named_state(self._core.model)}
+        state.update((name, as_part(value, parts.get(name))) for name, value in state.items() if name not in before)
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's part of a state, which may be the whole model's."""
@@ -68,14 +68,14 @@ class RankState(nn.Module):
         with self._recordings.guard.opened():
             state = model.state_dict()
         parts = {name: PARTS.get(tensor) for name, tensor in named_state(model)}
-        given = {name: here(value, parts.get(name)) for name, value in state_dict.items()}
-        own = {name: like(value, state.get(name)) for name, value in given.items() if self._recordings.is_own(name)}
-        missing = [name for name in self.state_dict() if name not in own]
-        unexpected = [name for name in own if name not in state]
+        values = {name: here(value, parts.get(name)) for name, value in state_dict.items()}
+        held = {name: like(value, state.get(name)) for name, value in values.items() if self._recordings.is_own(name)}
+        missing = [name for name in self.state_dict() if name not in held]
+        unexpected = [name for name in held if name not in state]
         if strict and (missing or unexpected):
             raise RuntimeError(f"missing keys of rank {self._world.number}: {missing}; unexpected keys: {unexpected}")
         self._recordings.refuse_whole()
-        loaded = model.load_state_dict(own, strict=False, assign=assign)
+        loaded = model.load_state_dict(held, strict=False, assign=assign)
         PARTS.update((tensor, parts[name]) for name, tensor in named_state(model) if parts[name] is not None)
         return loaded
 

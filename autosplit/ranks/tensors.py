@@ -43,14 +43,14 @@ class TensorParallel:
     def alone(self, traced: TracedGraph, rows: int) -> TracedGraph:
         """Return the same on parts of its own, without collectives: what a rank computes, for the plan."""
         plan = self._plan(traced, rows)
-        own = rank_recording(traced, plan, Sharing(self._sharing.rank, plan.ranks, alone=True))
+        recording = rank_recording(traced, plan, Sharing(self._sharing.rank, plan.ranks, alone=True))
         names = {id(tensor): name for name, tensor in traced.root.named_parameters(remove_duplicate=False)}
 
         def kept(tensor: torch.Tensor) -> torch.Tensor:
-            part = self._part_of(names.get(id(tensor), ""), tensor.size())
-            return tensor if part is None else nn.Parameter(part.of(tensor.detach()), tensor.requires_grad)
+            shard = self._part_of(names.get(id(tensor), ""), tensor.size())
+            return tensor if shard is None else nn.Parameter(shard.of(tensor.detach()), tensor.requires_grad)
 
-        return replace(own, root=shadow(own.root, replace=kept).module)
+        return replace(recording, root=shadow(recording.root, replace=kept).module)
 
     def _plan(self, traced: TracedGraph, rows: int) -> TensorPlan:
         if self._planned is not None and self._planned[0] is traced:
@@ -58,7 +58,7 @@ class TensorParallel:
         infos = with_plain_numbers(info for _, info in traced.compute_nodes()) if self._plain_numbers else ()
         draws, pins = {info.name for info in infos}, None
         if self.plan is not None:
-            pins = {n: own.dim if isinstance(own, Shard) else None for n, own in self.plan.parameters.items()}
+            pins = {n: layout.dim if isinstance(layout, Shard) else None for n, layout in self.plan.parameters.items()}
         plan = tensor_plan(traced, ranks=self._sharing.ranks, rows=rows, pins=pins, draws=draws)
         if self.plan is None:
             check_sharded(plan)
@@ -83,21 +83,21 @@ class TensorParallel:
 
     def kept(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return what this column keeps of a parameter's or buffer's value."""
-        part = self._part_of(name, value.size())
-        return value if part is None else part.of(value)
+        shard = self._part_of(name, value.size())
+        return value if shard is None else shard.of(value)
 
     def cut(self, named: Mapping[str, torch.Tensor], sizes: Mapping[str, torch.Size]) -> None:
         """Leave this column's parts in parameters; ``sizes`` are those of the whole."""
         for name, tensor in named.items():
-            part = None if tensor in PARTS else self._part_of(name, sizes[name])
-            if part is None:
+            shard = None if tensor in PARTS else self._part_of(name, sizes[name])
+            if shard is None:
                 continue
-            if tensor.size() == part.size:
+            if tensor.size() == shard.size:
                 _check_hooks(name, tensor)
                 self._before.append((tensor, tensor.data, tensor.grad))
-                tensor.data = part.of(tensor.data)
-                tensor.grad = None if tensor.grad is None else part.of(tensor.grad)
-            PARTS[tensor] = part
+                tensor.data = shard.of(tensor.data)
+                tensor.grad = None if tensor.grad is None else shard.of(tensor.grad)
+            PARTS[tensor] = shard
 
     def end(self, *, failed: bool) -> None:
         """End a preparation: a model for which that failed is whole again."""

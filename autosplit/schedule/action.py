@@ -138,8 +138,8 @@ class Schedule:
             return (Action(stage - 1, "F", microbatch),) if stage else ()
         if action.kind == "W":
             return (Action(stage, "I", microbatch),)
-        own = Action(stage, "F", microbatch)
-        return (own,) if stage == self.stages - 1 else (own, self.input_gradient(stage + 1, microbatch))
+        forward = Action(stage, "F", microbatch)
+        return (forward,) if stage == self.stages - 1 else (forward, self.input_gradient(stage + 1, microbatch))
 
     @property
     def clocks(self) -> Mapping[Cell, int]:
@@ -240,18 +240,18 @@ class Rows:
 def _rows_of(schedule: Schedule) -> Rows:
     """Return the rows of a schedule; what can never start (a deadlock) has none."""
     places = sorted(
-        (tick, lane, position) for lane, own in enumerate(_ticks(schedule)) for position, tick in enumerate(own)
+        (tick, lane, position) for lane, ticks in enumerate(_ticks(schedule)) for position, tick in enumerate(ticks)
     )
     actions = [schedule.lanes[lane][position] for _, lane, position in places]
-    row = {action: place for place, action in enumerate(actions)}
+    row = {action: index for index, action in enumerate(actions)}
     nothing = len(actions)
-    own, near = [nothing] * nothing, [nothing] * nothing
-    for place, action in enumerate(actions):
+    same, near = [nothing] * nothing, [nothing] * nothing
+    for index, action in enumerate(actions):
         for need in schedule.needs(action):
             if need.stage == action.stage:
-                own[place] = row[need]
+                same[index] = row[need]
             else:
-                near[place] = row[need]
+                near[index] = row[need]
     microbatches = range(schedule.microbatches)
     return Rows(
         ticks=[tick for tick, _, _ in places],
@@ -259,7 +259,7 @@ def _rows_of(schedule: Schedule) -> Rows:
         stages=[action.stage for action in actions],
         kinds=[KINDS.index(action.kind) for action in actions],
         microbatches=[action.microbatch for action in actions],
-        own=own,
+        own=same,
         near=near,
         forward=[[row.get(Action(stage, "F", m), nothing) for m in microbatches] for stage in range(schedule.stages)],
         gradient=[
@@ -280,10 +280,10 @@ def _ticks(schedule: Schedule) -> list[list[int]]:
     running = list(range(len(schedule.lanes)))
     while running:
         lane = running.pop()
-        own, actions = ticks[lane], schedule.lanes[lane]
-        for position in range(len(own), len(actions)):
+        of_lane, actions = ticks[lane], schedule.lanes[lane]
+        for position in range(len(of_lane), len(actions)):
             action = actions[position]
-            tick = own[-1] if own else -1
+            tick = of_lane[-1] if of_lane else -1
             missing = None
             for need in schedule.needs(action):
                 if need in done:
@@ -293,7 +293,7 @@ def _ticks(schedule: Schedule) -> list[list[int]]:
             if missing is not None:
                 waiting.setdefault(missing, []).append(lane)
                 break
-            own.append(tick + 1)
+            of_lane.append(tick + 1)
             done.setdefault(action, tick + 1)
             running += waiting.pop(action, ())
     return ticks

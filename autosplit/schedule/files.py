@@ -79,15 +79,15 @@ def parse_actions(text: str, *, name: str) -> Schedule:
     for line, row in enumerate(_rows(text), start=1):
         cells: list[tuple[Action, Place]] = []
         for column, cell in enumerate(row, start=1):
-            place = Place(line, column)
+            position = Place(line, column)
             try:
-                cells += [(action, place) for action in _actions(cell)]
+                cells += [(action, position) for action in _actions(cell)]
             except ScheduleError as error:
-                raise ScheduleError(f"{place}: {error}") from None
+                raise ScheduleError(f"{position}: {error}") from None
         if not cells:
             raise ScheduleError(f"line {line}: it lists no work of a stage; write a row only for devices that have any")
         lanes.append(tuple(action for action, _ in cells))
-        places.append(tuple(place for _, place in cells))
+        places.append(tuple(position for _, position in cells))
     if not lanes:
         raise ScheduleError("line 1: there is nothing in the file; write a row per device, with cells such as 0F0")
     try:
@@ -135,7 +135,7 @@ def _actions(cell: str) -> list[Action]:
     if not text or _ASIDE.fullmatch(text):
         return []
     if (both := _TOGETHER.fullmatch(text)) is not None:
-        return [action for part in both[1].split(";") for action in _actions(part)]
+        return [action for piece in both[1].split(";") for action in _actions(piece)]
     if any(len(number) > _DIGITS for number in re.findall(r"\d+", text)):
         raise ScheduleError(f"{_short(text)} has a number of more than {_DIGITS} digits")
     try:

@@ -52,19 +52,19 @@ def one_f_one_b(stages: int, microbatches: int, *, replicas: tuple[int, ...] = (
     lanes, each = [], replicas or (1,) * stages
     for stage, (count, held) in enumerate(zip(each, held_per_replica(each), strict=True)):
         ahead: Cells = [(stage, "F")] * (held - 1)
-        for own in (range(first, microbatches, count) for first in range(count)):
-            actions = _lane(len(own), ahead + [(stage, "FB")] * len(own))
-            lanes.append(tuple(action._replace(microbatch=own[action.microbatch]) for action in actions))
+        for numbers in (range(first, microbatches, count) for first in range(count)):
+            actions = _lane(len(numbers), ahead + [(stage, "FB")] * len(numbers))
+            lanes.append(tuple(action._replace(microbatch=numbers[action.microbatch]) for action in actions))
     return Schedule("1f1b", tuple(lanes), replicas=replicas)
 
 
 def held_per_replica(replicas: Sequence[int]) -> list[int]:
     """Return how many microbatches a replica of each stage holds at most under 1F1B."""
-    found, behind = [], 0
+    counts, behind = [], 0
     for count in reversed(replicas):
-        found.append(-(-behind // count) + 1)
-        behind = found[-1] * count
-    return found[::-1]
+        counts.append(-(-behind // count) + 1)
+        behind = counts[-1] * count
+    return counts[::-1]
 
 
 def interleaved(stages: int, microbatches: int, *, virtual_stages: int) -> Schedule:

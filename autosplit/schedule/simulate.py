@@ -96,13 +96,13 @@ def simulate(
     free, busy = [0.0] * len(schedule.lanes), [0.0] * len(schedule.lanes)
     ends = [0.0] * (len(rows.ticks) + 1)
     actions = zip(rows.stages, rows.kinds, rows.microbatches, rows.own, rows.near, strict=True)
-    for row, (stage, kind, microbatch, own, near) in enumerate(actions):
+    for row, (stage, kind, microbatch, same, near) in enumerate(actions):
         lane, takes_s = schedule.lane_of(stage, microbatch), takes[kind][stage]
         host = lane if own_hosts else 0
         if issue_s is not None:
             hosts[host] += 0.0 if stage in host_stages else issue[kind][stage]
             issued[host] = hosts[host]
-        start_s = max(free[lane], ends[own], ends[near], hosts[host])
+        start_s = max(free[lane], ends[same], ends[near], hosts[host])
         for source, delay_s in coming[kind][stage]:
             if (arrived_s := ends[source[microbatch]] + delay_s) > start_s:
                 start_s = arrived_s
@@ -115,24 +115,24 @@ def simulate(
 
 
 def _by_kind(schedule: Schedule, times: Sequence[Sequence[float] | None]) -> dict[Kind, Sequence[float]]:
-    given = {kind: seconds for kind, seconds in zip(KINDS, times, strict=True) if seconds is not None}
-    missing = sorted(schedule.kinds - given.keys())
+    known = {kind: seconds for kind, seconds in zip(KINDS, times, strict=True) if seconds is not None}
+    missing = sorted(schedule.kinds - known.keys())
     if missing:
         names = {"B": "backward_s", "I": "input_gradient_s", "W": "weight_gradient_s"}
         raise ValueError(
             f"schedule {schedule.name!r} has actions of kind {' and '.join(missing)}; "
             f"give {' and '.join(names[kind] for kind in missing)}"
         )
-    return given
+    return known
 
 
 def _coming(schedule: Schedule, transfers: Sequence[TransferTime]) -> list[list[list[tuple[list[int], float]]]]:
     """Return by kind and stage what an action waits for: its rows by microbatch, and how long it travels from there."""
     coming: list[list[list[tuple[list[int], float]]]] = [[[] for _ in range(schedule.stages)] for _ in KINDS]
     forward, *backward = coming
-    for own in transfers:
-        if schedule.stage_lane[own.producer] != schedule.stage_lane[own.consumer]:
-            forward[own.consumer].append((schedule.rows.forward[own.producer], own.forward_s))
+    for transfer in transfers:
+        if schedule.stage_lane[transfer.producer] != schedule.stage_lane[transfer.consumer]:
+            forward[transfer.consumer].append((schedule.rows.forward[transfer.producer], transfer.forward_s))
             for kind in backward[:2]:  # W needs nothing of another stage
-                kind[own.producer].append((schedule.rows.gradient[own.consumer], own.backward_s))
+                kind[transfer.producer].append((schedule.rows.gradient[transfer.consumer], transfer.backward_s))
     return coming

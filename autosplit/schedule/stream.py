@@ -73,7 +73,7 @@ def updates_behind(staleness: str, replicas: Sequence[int]) -> list[int]:
     if staleness != "stash":
         return [1 if staleness == "2bw" else stages - 1] * stages
     group, held = math.gcd(*replicas), held_per_replica(replicas)
-    behind = [own - 1 + (count > group) for own, count in zip(held, replicas, strict=True)]
+    behind = [number - 1 + (count > group) for number, count in zip(held, replicas, strict=True)]
     next_held = held[1] * replicas[1] if stages > 1 else 0
     return [1 - (group - next_held) // replicas[0], *behind[1:]]
 
@@ -98,7 +98,7 @@ def replica_actions(
     """
     count, size = replicas[stage], round_size(staleness, replicas[stage])
     held_back = held_per_replica(replicas)[stage] * count - 1
-    known = made = total = 0
+    known = updated = total = 0
     ends: deque[int] = deque()  # how many microbatches there are up to the end of each round that was not made
 
     def told(minibatch: int) -> int | None:
@@ -110,16 +110,16 @@ def replica_actions(
         return cells
 
     def updates(until: int) -> Iterator[StreamAction]:
-        nonlocal made
-        for update in range(made, until):
+        nonlocal updated
+        for update in range(updated, until):
             if ends:
                 ends.popleft()
             yield StreamAction("U", min((update + 1) * size, known) - 1, 0, replica, update, replica)
-        made = max(made, until)
+        updated = max(updated, until)
 
     for cell in stream_actions(stage, replica, replicas, staleness, told):
         if cell is None:
-            yield from updates(made + sum(end + held_back <= total for end in ends))
+            yield from updates(updated + sum(end + held_back <= total for end in ends))
             yield None
         elif cell.kind == "U":
             yield from updates(cell.update + 1)
@@ -176,8 +176,8 @@ def stream_actions(
         last = first + cells - 1 if size == 1 else (number + 1) * size - 1
         while flying and flying[0].update < number - behind:
             yield from back()
-        for place in range((replica - first) % count, cells, count):
-            cell = StreamAction("F", minibatch, place, first + place, number, last, updates(number - behind))
+        for offset in range((replica - first) % count, cells, count):
+            cell = StreamAction("F", minibatch, offset, first + offset, number, last, updates(number - behind))
             flying.append(cell)
             yield cell
             if len(flying) == held:

@@ -40,9 +40,9 @@ def _check_lane(schedule: Schedule, *, lane: int, actions: tuple[Action, ...]) -
         here = Cell(lane, position)
         if action.stage >= schedule.stages:
             _fail(schedule, f"{action} is of no stage; name one of the {schedule.stages} stages, 0 on", [here])
-        place = schedule.lane_of(action.stage, action.microbatch)
-        if place != lane:
-            _fail(schedule, f"{action} is in lane {lane}; move it to lane {place}", [here])
+        home = schedule.lane_of(action.stage, action.microbatch)
+        if home != lane:
+            _fail(schedule, f"{action} is in lane {lane}; move it to lane {home}", [here])
         if action in seen:
             _fail(schedule, f"{action} is in lane {lane} twice; remove one", [Cell(lane, seen[action]), here])
         other = _of(action, _OTHER)
@@ -119,7 +119,7 @@ def _fail(schedule: Schedule, fact: str, cells: Iterable[Cell]) -> NoReturn:
 def _clipped(lines: list[str], *, lanes: set[int]) -> str:
     """Return the grid's lines, of a large one those near the marked lanes and what is around the first mark."""
     if len(lines) > _ROWS:
-        lines = [line for lane, line in enumerate(lines) if any(abs(lane - own) <= _NEAR for own in lanes)][:_ROWS]
+        lines = [line for lane, line in enumerate(lines) if any(abs(lane - other) <= _NEAR for other in lanes)][:_ROWS]
     if max(map(len, lines), default=0) <= _COLUMNS:
         return "\n".join(lines)
     label = lines[0].index("|") + 2

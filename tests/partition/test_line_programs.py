@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autosplit.partition.line.interval_dp import _SHARES, _TIES, IntervalDP, Slot
+from autosplit.partition.line.interval_dp import _SHARES, _TIES, IntervalDP, StageSlot
 from autosplit.partition.line.line import Line
 from tests.partition.test_line_search import random_problem
 
@@ -30,9 +30,9 @@ def every_limit(bands: IntervalDP) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(found))
 
 
-def places(stages: int, limit: float | None, scales: Sequence[float]) -> list[Slot]:
+def places(stages: int, limit: float | None, scales: Sequence[float]) -> list[StageSlot]:
     options = (("never", 0.0), ("always", 1.0))
-    return [Slot(scales[stage % len(scales)], stages - stage, options, limit) for stage in range(stages)]
+    return [StageSlot(scales[stage % len(scales)], stages - stage, options, limit) for stage in range(stages)]
 
 
 class CountedBands(IntervalDP):

@@ -21,7 +21,7 @@ _TIES = 1e-9
 
 
 @dataclass(frozen=True)
-class Slot:
+class StageSlot:
     """Where a stage may lie: how slow its device is, what it holds, and what it may recompute, the fastest first.
 
     Each of ``options`` is a name and which part of its forwards the stage does again. ``limit`` is in bytes, None where
@@ -37,7 +37,7 @@ class Slot:
 class IntervalDP:
     """Lengths of the stages at each place, by how many units they have and where they end: slots alike share one."""
 
-    def __init__(self, line: Line, slots: Sequence[Slot], *, widest: int, least_bytes: bool = False) -> None:
+    def __init__(self, line: Line, slots: Sequence[StageSlot], *, widest: int, least_bytes: bool = False) -> None:
         self.line, self.widest, self.least_bytes = line, widest, least_bytes
         self.spans = line.spans(widest)
         self._seconds: dict[tuple[float, float], Floats] = {}
@@ -88,7 +88,7 @@ class IntervalDP:
         best = self._program(self.cost, highest=True)
         return None if best is None else best[1]
 
-    def _of(self, slot: Slot) -> Floats:
+    def _of(self, slot: StageSlot) -> Floats:
         cost = np.full((self.widest, self.line.size + 1), np.inf)
         for option, again in reversed(slot.options):
             if slot.limit is None:

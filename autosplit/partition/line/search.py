@@ -15,7 +15,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.line.interval_dp import IntervalDP, Slot
+from autosplit.partition.line.interval_dp import IntervalDP, StageSlot
 from autosplit.partition.line.line import Line, LineBytes
 from autosplit.partition.problem import Problem, recompute_fraction
 from autosplit.partition.step_model import StepModel
@@ -108,7 +108,7 @@ class LineSearch:
             limit = None if room is None else room[self.lane[stage]]
             each = tuple((option, self.share(option)) for option in options)
             scale = float(self.model.scale[stage]) / self.replicas[stage]
-            slots.append(Slot(scale, self.in_flight[stage], each, limit))
+            slots.append(StageSlot(scale, self.in_flight[stage], each, limit))
         widest = self.line.size if least_bytes else _widest(self)
         return IntervalDP(self.line, slots, widest=widest, least_bytes=least_bytes)
 

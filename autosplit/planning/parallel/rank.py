@@ -21,6 +21,7 @@ from cost_models.collectives import Group
 from cost_models.work import CostModel
 
 _FP8 = torch.float8_e4m3fn
+_Ran = tuple[tuple[Operation, ...], float]
 
 
 def rank_profile(
@@ -41,7 +42,7 @@ def rank_profile(
         shares = _kept_in_fp8(costs, shares, blocks)
     ranked = _Rank(costs, shares, group, model, blocks if fp8 else {})
     nodes = {name: ranked.node(node) for name, node in costs.nodes.items()}
-    state = {name: _state(own, shares.states.get(name, 1.0)) for name, own in costs.state.items()}
+    state = {name: _state(entry, shares.states.get(name, 1.0)) for name, entry in costs.state.items()}
     inputs = {name: round(count * shares.of(name).held) for name, count in costs.input_bytes.items()}
     return replace(costs, nodes=nodes, state=state, input_bytes=inputs, shares=shares)
 
@@ -63,11 +64,11 @@ def _kept_in_fp8(costs: Profile, shares: TensorShares, blocks: Mapping[str, int]
 
 def _products(costs: Profile) -> set[str]:
     """Return the nodes that read a parameter; which of their operations are products, `_in_fp8` tells."""
-    return {name for own in costs.state.values() if own.is_parameter for name in own.uses}
+    return {name for state in costs.state.values() if state.is_parameter for name in state.uses}
 
 
-def _state(state: StateProfile, part: float) -> StateProfile:
-    return replace(state, elements=round(state.elements * part), bytes=round(state.bytes * part))
+def _state(state: StateProfile, share: float) -> StateProfile:
+    return replace(state, elements=round(state.elements * share), bytes=round(state.bytes * share))
 
 
 class _Rank:
@@ -80,7 +81,7 @@ class _Rank:
         for name, node in costs.nodes.items():
             for storage in node.outputs:
                 self.held.setdefault(storage, shares.of(name).held)
-        self._known: dict[tuple[int, float, bool], tuple[tuple[Operation, ...], float]] = {}
+        self._known: dict[tuple[int, float, bool], _Ran] = {}
 
     def node(self, node: NodeProfile) -> NodeProfile:
         """Return a rank's part of a node; of a loss that it computes too, as much as the rank has of the result."""
@@ -90,8 +91,8 @@ class _Rank:
         backward, backward_s = self._ran(bare.backward_operations, share.work, fp8=eighth)
         loss, loss_s = self._made(node.forward_operations[len(bare.forward_operations) :], share.held)
         back, back_s = self._made(node.backward_operations[len(bare.backward_operations) :], share.held)
-        own, later = dict.fromkeys(node.saved, share.held), share.work if bare is node else share.held
-        saved = {storage: round(size * {**own, **self.held}[storage]) for storage, size in node.saved.items()}
+        by_storage, later = dict.fromkeys(node.saved, share.held), share.work if bare is node else share.held
+        saved = {storage: round(size * {**by_storage, **self.held}[storage]) for storage, size in node.saved.items()}
         return replace(
             node,
             forward_operations=forward + loss,
@@ -107,7 +108,7 @@ class _Rank:
 
     def waits_s(self, collectives: Iterable[Collective]) -> float:
         """Return how long collectives take."""
-        return sum(self.group.seconds(own.kind, self._bytes(own.value)) for own in collectives)
+        return sum(self.group.seconds(collective.kind, self._bytes(collective.value)) for collective in collectives)
 
     def _bytes(self, name: str) -> int:
         if name in self.costs.nodes:
@@ -115,19 +116,17 @@ class _Rank:
         state = self.costs.state.get(name)
         return self.costs.input_bytes[name] if state is None else state.bytes
 
-    def _ran(self, operations: tuple[Operation, ...], part: float, *, fp8: bool) -> tuple[tuple[Operation, ...], float]:
+    def _ran(self, operations: tuple[Operation, ...], share: float, *, fp8: bool) -> _Ran:
         """Return a rank's part of some operations, and how long they take; nodes of repeated blocks share lists."""
-        key = id(operations), part, fp8
+        key = id(operations), share, fp8
         if key not in self._known:
-            self._known[key] = self._made(operations, part, fp8=fp8)
+            self._known[key] = self._made(operations, share, fp8=fp8)
         return self._known[key]
 
-    def _made(
-        self, operations: tuple[Operation, ...], part: float, *, fp8: bool = False
-    ) -> tuple[tuple[Operation, ...], float]:
-        own = [replace(each, flops=round(each.flops * part), bytes=round(each.bytes * part)) for each in operations]
-        own = [each for operation in own for each in (_in_fp8(operation) if fp8 else (operation,))]
-        return tuple(own), sum(self.model.seconds(work_of(each)) for each in own)
+    def _made(self, operations: tuple[Operation, ...], share: float, *, fp8: bool = False) -> _Ran:
+        scaled = [replace(op, flops=round(op.flops * share), bytes=round(op.bytes * share)) for op in operations]
+        scaled = [each for operation in scaled for each in (_in_fp8(operation) if fp8 else (operation,))]
+        return tuple(scaled), sum(self.model.seconds(work_of(each)) for each in scaled)
 
 
 def _in_fp8(operation: Operation) -> Sequence[Operation]:
@@ -137,21 +136,21 @@ def _in_fp8(operation: Operation) -> Sequence[Operation]:
     return replace(operation, dtype=_FP8), Operation("_to_copy", 0, operation.bytes, operation.dtype)
 
 
-def with_gathers(part: Profile, *, placed: Placed, blocks: Mapping[str, int]) -> Profile:
+def with_gathers(costs: Profile, *, placed: Placed, blocks: Mapping[str, int]) -> Profile:
     """Return a rank's profile with the waits for what data-parallel ranks shard of each block's parameters.
 
     Under ZeRO-3 a block's parameters are gathered in both passes, those of the next block already beside it; from
     ZeRO-2 on its gradients are scattered in every backward. What the block's own work does not hide is waited for.
     """
-    nodes, state = part.nodes, part.state
+    nodes, state = costs.nodes, costs.state
     parallel, group = placed.parallel, placed.dp
     if parallel.zero < 2 or parallel.dp == 1:
-        return part
+        return costs
     held: dict[int, int] = {}
-    for own in state.values():
-        block = next((blocks[name] for name in own.uses if name in blocks), None)
-        if block is not None and own.is_parameter:
-            held[block] = held.get(block, 0) + own.bytes
+    for entry in state.values():
+        block = next((blocks[name] for name in entry.uses if name in blocks), None)
+        if block is not None and entry.is_parameter:
+            held[block] = held.get(block, 0) + entry.bytes
     members: dict[int, list[NodeProfile]] = {}
     for name, node in nodes.items():
         if name in blocks:
@@ -173,4 +172,4 @@ def with_gathers(part: Profile, *, placed: Placed, blocks: Mapping[str, int]) ->
             forward_transient_bytes=first.forward_transient_bytes + whole,
             backward_transient_bytes=first.backward_transient_bytes + whole + count,
         )
-    return replace(part, nodes={**nodes, **changed})
+    return replace(costs, nodes={**nodes, **changed})

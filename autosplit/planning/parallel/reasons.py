@@ -12,22 +12,22 @@ _Of = Callable[[MeshDegrees], bool]
 
 def mesh_reasons(plan: Plan) -> Iterator[str]:
     """Yield what a plan's mesh gains over others that were weighed; nothing where there were none."""
-    own = plan.mesh
-    if own is None or not plan.meshes:
+    mesh = plan.mesh
+    if mesh is None or not plan.meshes:
         return
     if plan.verdict == "no":
-        yield f"no mesh of these devices holds a step of this batch; {own} comes closest"
+        yield f"no mesh of these devices holds a step of this batch; {mesh} comes closest"
         return
-    if own.tp == own.pp == 1:
-        yield f"pure data parallel ({own}): {_against(plan, lambda mesh: mesh.tp * mesh.pp > 1, 'the best other mesh')}"
+    if mesh.tp == mesh.pp == 1:
+        yield f"pure data parallel ({mesh}): {_against(plan, lambda m: m.tp * m.pp > 1, 'the best other mesh')}"
     else:
         pure = "pure data parallel"
-        yield f"{own}: {_against(plan, lambda mesh: mesh.tp == mesh.pp == 1, pure)}"
-    if own.tp > 1:
-        yield f"tp={own.tp}: {_against(plan, lambda mesh: mesh.tp == 1, 'the best mesh without tensor parallelism')}"
-    if own.pp > 1:
-        yield f"pp={own.pp}: {_against(plan, lambda mesh: mesh.pp == 1, 'the best mesh without a pipeline')}"
-    others = [each for each in plan.meshes if _degrees(each.mesh) != _degrees(own)]
+        yield f"{mesh}: {_against(plan, lambda mesh: mesh.tp == mesh.pp == 1, pure)}"
+    if mesh.tp > 1:
+        yield f"tp={mesh.tp}: {_against(plan, lambda mesh: mesh.tp == 1, 'the best mesh without tensor parallelism')}"
+    if mesh.pp > 1:
+        yield f"pp={mesh.pp}: {_against(plan, lambda mesh: mesh.pp == 1, 'the best mesh without a pipeline')}"
+    others = [each for each in plan.meshes if _degrees(each.mesh) != _degrees(mesh)]
     if others and others[0].verdict in ("fits", None):
         longer, least = others[0].step_s / plan.step_s - 1, "at least " if others[0].verdict is None else ""
         more = f"{least}{longer:.0%} longer" if longer >= 0.005 else f"{least}about as long"

@@ -74,9 +74,9 @@ class MeshRequest:
     def options(self, parallel: Parallel) -> Options:
         """Return the options of one pipeline of a mesh."""
         placed = place(self.machine, parallel)
-        own = self.choices(devices=parallel.pp)
+        choices = self.choices(devices=parallel.pp)
         devices = stand_ins(placed.pipeline)
-        return replace(self.paper.options, **own, devices=devices, machine=placed.pipeline, placed=placed)
+        return replace(self.paper.options, **choices, devices=devices, machine=placed.pipeline, placed=placed)
 
 
 def plan_mesh(request: MeshRequest) -> Plan:
@@ -87,10 +87,10 @@ def plan_mesh(request: MeshRequest) -> Plan:
     search = MeshSearch(request)
     best = search.run()
     plan = Choice(best.sweep, None).plan
-    others = [own for own in search.alternatives() if own.mesh != plan.mesh]
-    made = plan.model_copy(update={"meshes": tuple(others)})
-    why = mesh_reasons(made) if request.given is None else ()
-    return made.model_copy(update={"reasons": (*why, *reasons(made))})
+    others = [other for other in search.alternatives() if other.mesh != plan.mesh]
+    compared = plan.model_copy(update={"meshes": tuple(others)})
+    why = mesh_reasons(compared) if request.given is None else ()
+    return compared.model_copy(update={"reasons": (*why, *reasons(compared))})
 
 
 class _Mesh:
@@ -114,13 +114,13 @@ class _Mesh:
     @cached_property
     def bounds(self) -> dict[tuple[int, tuple[str, int]], float]:
         """The lower bound of a step in each number of microbatches under each schedule."""
-        found = {}
+        bounds = {}
         for chunks in self.space.chunks:
             each_s = sum(node.forward_s + node.backward_s for node in self._costs(chunks).nodes.values())
             for name, each in self.space.schedules:
                 fill = (self.parallel.pp - 1) / each
-                found[chunks, (name, each)] = (chunks + fill) * each_s / self.parallel.pp
-        return found
+                bounds[chunks, (name, each)] = (chunks + fill) * each_s / self.parallel.pp
+        return bounds
 
     def _costs(self, chunks: int) -> Profile:
         """Return what a rank does with one microbatch of the whole model."""
@@ -190,14 +190,14 @@ class MeshSearch:
                     f"no mesh of {len(self.request.machine)} devices divides the batch of {self.request.rows} rows; "
                     "give another batch, or mesh={'dp': ..., 'tp': ..., 'pp': ...}"
                 )
-            for mesh in sorted(meshes, key=lambda own: (own.fullness > 1, own.parallel.pp > 1, own.bound_s)):
+            for mesh in sorted(meshes, key=lambda mesh: (mesh.fullness > 1, mesh.parallel.pp > 1, mesh.bound_s)):
                 self._look_at(mesh)
         return self.best
 
     @property
     def best(self) -> _Found:
         """The best so far."""
-        return min(self.found, key=lambda own: own.rank)
+        return min(self.found, key=lambda entry: entry.rank)
 
     def _look_at(self, mesh: _Mesh) -> None:
         """Find the best cut of a mesh among what may make a shorter step than the best."""
@@ -229,10 +229,10 @@ class MeshSearch:
 
     def _degrees(self) -> Iterator[Parallel]:
         """Yield the meshes that divide the devices, the batch, and what ranks share of tensors."""
-        given, machine, rows = self.request.given, self.request.machine, self.request.rows
-        if given is not None:
-            self._check(given)
-            yield from self._sharded(given)
+        asked, machine, rows = self.request.given, self.request.machine, self.request.rows
+        if asked is not None:
+            self._check(asked)
+            yield from self._sharded(asked)
             return
         count = len(machine)
         island = sum(machine.island_of(device) == machine.island_of(0) for device in range(count))
@@ -272,17 +272,17 @@ class MeshSearch:
     def alternatives(self) -> list[MeshAlternative]:
         """Return every mesh that was weighed, the fastest first; of some only a bound is known."""
         known = [
-            MeshAlternative(mesh=_degrees_of(own.mesh), step_s=own.step_s, verdict=own.finished.verdict)
-            for own in self.found
+            MeshAlternative(mesh=_degrees_of(entry.mesh), step_s=entry.step_s, verdict=entry.finished.verdict)
+            for entry in self.found
         ]
         known += [
-            MeshAlternative(mesh=_degrees_of(own), step_s=own.bound_s, verdict="no" if own.fullness > 1 else None)
-            for own in self.left
+            MeshAlternative(mesh=_degrees_of(mesh), step_s=mesh.bound_s, verdict="no" if mesh.fullness > 1 else None)
+            for mesh in self.left
         ]
-        return sorted(known, key=lambda own: own.step_s)
+        return sorted(known, key=lambda other: other.step_s)
 
 
 def _degrees_of(mesh: _Mesh) -> MeshDegrees:
-    found = MeshDegrees.of(mesh.options.placed)
-    assert found is not None
-    return found
+    degrees = MeshDegrees.of(mesh.options.placed)
+    assert degrees is not None
+    return degrees

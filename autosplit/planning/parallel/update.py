@@ -41,10 +41,10 @@ def update_s(timeline: Timeline, states: Mapping[int, Sequence[StateProfile]], o
         return max(0.0, *(end_s + sum_s - timeline.step_s for end_s, sum_s in zip(ends_s, sums_s, strict=True)))
     done_s = []
     for lane in sorted(set(schedule.stage_lane)):
-        own = schedule.stages_on(lane)
-        hidden_s = [sum(timeline.seconds[kind][stage] for stage in own) for kind in ("F", "B")]
-        trained = [state for stage in own for state in states.get(stage, ()) if state.is_parameter and state.trainable]
-        done_s.append(max(ends_s[stage] for stage in own) + _behind_s(trained, options, lane, hidden_s=hidden_s))
+        stages = schedule.stages_on(lane)
+        hidden_s = [sum(timeline.seconds[kind][stage] for stage in stages) for kind in ("F", "B")]
+        trained = [s for stage in stages for s in states.get(stage, ()) if s.is_parameter and s.trainable]
+        done_s.append(max(ends_s[stage] for stage in stages) + _behind_s(trained, options, lane, hidden_s=hidden_s))
     return max(0.0, max(done_s) - timeline.step_s)
 
 
@@ -55,15 +55,15 @@ def summed_s(schedule: Schedule, states: Mapping[int, Sequence[StateProfile]], o
     """
     if not schedule.replicas or (options.machine is None and not options.processes):
         return [0.0] * schedule.stages
-    found = []
+    sums = []
     for stage in range(schedule.stages):
         lanes = schedule.lanes_of(stage)
         count = sum(state_bytes(state, options).gradient for state in states.get(stage, ()))
         if options.machine is None:
-            found.append((len(lanes) - 1) * link_seconds(options, count) if count else 0.0)
+            sums.append((len(lanes) - 1) * link_seconds(options, count) if count else 0.0)
         else:
-            found.append(group_of(options.machine, lanes).seconds("all_reduce", count))
-    return found
+            sums.append(group_of(options.machine, lanes).seconds("all_reduce", count))
+    return sums
 
 
 def cut_summed_s(schedule: Schedule, costs: Profile, stage_of: Mapping[str, int], options: Options) -> float:
@@ -89,7 +89,7 @@ def _behind_s(trained: Sequence[StateProfile], options: Options, lane: int, *, h
     bandwidth = _REACHED * options.machine.devices[lane].memory_bandwidth_bytes_per_s
     touched = 0
     for state in trained:
-        own = state_bytes(state, options)
-        part = options.parallel.part_of(state.bytes, zero=1)
-        touched += 2 * part + 2 * own.optimizer
+        size = state_bytes(state, options)
+        share = options.parallel.part_of(state.bytes, zero=1)
+        touched += 2 * share + 2 * size.optimizer
     return sum_s + touched / bandwidth + gather_s

@@ -41,8 +41,8 @@ class StandsFor:
 
     def new(self, source: nn.Module) -> dict[str, Any]:
         """Return the attributes that were set, and as `GONE` those that were deleted."""
-        found = difference(self.known, vars(source))
-        return {name: value for name, value in found.items() if name not in _NOT_SHARED}
+        changes = difference(self.known, vars(source))
+        return {name: value for name, value in changes.items() if name not in _NOT_SHARED}
 
 
 class StandInAttributes:
@@ -56,10 +56,10 @@ class StandInAttributes:
         """``replicas`` are those of this process, ``everywhere`` those of all processes."""
         self._stage, self._replicas, self._everywhere = stage, replicas, everywhere
         self.called: dict[str, nn.Module] = {}
-        for place, module in region.used().items():
+        for path, module in region.used().items():
             watched = isinstance(module, nn.Module) and (STANDS_FOR in vars(module) or everywhere > 1)
             if watched and (has_hooks(module) or not is_layer(module)):
-                self.called[place] = module
+                self.called[path] = module
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
@@ -69,22 +69,22 @@ class StandInAttributes:
         in no order, and those of other processes have buffers of their own.
         """
         stand_ins = {path: vars(each)[STANDS_FOR] for path, each in self.called.items() if STANDS_FOR in vars(each)}
-        for path, own in stand_ins.items():
-            own.move(own.module, self.called[path])
+        for path, entry in stand_ins.items():
+            entry.move(entry.module, self.called[path])
         before = self._buffers()
         yield
-        for path, name in [place for place, version in self._buffers().items() if before.get(place) != version]:
+        for path, name in [key for key, version in self._buffers().items() if before.get(key) != version]:
             self._refuse(path, f"change its buffer {name!r}")
-        for path, own in stand_ins.items():
+        for path, entry in stand_ins.items():
             each = self.called[path]
-            if self._replicas > 1 and (names := [n for n, v in own.new(each).items() if not is_computed(each, n, v)]):
+            if self._replicas > 1 and (names := [n for n, v in entry.new(each).items() if not is_computed(each, n, v)]):
                 self._refuse(path, f"set {listed(names)} on it")
-            own.move(each, own.module)
+            entry.move(each, entry.module)
 
     def _buffers(self) -> dict[tuple[str, str], Any]:
         """Return which tensor each buffer is, and how often it was changed; none where the stage has one replica."""
         named = ((p, n, b) for p, each in self.called.items() for n, b in each._buffers.items() if b is not None)
-        return {(path, name): (id(own), own._version) for path, name, own in named} if self._everywhere > 1 else {}
+        return {(path, name): (id(b), b._version) for path, name, b in named} if self._everywhere > 1 else {}
 
     def _refuse(self, path: str, does: str) -> None:
         raise InputError(

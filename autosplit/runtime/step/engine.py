@@ -48,9 +48,9 @@ def train_step(
     ``whole`` runs the ordinary program on the step; it is used where the loss needs the whole batch at once.
     ``threads`` run the lanes at the same time; without them the caller's thread issues everything.
     """
-    found = find_loss(step, target=target, loss_fn=loss_fn, reduction=reduction, proofs=proofs, whole=whole)
-    if found is not None:
-        return train_cells.run(step, *found, threads)
+    loss = find_loss(step, target=target, loss_fn=loss_fn, reduction=reduction, proofs=proofs, whole=whole)
+    if loss is not None:
+        return train_cells.run(step, *loss, threads)
     why = "the batch gives one microbatch" if len(step.sizes) == 1 else "the loss wants the whole batch at once"
     return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes, why=why, log=step.log)
 
@@ -73,8 +73,8 @@ def find_loss(
     ``whole`` runs the ordinary program, where a loss is proved on the batch.
     """
     if loss_fn is None:
-        own = own_loss.in_schedule(step) if step.in_parts else None
-        return None if own is None else (own, None)
+        loss = own_loss.in_schedule(step) if step.in_parts else None
+        return None if loss is None else (loss, None)
     outputs = Outputs(step)
     target = _with_outputs(target, step.lanes)
     targets = split_target(target, step.sizes, outputs=outputs.shapes())
@@ -169,10 +169,10 @@ def _wants(outputs: Outputs, loss_fn: Any, target: Any, proofs: Proofs) -> froze
     if len(outputs.nodes) < 2:
         return None
     question = "wants", proofs.identity(loss_fn, integers=True), *_shapes(outputs, target)
-    found = proofs.find(loss_fn, question)
-    if found is None:
-        found = proofs.keep(loss_fn, question, (used_outputs(loss_fn, outputs, target),))
-    wants: frozenset[str] | None = found[0]
+    known = proofs.find(loss_fn, question)
+    if known is None:
+        known = proofs.keep(loss_fn, question, (used_outputs(loss_fn, outputs, target),))
+    wants: frozenset[str] | None = known[0]
     return wants
 
 
@@ -216,8 +216,8 @@ def check_loss(target: Any, loss_fn: Any, reduction: str) -> None:
     if loss_fn is not None:
         losses.check_target(loss_fn, target)
         return
-    for name, given in (("target", target is not None), ("loss_reduction", reduction != "auto")):
-        if given:
+    for name, present in (("target", target is not None), ("loss_reduction", reduction != "auto")):
+        if present:
             raise InputError(
                 f"train_step got {name}= without loss_fn=, a function loss_fn(output, target) that returns a scalar; "
                 "the model's own loss takes its labels as inputs of the model"
@@ -248,8 +248,8 @@ def _gathered(output: Any, lanes: Sequence[Lane]) -> Any:
 def _prove(loss: _Loss, whole: Callable[[], Any]) -> list[str] | None:
     step = loss.step
     traced = step.lowered.traced
-    given = state.contents(step.tensors if step.lowered.changes_inputs else ())
-    with torch.no_grad(), state.borrowed(traced.root), given:
+    contents = state.contents(step.tensors if step.lowered.changes_inputs else ())
+    with torch.no_grad(), state.borrowed(traced.root), contents:
         output = whole()
     flat, rebuild = take_apart(_gathered(output, step.lanes))
     flat = [_as_leaf(leaf) for leaf in flat]

@@ -38,8 +38,8 @@ def roots_by_device(
     gradients.clear()
     roots = []
     for device in dict.fromkeys(devices):
-        there = [tensor for place, tensor, _ in entries if place == device]
-        roots.append(donate_gradients(there, [gradient for place, _, gradient in entries if place == device]))
+        there = [tensor for other, tensor, _ in entries if other == device]
+        roots.append(donate_gradients(there, [gradient for other, _, gradient in entries if other == device]))
         entries = [entry for entry in entries if entry[0] != device]
     return roots
 
@@ -75,5 +75,5 @@ def held_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             hooks.clear()
         yield
     finally:
-        for hooks, own in held:
-            hooks.update(own)
+        for hooks, kept in held:
+            hooks.update(kept)

@@ -34,9 +34,9 @@ Leaf = tuple[str, Any, torch.Tensor]
 def call(step: Step, threads: LaneThreads) -> Sequence[Any]:
     """Run the pipe on its lanes' threads and return the model's flat outputs; they are part of the caller's graph."""
     state, start = ThreadState.current(), step.start()
-    own = parameters(step) if state.grad else {}
-    leaves = _leaves(start, own) if state.grad else []
-    cells = Cells(step, start, own, detached=bool(leaves))
+    trained = parameters(step) if state.grad else {}
+    leaves = _leaves(start, trained) if state.grad else []
+    cells = Cells(step, start, trained, detached=bool(leaves))
     if leaves:
         flat = _Middle.apply(cells, threads, state, leaves, *(tensor for *_, tensor in leaves))
     else:
@@ -51,16 +51,16 @@ def call(step: Step, threads: LaneThreads) -> Sequence[Any]:
 
 def _leaves(start: Start, parameters: Mapping[Held, Sequence[torch.Tensor]]) -> list[Leaf]:
     """Return what the cells' gradients go to, as (kind, place, tensor): inputs, shared values and parameters."""
-    found: list[Leaf] = [
+    leaves: list[Leaf] = [
         ("inputs", (stage, microbatch, position), tensor)
         for stage, bundles in start.inputs.items()
         for microbatch, bundle in enumerate(bundles)
         for position, tensor in enumerate(bundle)
     ]
-    found += [("shared", (stage, p), t) for stage, bundle in start.shared.items() for p, t in enumerate(bundle)]
-    firsts = {held.stage: own for held, own in parameters.items() if not held.replica}
-    found += [("parameters", (stage, p), t) for stage, own in firsts.items() for p, t in enumerate(own)]
-    return [leaf for leaf in found if leaf[2].requires_grad]
+    leaves += [("shared", (stage, p), t) for stage, bundle in start.shared.items() for p, t in enumerate(bundle)]
+    firsts = {held.stage: tensors for held, tensors in parameters.items() if not held.replica}
+    leaves += [("parameters", (stage, p), t) for stage, tensors in firsts.items() for p, t in enumerate(tensors)]
+    return [leaf for leaf in leaves if leaf[2].requires_grad]
 
 
 def _out_slots(step: Step) -> dict[int, Any]:
@@ -75,8 +75,8 @@ def _outputs(cells: Cells) -> list[torch.Tensor]:
 
 
 def _turns(cells: Cells, kind: str) -> Turns:
-    part = forwards if kind == "F" else backwards
-    return cells.step.once((kind, len(cells.step.sizes)), lambda: turns(part(cells.step.schedule), cells.sources))
+    pick = forwards if kind == "F" else backwards
+    return cells.step.once((kind, len(cells.step.sizes)), lambda: turns(pick(cells.step.schedule), cells.sources))
 
 
 def _forward(cells: Cells, threads: LaneThreads, state: ThreadState) -> list[torch.Tensor]:
@@ -117,23 +117,23 @@ class _Middle(torch.autograd.Function):
         if not cells.keep:
             ctx.cells = ctx.leaves = None  # who keeps the loss keeps this node, and would keep the batch
         cells.clear()
-        given = iter(gradients)
+        remaining = iter(gradients)
         for stage, slots in _out_slots(cells.step).items():
             for microbatch in range(len(cells.step.sizes)):
-                cells.cells[stage, microbatch].out_gradients = [next(given) for _ in slots]
+                cells.cells[stage, microbatch].out_gradients = [next(remaining) for _ in slots]
         ctx.threads.run(_turns(cells, "B"), cells.act, ThreadState.current(), cells.hooks_held_back())
         totals = [together(cells.replicas(stage), (), cells.step.brought) for stage in range(cells.last + 1)]
-        found = tuple(_gradient(cells, totals, kind, place) for kind, place, _ in leaves)
+        grads = tuple(_gradient(cells, totals, kind, key) for kind, key, _ in leaves)
         cells.clear()
-        return (None,) * 4 + found
+        return (None,) * 4 + grads
 
 
 def _gradient(
-    cells: Cells, totals: Sequence[Sequence[torch.Tensor | None]], kind: str, place: Any
+    cells: Cells, totals: Sequence[Sequence[torch.Tensor | None]], kind: str, key: Any
 ) -> torch.Tensor | None:
     if kind == "inputs":
-        return cells.input_gradients.get(place)
-    stage, position = place
+        return cells.input_gradients.get(key)
+    stage, position = key
     return totals[stage][position + (len(cells.sums[Held(stage, 0)].parameters) if kind == "shared" else 0)]
 
 
@@ -191,6 +191,6 @@ def _versions(cells: Cells, leaves: Sequence[torch.Tensor]) -> list[int]:
     return [tensor._version for tensor in (*leaves, *cells.step.tensors) if not tensor.is_inference()]
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same(first: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether all values are equal; nan equals nan here."""
-    return bool(((one == other) | (one != one) & (other != other)).all())
+    return bool(((first == other) | (first != first) & (other != other)).all())

@@ -50,10 +50,10 @@ class Sums:
     """
 
     def __init__(
-        self, held: Held, code: Any, lane: Lane, given: Sequence[torch.Tensor], attributes: StandInAttributes | None
+        self, held: Held, code: Any, lane: Lane, shared: Sequence[torch.Tensor], attributes: StandInAttributes | None
     ) -> None:
         """``code`` runs the stage (:class:`autosplit.lower.stage_code.StageCode`); None: it does not run here."""
-        self.held, self.lane, self.given, self.attributes, self._code = held, lane, given, attributes, code
+        self.held, self.lane, self.given, self.attributes, self._code = held, lane, shared, attributes, code
         self.parameters: Sequence[torch.Tensor] = ()
         self.leaves: list[torch.Tensor] = []
         self.free: list[torch.Tensor] = []
@@ -136,8 +136,8 @@ class Sums:
 
     def totals(self) -> list[torch.Tensor]:
         """Return the sums."""
-        made = (leaf.grad for leaf in self.leaves) if self.by_engine else ()
-        return [*self._totals.values(), *(total for total in made if total is not None)]
+        grads = (leaf.grad for leaf in self.leaves) if self.by_engine else ()
+        return [*self._totals.values(), *(total for total in grads if total is not None)]
 
     def hand_over(self, free: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the sums of the parameters, of ``free`` leaves and of what is given; there are none afterwards."""
@@ -155,12 +155,12 @@ class Sums:
     def _taken(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         if not self.by_engine:
             return [self._totals.pop(id(leaf), None) for leaf in leaves]
-        own, found = set(map(id, self.leaves)), list[torch.Tensor | None]()
+        ids, grads = set(map(id, self.leaves)), list[torch.Tensor | None]()
         for leaf in leaves:
-            found.append(leaf.grad if id(leaf) in own else None)
-            if found[-1] is not None:
+            grads.append(leaf.grad if id(leaf) in ids else None)
+            if grads[-1] is not None:
                 leaf.grad = None
-        return found
+        return grads
 
     def clear(self) -> None:
         """Forget all sums."""
@@ -184,12 +184,12 @@ def together(
 
     ``brought`` returns a replica's tensor on the device of the first. Their sums are empty afterwards.
     """
-    found: list[torch.Tensor | None] = []
+    result: list[torch.Tensor | None] = []
     for sums in replicas:
         totals = sums.hand_over(free)
-        found = found or [None] * len(totals)
-        for place, gradient in enumerate(totals):
+        result = result or [None] * len(totals)
+        for index, gradient in enumerate(totals):
             if gradient is not None:
-                total, gradient = found[place], brought(sums.held, gradient)
-                found[place] = gradient if total is None else plus(total, gradient)
-    return found
+                total, gradient = result[index], brought(sums.held, gradient)
+                result[index] = gradient if total is None else plus(total, gradient)
+    return result

@@ -41,11 +41,11 @@ def refill(container: Any, content: Any) -> None:
 
 def refill_module(module: nn.Module, content: dict[str, Any]) -> None:
     """Give a module its class and attributes."""
-    own, content = module.__dict__, dict(content)
+    now, content = module.__dict__, dict(content)
     kind = content.pop(CLASS)
     if type(module) is not kind:
         module.__class__ = kind
-    change(own, content, own.__setitem__, own.__delitem__)
+    change(now, content, now.__setitem__, now.__delitem__)
 
 
 def writer(
@@ -113,7 +113,7 @@ def refill_marks(parameters: dict[str, Any], name: str, content: dict[Any, Any])
         return
     hooks = [(*key, hook) for key, hook in content.items() if isinstance(key, tuple)]
     for table in _TENSOR_HOOKS:
-        wanted = OrderedDict((key, hook) for own, key, hook in hooks if own == table)
+        wanted = OrderedDict((key, hook) for kind, key, hook in hooks if kind == table)
         if (registered := getattr(parameter, table)) is None:
             setattr(parameter, table, wanted or None)
         else:  # handles take hooks out of this very dict

@@ -48,8 +48,8 @@ def _returns_none(home: str, code: types.CodeType | None) -> bool:
         return False
     steps = list(dis.get_instructions(code))
     ends = [number for number, step in enumerate(steps) if step.opname in ("RETURN_VALUE", "RETURN_CONST")]
-    given = [steps[n] if steps[n].opname == "RETURN_CONST" else steps[n - 1] for n in ends]
-    return all(step.opname in ("LOAD_CONST", "RETURN_CONST") and step.argval is None for step in given)
+    returned = [steps[n] if steps[n].opname == "RETURN_CONST" else steps[n - 1] for n in ends]
+    return all(step.opname in ("LOAD_CONST", "RETURN_CONST") and step.argval is None for step in returned)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

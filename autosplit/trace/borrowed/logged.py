@@ -94,15 +94,15 @@ def _used(number: LoggedNumber, *_: Any) -> Any:
 def _later(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
     def method(number: LoggedNumber, *others: Any) -> Any:
         parts = (*others, number) if swapped else (number, *others)
-        own = tuple(part for part in parts if is_logged(part))
-        if any(type(part) not in _NUMBERS for part in parts if not is_logged(part)):
+        logged = tuple(term for term in parts if is_logged(term))
+        if any(type(term) not in _NUMBERS for term in parts if not is_logged(term)):
             return _used(number)
         return LoggedNumber(
-            lambda real: function(*(part.compute(real) if is_logged(part) else part for part in parts)),
+            lambda real: function(*(term.compute(real) if is_logged(term) else term for term in parts)),
             kind=float,
-            lines=frozenset().union(*(part.lines for part in own)),
+            lines=frozenset().union(*(term.lines for term in logged)),
             decided=number.decided,
-            operands=own,
+            operands=logged,
         )
 
     return method

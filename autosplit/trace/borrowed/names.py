@@ -60,7 +60,7 @@ class Changes(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> Names:
     """Return the names that a function's code uses."""
-    found: dict[tuple[str, tuple[str, ...]], None] = {}
+    names: dict[tuple[str, tuple[str, ...]], None] = {}
     mentioned: set[str] = set()
     imported: list[str] = []
     for inner in _codes(code):
@@ -71,11 +71,11 @@ def names_in(code: types.CodeType) -> Names:
                 attributes.append(step.argval)
                 continue
             if name:
-                found[name, tuple(attributes)] = None
+                names[name, tuple(attributes)] = None
             name, attributes = (step.argval if step.opname in _GLOBAL else ""), []
             if step.opname == "IMPORT_NAME":
                 imported.append(step.argval)
-    return Names(tuple(found), frozenset(mentioned), tuple(imported))
+    return Names(tuple(names), frozenset(mentioned), tuple(imported))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -108,7 +108,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def _texts(constant: object) -> list[str]:
     """Return the texts of a constant that may be names of attributes."""
     parts = constant if isinstance(constant, (tuple, frozenset)) else (constant,)
-    return [part for part in parts if isinstance(part, str) and part.isidentifier()]
+    return [text for text in parts if isinstance(text, str) and text.isidentifier()]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -134,4 +134,4 @@ def is_installed(name: Any) -> bool:
 def _is_installed_package(name: str) -> bool:
     file = str(getattr(sys.modules.get(name), "__file__", None) or "")
     library = name in sys.stdlib_module_names and name != "__main__"
-    return library or name in _KNOWN or any(part in file for part in _INSTALLED)
+    return library or name in _KNOWN or any(folder in file for folder in _INSTALLED)
