@@ -174,7 +174,7 @@ def _modes(modules: Sequence[Any], training: bool) -> Iterator[None]:
 class _Comparison:
     def __init__(self, model: nn.Module, pipe_model: nn.Module, pipe: PipelinedModule, sample: Sample) -> None:
         self.model = model
-        self.own = pipe_model
+        self.pipe_model = pipe_model
         self.pipe = pipe
         self.sample = sample
         self.items: list[Item] = []
@@ -223,16 +223,16 @@ class _Comparison:
             return run_once(call, self.model, self.sample, leaves, None if loss is None else loss.leaves, seed)
 
     def _run_pipe(self, loss: _Loss | None, fixed: FixedDraws | None = None, seed: int = 0) -> Left:
-        free = free_leaves(self.own)
+        free = free_leaves(self.pipe_model)
         call = self.pipe if loss is None else loss.of(self.pipe)
         with (
-            stand_ins(self.own, registered=True) as leaves,
+            stand_ins(self.pipe_model, registered=True) as leaves,
             gradients_aside(free.values()),
-            updates_noted(self.own, Use) as self.pieces,
+            updates_noted(self.pipe_model, Use) as self.pieces,
             fixed or contextlib.nullcontext(),
         ):
             of_loss = None if loss is None else loss.leaves
-            return run_once(call, self.own, self.sample, leaves | free, of_loss, seed)
+            return run_once(call, self.pipe_model, self.sample, leaves | free, of_loss, seed)
 
     # -- what equality cannot hold for -----------------------------------------------------------------------------
     def _note(self, run: str, text: str) -> None:

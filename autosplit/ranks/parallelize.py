@@ -87,7 +87,7 @@ class _Place(NamedTuple):
 
     name: str
     module: nn.Module
-    part: nn.Module
+    twin: nn.Module
     key: str
 
 
@@ -109,7 +109,7 @@ class Part:
             raise InputError(f"parallelize= returned a {type(self.module).__name__}; return the part")
         self._model, self._holders = model, world.holders(world.rank)
         self._places = _places(model, self.module, before)
-        replaced = {p.name: before[p.name] for p in self._places if getattr(p.part, p.key) is not before[p.name]}
+        replaced = {p.name: before[p.name] for p in self._places if getattr(p.twin, p.key) is not before[p.name]}
         if hooked := [n for n, p in replaced.items() if p._backward_hooks or p._post_accumulate_grad_hooks]:
             raise InputError(
                 f"{listed(hooked)} have hooks, and the model gets other parameters, of shards; register hooks on "
@@ -139,7 +139,7 @@ class Part:
 
     def check(self) -> None:
         """Raise InputError where gathered parameters are not those that the model had; all replicas call it."""
-        before = [getattr(slot.part, slot.key) for slot in self._places]
+        before = [getattr(slot.twin, slot.key) for slot in self._places]
         for name, shard in zip((slot.name for slot in self._places), before, strict=True):
             ranks = set(shard.device_mesh.mesh.flatten().tolist()) if isinstance(shard, DTensor) else self._holders
             if ranks != self._holders:
@@ -161,7 +161,7 @@ class Part:
         """Raise InputError where the model has other tensors than its part."""
         named = dict(self._model.named_parameters(remove_duplicate=False))
         for slot, storage in zip(self._places, self._storages, strict=True):
-            current = getattr(slot.part, slot.key)
+            current = getattr(slot.twin, slot.key)
             if named.get(slot.name) is not current or self._storage(slot) is not storage:
                 raise InputError(
                     f"{slot.name!r} was set to another tensor (by an assignment, .data or assign=True), which its "
@@ -181,13 +181,13 @@ class Part:
     @staticmethod
     def _storage(slot: _Place) -> Any:
         """Return what tells that a sharded parameter is the one of before; ``.data =`` leaves its shard as it was."""
-        shard = getattr(slot.part, slot.key)
+        shard = getattr(slot.twin, slot.key)
         return shard.untyped_storage() if isinstance(shard, DTensor) else None
 
     def _set(self) -> None:
         """Give the model the parameters that the part holds now."""
         for slot in self._places:
-            setattr(slot.module, slot.key, getattr(slot.part, slot.key))
+            setattr(slot.module, slot.key, getattr(slot.twin, slot.key))
 
     def _units(self) -> Iterator[FSDPModule]:
         return (module for module in self.module.modules() if isinstance(module, FSDPModule))
@@ -198,7 +198,7 @@ class Part:
 
         Returns the parameters by the identity of those that it has outside.
         """
-        before = [getattr(slot.part, slot.key) for slot in self._places]
+        before = [getattr(slot.twin, slot.key) for slot in self._places]
         modules = [slot.module._modules[slot.key] for slot in self._calls]
         try:
             with torch.inference_mode(False):  # what is gathered into is trained, too
@@ -206,10 +206,10 @@ class Part:
                     unit.unshard()
             self._set()
             for slot in self._calls:
-                slot.module._modules[slot.key] = slot.part
+                slot.module._modules[slot.key] = slot.twin
             for module, twin in self._modes:
                 twin.training = module.training
-            now = [getattr(slot.part, slot.key) for slot in self._places]
+            now = [getattr(slot.twin, slot.key) for slot in self._places]
             yield {id(shard): whole for shard, whole in zip(before, now, strict=True)}
         finally:
             for slot, called in zip(self._calls, modules, strict=True):
@@ -222,14 +222,14 @@ class Part:
         """Give the model plain parameters with the values, gradients and hooks of all shards; ties stay ties."""
         self.given_back = True
         whole: dict[int, nn.Parameter] = {}
-        shards = {id(p): p for slot in self._places if isinstance(p := getattr(slot.part, slot.key), DTensor)}
+        shards = {id(p): p for slot in self._places if isinstance(p := getattr(slot.twin, slot.key), DTensor)}
         for key, p in shards.items():
             whole[key] = nn.Parameter(p.full_tensor().detach(), p.requires_grad)
             whole[key].grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
             whole[key]._backward_hooks = p._backward_hooks
             whole[key]._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
         for slot in self._places:
-            if (parameter := whole.get(id(getattr(slot.part, slot.key)))) is not None:
+            if (parameter := whole.get(id(getattr(slot.twin, slot.key)))) is not None:
                 setattr(slot.module, slot.key, parameter)
         refuse(shards.values(), "unsplit() gave the model other parameters; make the optimizer of model.parameters()")
 
@@ -340,8 +340,8 @@ def _places(model: nn.Module, wrapped: nn.Module, before: Mapping[str, nn.Parame
     places = [_Place(n, model.get_submodule(n.rpartition(".")[0]), *holders[n]) for n in before]
     first: dict[int, tuple[str, Tensor]] = {}
     for slot in places:
-        tied, now = first.setdefault(id(before[slot.name]), (slot.name, getattr(slot.part, slot.key)))
-        if now is not getattr(slot.part, slot.key):
+        tied, now = first.setdefault(id(before[slot.name]), (slot.name, getattr(slot.twin, slot.key)))
+        if now is not getattr(slot.twin, slot.key):
             raise InputError(
                 f"{tied!r} and {slot.name!r} are one parameter in the model, and two after parallelize=; shard what "
                 "holds both in one call of fully_shard"

@@ -220,7 +220,7 @@ class Rows:
         ticks: its tick when every action takes one and starts as early as it can.
         cells: where it stands in the schedule.
         stages, kinds, microbatches: what it is; kinds are numbered as in ``KINDS``.
-        own: the row of what it needs of its own stage: a backward its forward, W its I.
+        same: the row of what it needs of the same stage: a backward its forward, W its I.
         near: the row of what it needs of a neighbouring stage. ``len(ticks)`` stands for nothing, here and below.
         forward: the row of each stage's forward of each microbatch.
         gradient: the row of what makes the gradient of its input, I where the backward is split and B elsewhere.
@@ -231,7 +231,7 @@ class Rows:
     stages: list[int]
     kinds: list[int]
     microbatches: list[int]
-    own: list[int]
+    same: list[int]
     near: list[int]
     forward: list[list[int]]
     gradient: list[list[int]]
@@ -259,7 +259,7 @@ def _rows_of(schedule: Schedule) -> Rows:
         stages=[action.stage for action in actions],
         kinds=[KINDS.index(action.kind) for action in actions],
         microbatches=[action.microbatch for action in actions],
-        own=same,
+        same=same,
         near=near,
         forward=[[row.get(Action(stage, "F", m), nothing) for m in microbatches] for stage in range(schedule.stages)],
         gradient=[

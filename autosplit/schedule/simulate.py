@@ -95,7 +95,7 @@ def simulate(
     starts, hosts, issued = list[float](), [0.0] * len(schedule.lanes), [0.0] * len(schedule.lanes)
     free, busy = [0.0] * len(schedule.lanes), [0.0] * len(schedule.lanes)
     ends = [0.0] * (len(rows.ticks) + 1)
-    actions = zip(rows.stages, rows.kinds, rows.microbatches, rows.own, rows.near, strict=True)
+    actions = zip(rows.stages, rows.kinds, rows.microbatches, rows.same, rows.near, strict=True)
     for row, (stage, kind, microbatch, same, near) in enumerate(actions):
         lane, takes_s = schedule.lane_of(stage, microbatch), takes[kind][stage]
         host = lane if own_hosts else 0

@@ -175,7 +175,7 @@ class MeshSearch:
 
     def __init__(self, request: MeshRequest, *, exhaustive: bool = False) -> None:
         self.request, self.exhaustive = request, exhaustive
-        self.found: list[_Found] = []
+        self.weighed: list[_Found] = []
         self.left: list[_Mesh] = []
 
     def run(self) -> _Found:
@@ -197,18 +197,18 @@ class MeshSearch:
     @property
     def best(self) -> _Found:
         """The best so far."""
-        return min(self.found, key=lambda entry: entry.rank)
+        return min(self.weighed, key=lambda entry: entry.rank)
 
     def _look_at(self, mesh: _Mesh) -> None:
         """Find the best cut of a mesh among what may make a shorter step than the best."""
         enough_s = float("inf")
         if self.exhaustive:
             pass
-        elif self.found and self.best.rank[0] == 0:
+        elif self.weighed and self.best.rank[0] == 0:
             enough_s = self.best.step_s * (1 - _GAIN)
             if mesh.fullness > 1:
                 enough_s = 0.0
-        elif self.found and mesh.fullness > 1 and mesh.fullness > self.best.finished.worst:
+        elif self.weighed and mesh.fullness > 1 and mesh.fullness > self.best.finished.worst:
             enough_s = 0.0
         slow = frozenset(pair for pair, bound_s in mesh.bounds.items() if bound_s >= enough_s)
         if len(slow) == len(mesh.bounds):
@@ -225,7 +225,7 @@ class MeshSearch:
         if finished is None:
             self.left.append(mesh)
         else:
-            self.found.append(_Found(mesh, search, finished))
+            self.weighed.append(_Found(mesh, search, finished))
 
     def _degrees(self) -> Iterator[Parallel]:
         """Yield the meshes that divide the devices, the batch, and what ranks share of tensors."""
@@ -273,7 +273,7 @@ class MeshSearch:
         """Return every mesh that was weighed, the fastest first; of some only a bound is known."""
         known = [
             MeshAlternative(mesh=_degrees_of(entry.mesh), step_s=entry.step_s, verdict=entry.finished.verdict)
-            for entry in self.found
+            for entry in self.weighed
         ]
         known += [
             MeshAlternative(mesh=_degrees_of(mesh), step_s=mesh.bound_s, verdict="no" if mesh.fullness > 1 else None)

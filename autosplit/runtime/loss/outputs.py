@@ -178,7 +178,7 @@ def used_outputs(loss_fn: Callable[..., Any], outputs: Outputs, target: Any) -> 
             loss = call_loss(loss_fn, outputs.step.lowered.traced.unflatten(leaves), blank)
     except Exception:  # it reads values, which decide what it uses
         return None
-    used = uses.found | ({names[id(loss)]} if id(loss) in names else set())
+    used = uses.used | ({names[id(loss)]} if id(loss) in names else set())
     return None if used == set(names.values()) else frozenset(used)
 
 
@@ -186,12 +186,12 @@ class _Uses(TorchFunctionMode):
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
         self.names = names
-        self.found: set[str] = set()
+        self.used: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _name(func) not in _SIZES:
-            self.found |= {self.names[id(t)] for t in tensors_in((args, kwargs)) if id(t) in self.names}
+            self.used |= {self.names[id(t)] for t in tensors_in((args, kwargs)) if id(t) in self.names}
         return func(*args, **kwargs)
 
 

@@ -232,9 +232,9 @@ class Counted:
     @classmethod
     def of(cls, call: LossCall) -> Counted:
         """Count a call on tensors; raises RuntimeError where weights of the batch's rows meet a microbatch's."""
-        probabilities = call.by_class and bool(call.given["target"].is_floating_point())
+        probabilities = call.by_class and bool(call.named["target"].is_floating_point())
         shape = call.shape(lambda tensor: tensor.shape, probabilities=probabilities) or ()
-        weights = [call.given.get(name) for name in ("weight", "pos_weight")] if call.elementwise else []
+        weights = [call.named.get(name) for name in ("weight", "pos_weight")] if call.elementwise else []
         if any(weight is not None for weight in weights):
             shape = torch.broadcast_shapes(shape, *(weight.shape for weight in weights if weight is not None))
         values = math.prod(shape)
@@ -243,7 +243,7 @@ class Counted:
         if call.weighted:
             return cls(values, call.weight.detach().sum())
         if call.by_class and not probabilities:
-            return cls(values, class_weights(call.given["target"], call.given["ignore_index"], call.weight).sum())
+            return cls(values, class_weights(call.named["target"], call.named["ignore_index"], call.weight).sum())
         return cls(values, values, mean=call.reduction == "mean")
 
 
@@ -307,7 +307,7 @@ def _share(call: LossCall, piece: Counted, whole: Counted) -> Any:
 
 
 def _run(call: LossCall, reduction: str, *, wide: bool = False) -> Any:
-    arguments = {**call.given, "reduction": reduction}
+    arguments = {**call.named, "reduction": reduction}
     if wide:
         narrow = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor) and v.dtype in _NARROW}
         arguments |= {name: value.float() for name, value in narrow.items()}

@@ -162,7 +162,7 @@ class _Rewriter:
             self._reduction(reduction, reduction.value)
 
     def _loss(self, loss: LossCall) -> None:
-        probabilities = loss.by_class and _is_differentiable(loss.given["target"])
+        probabilities = loss.by_class and _is_differentiable(loss.named["target"])
         sizes = loss.shape(_sizes_of, probabilities=probabilities) if loss.in_parts else None
         if sizes is None:
             return
@@ -173,7 +173,7 @@ class _Rewriter:
             return
         if loss.by_class and not probabilities and loss.reduction == "mean":
             each = self._before(_EACH, loss.function, (), loss.unreduced(), value)
-            args = (each, loss.given["target"], self.rows, batch_dim, loss.given["ignore_index"], wide)
+            args = (each, loss.named["target"], self.rows, batch_dim, loss.named["ignore_index"], wide)
             info = TensorInfo((_ROW, Size(0, 2)), wide)
             rows = self._before(_ROWS, weigh_rows, (*args, self._again(loss.weight)), {}, info)
             self._become(ratio, (rows, value.dtype))

@@ -61,7 +61,7 @@ class LossCall:
     """A call of a loss that reduces, its arguments by name and in order."""
 
     function: Callable[..., Any]
-    given: Mapping[str, Any]
+    named: Mapping[str, Any]
 
     @classmethod
     def of(cls, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LossCall | None:
@@ -77,17 +77,17 @@ class LossCall:
     @property
     def reduction(self) -> str:
         """How the values are reduced: "mean", "sum" or "batchmean"."""
-        return str(self.given["reduction"])
+        return str(self.named["reduction"])
 
     @property
     def first(self) -> Any:
         """What is compared with the target."""
-        return next(iter(self.given.values()))
+        return next(iter(self.named.values()))
 
     @property
     def weight(self) -> Any:
         """The weights of classes or elements; None where there are none."""
-        return self.given.get("weight")
+        return self.named.get("weight")
 
     @property
     def by_class(self) -> bool:
@@ -111,7 +111,7 @@ class LossCall:
 
     def unreduced(self) -> dict[str, Any]:
         """Return the arguments of the same loss that gives a value per target."""
-        return {**self.given, "reduction": "none"}
+        return {**self.named, "reduction": "none"}
 
     def shape(self, shape_of: ShapeOf, *, probabilities: bool) -> tuple[Any, ...] | None:
         """Return the sizes of the values before the reduction; None where they are not known.
@@ -122,13 +122,13 @@ class LossCall:
             first = shape_of(self.first)
             return None if first is None else tuple(first[1:2]) if len(first) == 3 else ()
         if self.by_class:
-            target = shape_of(self.given["target"])
+            target = shape_of(self.named["target"])
             classes = min(1, len(target or ()) - 1) if probabilities else None
             return None if target is None else tuple(size for dim, size in enumerate(target) if dim != classes)
         if self.function in BY_VECTOR:
             first = shape_of(self.first)
             return None if first is None else tuple(first[:-1])
-        return _broadcast([shape_of(self.given[name]) for name in _OPERANDS if name in self.given])
+        return _broadcast([shape_of(self.named[name]) for name in _OPERANDS if name in self.named])
 
 
 def class_weights(target: torch.Tensor, ignore_index: int | None, weight: torch.Tensor | None) -> torch.Tensor:
