@@ -47,10 +47,10 @@ _WAY_OUT = (
 
 
 class _Call(NamedTuple):
-    """A call of a module's initialiser, which writes to what is in the module ``name``.
+    """A call of a module's initialiser, which writes to the tensors of the module ``name``.
 
-    ``tied``: constructors make it after they have tied tensors; ``counted``: the module's constructor names it, so that
-    the number of its writes tells whether it made it, with these arguments.
+    ``tied``: constructors call it after tensors were tied. ``counted``: the module's constructor may call it; how often
+    the constructor wrote to the tensors tells whether it did, and with these arguments.
     """
 
     name: str
@@ -151,7 +151,7 @@ def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Modu
 
 
 def _required(module: nn.Module, method: str) -> int | None:
-    """Return how many arguments a method of a module's class cannot do without; None where there is no such method."""
+    """Return the number of required arguments of a method of a module's class; None if the class has no such method."""
     if not inspect.isfunction(getattr(type(module), method, None)):
         return None
     parameters = inspect.signature(getattr(module, method)).parameters.values()
@@ -160,7 +160,7 @@ def _required(module: nn.Module, method: str) -> int | None:
 
 # -- what is written -------------------------------------------------------------------------------------------------
 class _Draft:
-    """The value of a tensor while initialisers run: on the CPU, NaN at first where its dtype has that."""
+    """The value of a tensor while initialisers run: on the CPU, and NaN at first if its dtype has NaN."""
 
     def __init__(self, entry: Entry, device: torch.device) -> None:
         start = torch.full_like(entry.tensor, float("nan") if entry.tensor.dtype in _WITH_NAN else 0, device=device)
@@ -169,7 +169,7 @@ class _Draft:
 
     @property
     def is_filled(self) -> bool:
-        """Whether each element of a floating tensor was written, or any of another."""
+        """Whether every element of a floating-point tensor was written; for other dtypes, whether any was."""
         if self.value.is_meta or self.value.shape != self.entry.tensor.shape:
             return False
         if self.value.dtype in _WITH_NAN:
@@ -178,28 +178,28 @@ class _Draft:
 
     @property
     def written_more(self) -> int:
-        """How much more often the constructor wrote; 0 where that is not known."""
+        """How many more writes the constructor made than the calls; 0 if that is unknown."""
         tensor, paths = self.entry.tensor, self.entry.name.split(".")
         counted = self.value is self._start and "parametrizations" not in paths and not tensor.is_inference()
         return tensor._version - self._start._version if counted else 0
 
     def put(self, *, tied: bool) -> None:
-        """Let initialisers write to the tensor, in the first place only where it is not tied yet."""
+        """Put the tensor where initialisers write to it: in its first place only, as long as it is not ``tied``."""
         for holder in self.entry.places if tied else self.entry.places[:1]:
             holder.set(self.value)
 
     def take(self) -> None:
-        """Keep what a call has made of the tensor, or put in its place."""
+        """Keep the tensor as a call left it, or the one that the call put in its place."""
         if (now := self.entry.places[0].get()) is not self._meta:
             self.value = now
         self.entry.put(self._meta)
 
 
 def _filled(model: nn.Module, entries: list[Entry], calls: list[_Call], seed: str) -> list[_Draft]:
-    """Return the tensors of one module as those calls leave them that the constructor made.
+    """Return the tensors of one module, filled by the calls that its constructor made.
 
-    Where it wrote to a tensor on meta as often as these do without those that it names, and less often than with them,
-    it did not make these, or with arguments by which they leave the tensor as it is.
+    Whether it made the ``counted`` calls follows from how often it wrote to the tensors on meta. If it wrote as often
+    as the other calls do, and less often than all calls do, it did not make the counted ones, or without any effect.
     """
     drafts = _written(model, entries, calls, seed)
     sure = [call for call in calls if not call.counted]
@@ -214,7 +214,7 @@ def _filled(model: nn.Module, entries: list[Entry], calls: list[_Call], seed: st
 def _written(
     model: nn.Module, entries: list[Entry], calls: list[_Call], seed: str, device: torch.device = _CPU
 ) -> list[_Draft]:
-    """Return the tensors of one module as calls leave them; on meta they have numbers of writes, and no values."""
+    """Return the tensors of one module after calls; on meta they count their writes, and have no values."""
     drafts = [_Draft(entry, device) for entry in entries]
     with _seeded(seed):
         _fill(model, drafts, calls)
@@ -222,7 +222,7 @@ def _written(
 
 
 def _is_inside(name: str, outer: str) -> bool:
-    """Tell whether a module is another one, or in it."""
+    """Tell whether a module is ``outer`` or inside of it."""
     return f"{name}.".startswith(f"{outer}." if outer else "")
 
 
@@ -248,7 +248,7 @@ def _fill(model: nn.Module, drafts: list[_Draft], calls: list[_Call]) -> None:
 
 @contextmanager
 def _around(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Let transformers take all modules but some for initialised, which saves the time."""
+    """Mark all modules except ``names`` as initialised for transformers, which then skips them."""
     for name, module in model.named_modules(remove_duplicate=False):
         vars(module)["_is_hf_initialized"] = name not in names
     try:

@@ -48,9 +48,9 @@ class Region:
         self.copies: dict[fx.Node, fx.Node] = {}
         self.functions: dict[str, Any] = {}
         self.units: list[tuple[str, tuple[fx.Node, ...]]] = []
-        """What to call recorded nodes that follow each other and run again as one, and these."""
-        self.made: dict[fx.Node, list[fx.Node]] = {}
-        """What each recorded node became: its copy, and what that takes or forks alone."""
+        """Recorded nodes that follow each other and are recomputed as one unit, behind the unit's name."""
+        self.emitted: dict[fx.Node, list[fx.Node]] = {}
+        """For each recorded node its nodes in this graph: the copy, and the aliases and forks that it alone uses."""
 
     def bind(self, name: str, slots: Iterable[Slot], names: Mapping[str, str]) -> None:
         """Add a placeholder for a bundle and unpack it."""
@@ -73,7 +73,7 @@ class Region:
                     changed.append(node)  # its history is whole behind its last change in place
                 else:
                     self._fork(node, self.layout.uses[key])
-            self.made[node] = _behind(before)
+            self.emitted[node] = _behind(before)
         for node in changed:
             self._fork(node, self.layout.uses[node.name])
 
@@ -116,7 +116,7 @@ class Region:
         self.copies[node] = named(self.graph, new, node.name)
 
     def _call(self, word: Callable[..., Any], node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-        """Copy a call as one of a word of the runtime, which is given the cell, the call's name, and what is called."""
+        """Copy a call as a call of ``word``, a runtime function taking the cell, the call's name, and the callee."""
         name = node.meta[INFO].name
         if node.target is under:
             ambient, function, *args = args
@@ -170,7 +170,7 @@ class Region:
         return self.graph.call_function(alias, (value,))
 
     def _placed(self, node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Send devices named in the recording to the region's own device; on the CPU a model on meta stays there."""
+        """Replace devices that the recording names by the region's device; on the CPU, meta stays meta."""
         on_cpu = self.device.type == "cpu"
 
         def own(value: Any) -> Any:
@@ -208,8 +208,8 @@ class Region:
         return module
 
     def _taken_out(self, label: str, nodes: tuple[fx.Node, ...], number: int) -> Recomputed:
-        """Put a call of a unit in the place of its nodes."""
-        copies = [copy for node in nodes for copy in self.made[node]]
+        """Replace the nodes of a unit by a call of it."""
+        copies = [copy for node in nodes for copy in self.emitted[node]]
         region = self._module(take_out(self.graph, copies, attribute=f"unit{number}"), f"Unit{number}")
         run = None if self.compiled is None else Compiled(region, label, self.compiled)
         return recomputed(region, self.layout, nodes, label=label, run=run)
@@ -219,7 +219,7 @@ class RegionModule(fx.GraphModule):
     """A piece of the model as a graph; its state is the model's own and is not registered here a second time."""
 
     units: tuple[str, ...] = ()
-    """The attributes that run parts of it so that these run again in the backward."""
+    """The attributes that hold its units, which are recomputed in the backward."""
 
     def recompile(self) -> Any:
         """Compile the graph; a call goes straight to it, so that an exception keeps its own traceback."""
@@ -325,7 +325,7 @@ def recomputed(
 
 
 def _behind(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes of a graph that were added after one."""
+    """Return the nodes of a graph behind ``node``."""
     nodes = []
     while (node := node.next).op != "root":
         nodes.append(node)

@@ -1,12 +1,12 @@
-"""The simulated step of many cuts of a graph at once: `autosplit.schedule.simulate` with an axis more, for the search.
+"""The simulated steps of many cuts of a graph at once: `autosplit.schedule.simulate` with a dimension for the cuts.
 
 The actions of a schedule are sorted by clock tick, so that those of one tick depend on earlier ticks only:
 
     ends[actions of a tick, cuts] = max(ends[lane before], ends[stage before] + delay, ...) + duration
 
-An action's needs on its own lane end before its lane is free; what is left is the neighbouring stage's action, and
-those of other stages that values travel from, which most actions have none of. Every number is added and compared as
-there, so the results are equal.
+What an action needs of its own lane has ended when the lane is free. So it waits for the lane, for the neighbouring
+stage's action, and in few cases for actions of stages further away. Numbers are added and compared in the order of
+`simulate`, so the results are equal.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class _Arrivals:
-    """What waits for a stage that is no neighbour: the waits of each ``action``, in order, from ``begins`` on.
+    """The waits for actions of stages that are no neighbours, as compressed rows.
 
-    ``source`` and ``pair`` say per wait for which action, and with which pair's delay; ``ticks`` the place of each
-    tick's first action, one more at the end.
+    The waits of ``action[i]`` are those from ``begins[i]`` to ``begins[i + 1]``: each for the action ``source``, with
+    the delay of the stages ``pair``. The actions of tick ``t`` are those from ``ticks[t]`` to ``ticks[t + 1]``.
     """
 
     action: Ints
@@ -60,14 +60,14 @@ class _Arrivals:
     ticks: tuple[int, ...]
 
     def waits(self, index: int) -> tuple[int, int]:
-        """Return the first wait of the action at a place, and the one behind its last."""
+        """Return the start and the end of the waits of ``action[index]``."""
         low = int(self.begins[index])
         return low, int(self.begins[index + 1]) if index + 1 < len(self.begins) else len(self.source)
 
 
 @dataclass(frozen=True)
 class _Delays:
-    """Delays of each cut (rows) between neighbours by hop, and between the pairs that are further apart."""
+    """The delays of each cut (rows): ``near`` of each hop between neighbours, ``far`` of each pair further apart."""
 
     near: Floats
     far: Floats
@@ -103,7 +103,7 @@ class FastSimulator:
 
     @cached_property
     def _ticks(self) -> list[tuple[int, int, Ints, Ints, Ints, Ints]]:
-        """Of each tick its first action and the one behind its last, and their rows that `_ends` needs."""
+        """For each tick the start and the end of its actions, and the indices that `_ends` needs for them."""
         hop = np.where(self.duration == 0, self.stage - 1, self.stages - 1 + self.stage)
         hop[self.near == self.count] = self.hops
         rows = (self.previous, self.near, hop, self.duration * self.stages + self.stage)
@@ -111,7 +111,7 @@ class FastSimulator:
 
     @property
     def hops(self) -> int:
-        """How many neighbours there are, there and back; what stands behind the last of them is no delay."""
+        """The number of hops between neighbours, in both directions; the index behind the last one means no delay."""
         return 2 * (self.stages - 1)
 
     def steps(self, times: StepTimes) -> Floats:
@@ -212,7 +212,7 @@ class Crossings:
 
 
 class StepModel:
-    """A problem's works in groups, on its devices in their own order: ``steps`` tells what cuts of them take."""
+    """Simulates steps of a problem whose works are in groups; ``steps`` returns what cuts of them take."""
 
     def __init__(self, problem: Problem, group_of: Sequence[int], *, stages: int) -> None:
         """``group_of`` says the group of each work; groups are numbered from 0."""
@@ -232,7 +232,7 @@ class StepModel:
         self.ties = [(tie.transfer_s, sorted({group_of[user] for user in tie.users})) for tie in problem.ties]
 
     def steps(self, stage_of: NDArray[np.int64], again: Floats) -> Floats:
-        """Return what a step takes with ``stage_of[cut, group]`` and ``again[cut, stage]`` of the forwards redone."""
+        """Return each cut's step in seconds; ``again[cut, stage]`` is the share of the forwards that is recomputed."""
         width = max(1, _ENTRIES // max(len(self.crossings.net) + self.stages**2, 1))
         parts = []
         for low in range(0, len(stage_of), width):
@@ -276,7 +276,7 @@ class StepModel:
         return ahead * self.link, back * self.link
 
     def once_s(self, stage_of: NDArray[np.int64]) -> Floats:
-        """Return what stages do once per step, the longest of each cut."""
+        """Return for each cut the longest time that a stage spends once per step, on tied parameters."""
         once = np.zeros((len(stage_of), self.stages))
         for transfer_s, users in self.ties:
             inside = (stage_of[:, users, None] == np.arange(self.stages)).any(axis=1)

@@ -119,7 +119,7 @@ class RankRecordings(Recordings):
         return bool(known) and all(one.trace.guard is None and not one.changes_python for one in known)
 
     def find(self, key: Key, sample: Sample) -> tuple[Recorded | TreeRun, PythonRun | None]:
-        """Return the recording for a call; a model that has values in part is recorded as one without."""
+        """Return the recording for a call; a model of which this rank holds a part is recorded on meta."""
         if (known := self._of_no_rows(key)) is not None:
             return known, None
         with self._without_values() if self._has_part and key not in self.kept else contextlib.nullcontext():
@@ -147,7 +147,7 @@ class RankRecordings(Recordings):
 
     @property
     def _has_part(self) -> bool:
-        """Whether the model has values here in part."""
+        """Whether this rank holds the values of only a part of the model."""
         return self.part is not None or (bool(self.owner) and (self._on_meta or self.tensors is not None))
 
     def wrap(self) -> None:
@@ -164,7 +164,7 @@ class RankRecordings(Recordings):
             self.refuse_whole()
 
     def refuse_whole(self) -> None:
-        """Refuse what takes the user's own model for whole, from when values of other ranks may be other ones."""
+        """Refuse calls and copies of the user's own model: what other ranks hold of it may be stale from now on."""
         self.guard.begin(self.is_own, self.world.number)
 
     def unwrap(self) -> None:

@@ -187,9 +187,10 @@ class Cells:
         return bundle
 
     def _passed(self, bundle: Any) -> Any:
-        """Return what a stage is given: no leaves where hooks for several gradients would fail on them.
+        """Return a stage's inputs: views instead of leaves where hooks or autocast are active.
 
-        Nor under autocast, which keeps the casts of leaves, and with them the leaves, until the caller's context ends.
+        Module hooks for several gradients fail on leaves. Autocast caches the casts of leaves, which keeps the leaves
+        alive until the caller's context ends.
         """
         if not (self.aliased and bundle):
             return bundle
@@ -209,11 +210,11 @@ class Cells:
         self._differentiate(stage, microbatch, whole=True)
 
     def input_gradient(self, stage: int, microbatch: int) -> None:
-        """Run a cell's backward but for the weight gradients that can wait, and free its graph."""
+        """Run a cell's backward without the weight gradients that can wait, and free its graph."""
         self._differentiate(stage, microbatch, whole=False)
 
     def weight_gradients(self, stage: int, microbatch: int) -> None:
-        """Make what a cell's input gradient put off, and add it to the sums in a whole backward's order."""
+        """Compute the weight gradients that the input gradient left, and add them in the order of a whole backward."""
         state, sums = self.cells[stage, microbatch], self._sums(stage, microbatch)
         with sums.lane.active():
             if state.late is not None:
@@ -226,7 +227,7 @@ class Cells:
         state.deferred = []
 
     def _differentiate(self, stage: int, microbatch: int, *, whole: bool) -> None:
-        """Run a cell's backward, whole or but for what can wait."""
+        """Run a cell's backward, whole or without the weight gradients that can wait."""
         state, sums = self.cells[stage, microbatch], self._sums(stage, microbatch)
         with sums.lane.active():
             roots, seeds = self.roots_of(state, stage, microbatch)
@@ -263,11 +264,11 @@ class Cells:
         *,
         whole: bool,
     ) -> list[list[torch.Tensor | None]]:
-        """Ask autograd for a cell's gradients; return those of what it took, and add up the others.
+        """Ask autograd for a cell's gradients; return those of its inputs, and add the others to the stage's sums.
 
-        What was summed so far is given to autograd as one more gradient of the leaf. Contributions are then added one
-        after the other, as in one backward of all cells, also where a cell has several. An input gradient whose turn
-        has not come (microbatches add in ascending order) leaves its own to the weight gradients.
+        Autograd gets the sum so far as one more gradient of the leaf, so that contributions are added one after the
+        other, as in a single backward of all cells, also where one cell has several. Microbatches add in ascending
+        order: an input gradient (I) that runs before its turn leaves its contributions to the weight gradients (W).
         """
         in_turn = whole or sums.added == microbatch
         leaves = [leaf for leaf in chain(*state.leaves.values()) if leaf.requires_grad]
@@ -299,9 +300,9 @@ class Cells:
         microbatch: int,
         leaves: Sequence[torch.Tensor],
     ) -> DeferredWeightGrads:
-        """Find what can wait: nothing where the forward runs again, which saves what it needs for one backward only.
+        """Return the weight gradients that can wait: none where the forward is recomputed, which serves one backward.
 
-        It is looked for in the first cell of a step, and is in the same place in others.
+        The graph of a step's first cell is searched; other cells have the same products at the same positions.
         """
         stage, last = sums.held.stage, microbatch == len(self.step.sizes) - 1
         if self.lowered.runs_again(stage, last=last) or self.lowered.stages[stage].units:
@@ -315,7 +316,7 @@ class Cells:
         return DeferredWeightGrads.of(uses)
 
     def roots_of(self, state: CellState, stage: int, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return what a cell's backward begins at, and the gradients that came in for it."""
+        """Return the tensors that a cell's backward starts from, and their gradients."""
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
         for target, bundle in state.sent.items():

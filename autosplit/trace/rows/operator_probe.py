@@ -77,18 +77,18 @@ class OperatorProbe:
         self.rearranged = False
         """Whether the operation that is asked has run on other integers or masks than the recorded ones."""
         self.numbered: set[fx.Node] = set()
-        """Nodes that depend on the number of rows alone, and are not equal for all places."""
+        """Nodes whose values depend on the number of rows alone, and differ from row to row."""
         counts = counts_of_rows(graph, rows, sample_rows)
         self.places = [MoreRows(self.layouts, count=count, lengths=lengths) for count in counts]
 
     def is_moved(self, node: fx.Node) -> bool:
-        """Tell whether rows do not lie one after the other in a node or in what it changes, or are numbered there."""
+        """Tell whether rows are out of order in a node's result or in what it changes, or numbered by its values."""
         return node in self.numbered or any(
             n in self.layouts.noted for n in (node, *([] if node.meta[INFO].tensors else changed_by(node)))
         )
 
     def mixes(self, node: fx.Node, suspects: Collection[str]) -> bool:
-        """Tell whether an operation lets rows influence each other in a way that no later operation puts right."""
+        """Tell whether an operation mixes rows in a way that no later operation undoes."""
         operands = [n for n in node.all_input_nodes if n in self.valued and INFO in n.meta]
         info: TracedNode = node.meta[INFO]
         if info.writes or takes_shape_only(node, self.root) or leaves_unset(node, self.root):
