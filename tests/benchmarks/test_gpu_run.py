@@ -92,47 +92,6 @@ def test_what_was_found_is_in_the_file_when_the_run_is_cut_off(monkeypatch, tmp_
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_number_that_is_not_finite_is_null_and_said(tmp_path):
-    figures = [{"what": "gpt2", "times": part.Spread(1.0, float("nan"), 2.0)}, {"what": "vit", "x_s": [1.0, None]}]
-    checks = [part.at_most("gpt2: worst", 1.0, float("inf")), part.at_most("vit: worst", 1.0, 0.5)]
-    path = tmp_path / "a.json"
-    run.write(path, "a", CPU, {"date": "today", "device": "cpu"}, Found(checks=checks, figures=figures))
-    content = json.loads(path.read_text(encoding="utf-8"))
-    assert content["figures"][0]["times"] == {"median": 1.0, "low": None, "high": 2.0}
-    assert content["missing"] == ["gpt2: worst: it came out as inf", "gpt2: a number in it is not finite"]
-    assert [(check["measured"], check["ok"]) for check in content["checks"]] == [(0.5, True), (None, False)]
-    assert content["finished"] is True
-
-
-def test_gradients_that_cancel_out_are_no_scale():
-    expected = [torch.tensor([4.0, -1.0]), torch.tensor([1e-9])]
-    assert part.differ([torch.tensor([4.0, -1.0]), torch.tensor([-1e-9])], expected) < 1e-5
-    assert part.differ([torch.tensor([4.0, 0.0]), torch.tensor([1e-9])], expected) == 0.25
-    with pytest.raises(ValueError, match="1 gradients, 2 expected"):
-        part.differ(expected[:1], expected)
-
-
-def test_ok_is_read_off_the_rounded_figure():
-    near = part.at_most("near", 1.01, 1.0100001)
-    assert not near.ok
-    assert part.settled(near) == part.Check("near", "<= 1.01", 1.01, True)
-    assert part.settled(part.at_least("share", 0.95, 0.9499999)).ok
-    assert not part.settled(part.at_least("share", 0.95, 0.9499)).ok
-
-
-def test_a_file_of_a_card_says_nothing_of_a_dry_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(Setting, "short_name", "h200")
-    found = Found(checks=[part.at_most("a", 1.0, 0.5)], figures=[{"x_s": 1.0}])
-    card = Setting(torch.device("cuda:0"))
-    run.write(tmp_path / "a.json", "a", card, {"date": "today", "device": "h200"}, found)
-    content = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
-    assert "dry_run" not in content
-    assert content["device"] == "h200"
-    assert content["checks"] == [{"name": "a", "asked": "<= 1", "measured": 0.5, "ok": True}]
-    run.write(tmp_path / "b.json", "a", Setting(card.device, small=True), {"date": "today", "device": "h200"}, found)
-    assert json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))["dry_run"] == run.SMALL
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

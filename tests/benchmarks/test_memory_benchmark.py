@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import memory
 from benchmarks.families import Family
 from benchmarks.family_transformers import Chain, ClassHead, Patches, PreNormBlock
 from benchmarks.memory_step import Way, step_lines
-from benchmarks.memory_subject import Line, Subject, recorded
+from benchmarks.memory_subject import Subject, recorded
 
 
 def _make() -> Chain:
@@ -49,10 +48,3 @@ def test_a_step_takes_what_was_predicted(subject):
     block = step_lines(subject, Way("fp32", "block", rows=8), optimizers=["sgd"])[0]
     assert abs(block.error) < 0.005
     assert block.measured_bytes < 0.8 * sgd.measured_bytes
-
-
-def test_an_error_is_of_the_whole_peak_and_of_what_is_not_static():
-    line = Line("cell", "step", 1, 0.005, static_bytes=900, predicted_bytes=1010, measured_bytes=1000)
-    assert line.error == pytest.approx(0.01)
-    assert line.dynamic_error == pytest.approx(0.1)
-    assert not memory.checks([line])[0].ok

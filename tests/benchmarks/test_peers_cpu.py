@@ -9,7 +9,6 @@ import pytest
 from autosplit.planning.timeline import StagesAlone
 from autosplit.schedule.catalog import build
 from benchmarks import pairs, peers_cpu, peers_local
-from benchmarks.pairs import Reading
 from benchmarks.peers_local import Cells
 from benchmarks.peers_models import subjects
 
@@ -25,46 +24,11 @@ def cells(input_s: float = 1.0) -> Cells:
     return Cells(alone("1f1b", {"F": forward, "B": whole}), alone("zb_h1", parts))
 
 
-CELLS = cells()
 PEER = () if pairs.torchgpipe() is None else tuple(peers_cpu.GPIPE)
 RUNNABLE = (peers_cpu.DEFAULT, *peers_cpu.OURS, *PEER, "plain, 1", peers_cpu.LOOP)
 
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-
-def readings(*walls: float) -> list[Reading]:
-    return [Reading(wall_s=wall, process_s=1.5 * wall, thread_s=0.0) for wall in walls]
-
-
-def test_the_bound_is_the_simulated_schedule_of_the_cells():
-    assert CELLS.step_s("gpipe") == pytest.approx(9 * 3.0)  # M + S - 1 = 9 cells of forward and backward
-    assert CELLS.step_s("1f1b") == pytest.approx(9 * 3.0)
-    assert CELLS.step_s("zb_h1") < 9 * 3.0
-    assert CELLS.split_cost == 1.0
-
-
-def test_medians_are_taken_cell_by_cell():
-    found = peers_cpu.cells_of([cells(seconds) for seconds in (1.0, 3.0, 2.0)])
-    assert found["seconds"]["I"] == [0.0, 2.0]
-    assert found["seconds"]["B"] == [2.0, 2.0]
-    assert found["split"] == 1.25
-
-
-def test_ours_is_held_against_the_fastest_way_of_every_peer():
-    rounds = {
-        "ours 1f1b": readings(30.0),
-        "ours zb_h1": readings(25.0),
-        "ours default": readings(25.0),
-        "torchgpipe, 1": readings(60.0),
-        "torchgpipe, 2": readings(33.0),
-    }
-    checks = {check.name: check for check in peers_cpu.checks_of("mlp", rounds, [CELLS])}
-    assert checks["mlp: 1f1b over torchgpipe"].measured == pytest.approx(33 / 30)
-    assert checks["mlp: 1f1b over torchgpipe"].asked == ">= 1.15"
-    assert checks["mlp: the default over the fastest peer"].measured == pytest.approx(33 / 25)
-    assert checks["mlp: ours 1f1b, share of the bound"].measured == pytest.approx(0.9)
-    assert [check.ok for check in checks.values()] == [False, True, False, CELLS.step_s("zb_h1") / 25 >= 0.93]
 
 
 def test_a_contender_that_finds_other_gradients_is_not_timed(monkeypatch):

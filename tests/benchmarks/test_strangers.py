@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import linecache
 
 import pytest
 from torch import nn
 
 from benchmarks.strangers import __main__ as models
-from benchmarks.strangers import compare, programs, traps
-from benchmarks.strangers.compare import Result, Setup, Subject, run_subject
+from benchmarks.strangers import compare, traps
+from benchmarks.strangers.compare import Setup, Subject, run_subject
 from benchmarks.strangers.hosts import Residual, vectors
 from benchmarks.strangers.programs import Program
 from benchmarks.strangers.run import line
@@ -49,17 +48,3 @@ def test_a_program_is_python_and_runs():
     program = Program.random(1)
     assert program.source() == Program.random(1).source()
     assert run_subject(program.subject(), program.setup()).outcome == "equal"
-
-
-def test_a_program_shrinks_to_what_fails(monkeypatch):
-    program = next(each for each in map(Program.random, range(50)) if "F.gelu" in each.source())
-
-    def run(subject, setup):
-        text = "".join(linecache.getlines(subject.build().forward.__code__.co_filename))
-        return Result("", "", "", "pipelines", "wrong" if "F.gelu" in text else "equal")
-
-    monkeypatch.setattr(programs, "run_subject", run)
-    smallest, found = programs.shrunk(program, Result("", "", "", "pipelines", "wrong"))
-    assert found.outcome == "wrong"
-    assert [len(block) for block in smallest.blocks if block] in ([1], [])
-    assert smallest.returned == "x"

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.zoo import measure, table
-from tests.equivalence.equality import Run
+from benchmarks.zoo import table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,27 +83,6 @@ def test_a_case_that_dies_hangs_eats_or_raises_is_a_result_and_ends_no_other():
     assert found["raises"]["broken"]
 
 
-def a_run(output: torch.Tensor, gradient: torch.Tensor | None) -> Run:
-    return Run({"/": output}, torch.zeros(()), {"weight": gradient}, {})
-
-
-def test_runs_are_compared_by_the_largest_difference_and_by_kind():
-    one, two = torch.tensor([1.0, -2.0]), torch.tensor([1.0, -2.1])
-    found = measure.compare(a_run(two, one), a_run(one, one))
-    assert found["difference"] == pytest.approx(0.05, rel=1e-4)
-    assert found["at"] == "output /"
-    assert not found["mismatch"]
-    assert measure.compare(a_run(one, None), a_run(one, one))["mismatch"] == [
-        "gradient weight: None, plain has a tensor"
-    ]
-    assert "float64" in measure.compare(a_run(one.double(), one), a_run(one, one))["mismatch"][0]
-    endless = torch.tensor([1.0, float("-inf")])
-    assert measure.compare(a_run(endless, one), a_run(endless, one))["difference"] == 0.0
-    assert measure.compare(a_run(endless, one), a_run(one, one))["mismatch"] == ["output /: other infinities"]
-    nothing = torch.tensor([float("nan"), -2.0])
-    assert measure.wrong(measure.compare(a_run(nothing, one), a_run(one, one)) | {"tolerance": 1e-5})
-
-
 def test_a_miss_of_float32_alone_is_told_from_a_wrong_answer():
     missed = {"eval": {"tolerance": 1e-5, "difference": 1e-4, "at": "", "mismatch": []}}
     rounding = {"eval": missed["eval"] | {"only_float32": True, "float64": 1e-13}}
@@ -116,20 +93,3 @@ def test_a_miss_of_float32_alone_is_told_from_a_wrong_answer():
     assert table.verdict(result(answer=False, checks={}, error=error)) == "refused"
     assert table.verdict(result(answer=False, checks={}, error=error | {"type": "Timeout"})) == "crashed"
     assert table.verdict(result(answer=False, checks={}, broken=True)) == "zoo"
-
-
-def test_the_numbers_count_what_was_asked():
-    missed = {"eval": {"tolerance": 1e-5, "difference": 0.5, "at": "", "mismatch": []}}
-    found = [result("a"), result("b", whole=True, largest_share=0.3, record_s=2.0), result("c", checks=missed)]
-    found.append({"name": "d", "group": "traps", "blocks": 0, "answer": False, "checks": {}, "error": {"type": "E"}})
-    numbers = {what: (measured, met) for what, _, measured, met in table.numbers(found)}
-    assert numbers["give an answer"] == ("75.0% (3 of 4)", False)
-    assert numbers["equal the plain model"] == ("50.0% (2 of 4)", False)
-    assert numbers["silently wrong"] == ("25.0% (1 of 4)", False)
-    assert numbers["run whole (one stage or one chunk)"] == ("33.3% (1 of 3)", False)
-    assert numbers["on the first rung"] == ("75.0% (3 of 4)", False)
-    assert numbers["largest node, eight blocks and more"] == ("30.0% at most, 1 of 3 over", False)
-    assert numbers["median seconds to record"] == ("0.50", True)
-    text = table.lines(found)
-    assert len(text.splitlines()) == 2 + len(found)
-    assert "5e-01" in text

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autosplit.cli import app as cli
-from cost_models import DeviceSpec, MachineSpec, device, find, machine, machine_names, names
+from cost_models import DeviceSpec, MachineSpec, device, find, machine_names, names
 from tests.cli.conftest import error_of
 
 Run = Callable[..., Any]
@@ -43,17 +43,6 @@ def test_a_row_says_memory_rates_links_and_trust(run: Run) -> None:
     )
 
 
-def test_emulated_rates_stand_in_brackets(run: Run) -> None:
-    assert row(run().stdout, "V100-SXM2-16GB")[4:10] == ["-", "(15.7)", "125", "-", "15.7", "7.8"]
-
-
-def test_the_list_as_json(run: Run) -> None:
-    listed = json.loads(run("--json").stdout)
-    assert [DeviceSpec.model_validate(fields) for fields in listed["devices"]] == [device(name) for name in names()]
-    assert [entry["name"] for entry in listed["machines"]] == machine_names()
-    assert listed["machines"][0]["devices"] == ["RTX4090-24GB", "RTX4090-24GB"]
-
-
 def test_a_device_with_the_source_of_every_figure(run: Run) -> None:
     result = run("H200-SXM-141GB")
     assert result.exit_code == 0, result.output
@@ -63,14 +52,6 @@ def test_a_device_with_the_source_of_every_figure(run: Run) -> None:
         assert [line for line in result.stdout.splitlines() if figure in line and source.text in line], figure
     assert "to the host: PCIe 5.0 x16" in result.stdout
     assert "to a neighbour: NVLink 4" in result.stdout
-
-
-def test_a_machine_and_its_links(run: Run) -> None:
-    text = run("2xA100-SXM4-80GB+2xL4-24GB").stdout
-    assert text.startswith("2xA100-SXM4-80GB+2xL4-24GB: 2 x A100-SXM4-80GB, 2 x L4-24GB on one host\n")
-    assert "NVLink 3, such as 0 to 1" in text
-    assert "PCIe 4.0 x16, such as 0 to 2" in text
-    assert "16 x H100-SXM5-80GB on 2 hosts" in run("2x8xH100-SXM5-80GB").stdout
 
 
 @pytest.mark.parametrize("name", ["L4-24GB", "8xH100-SXM5-80GB", "2x4xL4-24GB", "1xL4-24GB"])
@@ -97,8 +78,3 @@ def test_a_malformed_file_exits_with_2_and_the_range(run: Run, tmp_path: Path) -
     result = run(str(path))
     assert result.exit_code == 2
     assert "memory_bandwidth_bytes_per_s is 320: Input should be greater than or equal to 1000000" in result.stderr
-
-
-def test_the_machine_of_one_is_no_device(run: Run) -> None:
-    assert run("1xT4-16GB").stdout.startswith("1xT4-16GB: 1 x T4-16GB on one host\n")
-    assert machine("T4-16GB").name == "1xT4-16GB"

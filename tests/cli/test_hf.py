@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from autosplit.cli import app as cli
-from autosplit.cli import hf
 from autosplit.cli.hf import build, default_inputs
-from autosplit.cli.inputs import InputSpec, ModelSpec
-from autosplit.cli.models import input_specs, make_model, make_sample
 from autosplit.errors import InputError
 from autosplit.planning.plan.plan import Plan
 
@@ -137,19 +133,6 @@ def test_the_model_is_on_meta_in_the_dtype_of_the_config_and_keeps_no_cache(writ
     assert build(written(), kwargs={"dtype": "float64"}, blank=True).embed.weight.dtype == torch.float64
 
 
-def test_with_values_only_where_there_are_few(written: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert build(written(), kwargs={}, blank=False).embed.weight.device.type == "cpu"
-    monkeypatch.setattr(hf, "MOST_BYTES", 1024)
-    with pytest.raises(InputError, match=r"has 1.56 KiB of parameters, .* gets values up to 1.00 KiB; autosplit plan"):
-        build(written(), kwargs={}, blank=False)
-
-
-def test_a_folder_and_entries_of_ones_own(written: Callable[..., str], tmp_path: Path) -> None:
-    written()
-    model = build(f"hf:{tmp_path}", kwargs={"width": 4}, blank=True)
-    assert model.embed.weight.shape == (50, 4)
-
-
 @pytest.mark.parametrize(
     ("architectures", "found"),
     [
@@ -164,19 +147,6 @@ def test_the_class_is_the_named_one_else_what_the_family_has(
     written: Callable[..., str], architectures: list[str] | None, found: type
 ) -> None:
     assert type(build(written(TINY | {"architectures": architectures}), kwargs={}, blank=True)) is found
-
-
-def test_another_class_than_the_named_one_is_said(written: Callable[..., str]) -> None:
-    with pytest.warns(UserWarning, match="transformers has no Mine for this config; TinyForCausalLM is taken"):
-        build(written(TINY | {"architectures": ["Mine"]}), kwargs={}, blank=True)
-
-
-def test_numbers_that_json_has_not_are_read_as_transformers_writes_them(written: Callable[..., str]) -> None:
-    limits = [0.0, {"__float__": "Infinity"}, {"__float__": "-Infinity"}, {"__float__": "one"}]
-    build(written(TINY | {"limits": limits, "scale": {"__float__": "NaN"}}), kwargs={}, blank=True)
-    (seen,) = TinyConfig.seen
-    assert seen["limits"] == [0.0, math.inf, -math.inf, {"__float__": "one"}]
-    assert math.isnan(seen["scale"])
 
 
 def test_nothing_that_would_be_fetched_reaches_transformers(written: Callable[..., str]) -> None:
@@ -297,37 +267,3 @@ def test_inputs_that_a_config_does_not_describe(written: Callable[..., str], mon
         InputError, match=r"config of TinyForCausalLM does not say what its waves look like; give --inp"
     ):
         default_inputs(model, batch=6, sequence=None)
-
-
-def test_sound_is_shown_by_an_example(written: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TinyForCausalLM, "main_input_name", "input_values", raising=False)
-    model = build(written(TINY | {"conv_stride": [5, 2]}), kwargs={}, blank=True)
-    with pytest.raises(InputError, match=r"such as input_values=float32\[6,160000\] for ten seconds at 16 kHz"):
-        default_inputs(model, batch=6, sequence=None)
-
-
-def test_a_model_that_compares_text_and_images_gets_both(written: Callable[..., str]) -> None:
-    model = build(written(TINY | {"architectures": ["TinyPairs"]}), kwargs={}, blank=True)
-    model.config.vision_config = TinyConfig(image_size=32)
-    both = ["input_ids=int64[6,16]<50", "pixel_values=float32[6,3,32,32]"]
-    assert list(map(str, default_inputs(model, batch=6, sequence=None))) == both
-    model.config.vision_config = TinyConfig(temporal=4)
-    assert list(map(str, default_inputs(model, batch=6, sequence=None))) == both[:1], "no size of an image is known"
-
-
-def test_inputs_are_where_the_model_is_and_said(
-    written: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = ModelSpec(written(), batch=4)
-    sample = make_sample(spec, model=make_model(spec, blank=True), rows=99)
-    assert (sample.kwargs["input_ids"].shape, sample.kwargs["input_ids"].is_meta) == ((4, 16), True)
-    assert "inputs, from the config: input_ids=int64[4,16]<50 (--batch" in capsys.readouterr().err
-    input_specs(spec, model=make_model(spec, blank=True), rows=99, say=False)
-    assert capsys.readouterr().err == ""
-    beside = ModelSpec(spec.target, inputs=(InputSpec.parse("labels=null"), InputSpec.parse("flag=false")))
-    monkeypatch.setattr(PreTrainedModel, "forward", lambda self, input_ids, labels=None, flag=True: None)
-    assert list(make_sample(beside, model=make_model(beside, blank=True), rows=2).kwargs.values())[1:] == [None, False]
-    assert "inputs, from the config: input_ids=int64[2,16]<50 (--batch" in capsys.readouterr().err
-    own = ModelSpec(spec.target, inputs=(InputSpec.tensor("0", "int64", (2, 3), 9),))
-    assert make_sample(own, model=make_model(own), rows=99).args[0].shape == (2, 3)
-    assert capsys.readouterr().err == ""

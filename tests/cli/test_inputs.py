@@ -16,7 +16,6 @@ from autosplit.cli.inputs import (
     InputOptions,
     InputSpec,
     TensorForm,
-    nested,
     parse_batch_dims,
     parse_kwargs,
 )
@@ -31,11 +30,6 @@ class Net(nn.Module):
         return x
 
 
-class AnyKeyword(nn.Module):
-    def forward(self, **values: torch.Tensor) -> torch.Tensor:
-        return values["anything"]
-
-
 class Nested(nn.Module):
     def forward(self, batch: Any, pair: Any = None, *, flag: bool = True) -> Any:
         return batch
@@ -43,12 +37,6 @@ class Nested(nn.Module):
 
 def parse(*texts: str) -> list[InputSpec]:
     return [InputSpec.parse(text) for text in texts]
-
-
-def form(text: str) -> TensorForm:
-    value = InputSpec.parse(text).value
-    assert isinstance(value, TensorForm)
-    return value
 
 
 @st.composite
@@ -78,19 +66,6 @@ def test_values_have_the_shape_and_dtype_and_stay_below_the_limit(spec: TensorFo
     if spec.dtype in INTEGERS and value.numel():
         assert value.min() >= 0
         assert value.max() < (spec.limit or 2)
-
-
-def test_integers_reach_their_range() -> None:
-    generator = torch.Generator().manual_seed(0)
-    assert set(random_tensor(form("i=int64[200]<4"), generator=generator).tolist()) == {0, 1, 2, 3}
-    assert set(random_tensor(form("i=int64[200]"), generator=generator).tolist()) == {0, 1}
-    assert set(random_tensor(form("i=bool[200]"), generator=generator).tolist()) == {False, True}
-    assert random_tensor(form("i=uint8[5000]<256"), generator=generator).max() == 255
-
-
-def test_spaces_and_scalars_are_read() -> None:
-    assert InputSpec.parse(" x=float32[8, 16] ") == InputSpec.tensor("x", "float32", (8, 16))
-    assert InputSpec.parse("x=float32[]") == InputSpec.tensor("x", "float32", ())
 
 
 @pytest.mark.parametrize(
@@ -140,21 +115,6 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         assert InputSpec.parse(str(spec)) == spec
 
 
-def test_names_become_keywords_and_positions_positional() -> None:
-    sample = build_sample(parse("mask=bool[4]", "0=float32[4,2]"), model=Net(), seed=0)
-    assert [value.shape for value in sample.args] == [(4, 2)]
-    assert {name: value.dtype for name, value in sample.kwargs.items()} == {"mask": torch.bool}
-    assert list(build_sample(parse("anything=float32[4]"), model=AnyKeyword(), seed=0).kwargs) == ["anything"]
-
-
-def test_the_seed_decides_the_values_and_the_global_generator_stays() -> None:
-    before = torch.get_rng_state()
-    first, again, other = (build_sample(parse("x=float32[4]"), model=Net(), seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first.kwargs["x"], again.kwargs["x"])
-    assert not torch.equal(first.kwargs["x"], other.kwargs["x"])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(
     ("given_here", "message"),
     [
@@ -199,10 +159,6 @@ def test_places_make_dicts_lists_and_tuples() -> None:
 def test_places_that_do_not_go_together(given_here: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         InputOptions(inputs=[f"{t}=true" for t in given_here]).spec("no:f")
-
-
-def test_positions_in_any_order_make_one_tuple() -> None:
-    assert nested([("b.1", "second"), ("b.0[0]", "first"), ("a", None)]) == {"b": (["first"], "second"), "a": None}
 
 
 @pytest.mark.parametrize(

@@ -159,17 +159,6 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         assert process.wait() == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [("autosplit re", "report"), ("autosplit plan x.py:f --schedule zb", "zb_h1"), ("autosplit devices L4", "L4-24GB")],
-)
-def test_completion(words: str, found: str) -> None:
-    more = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1), "_AUTOSPLIT_COMPLETE": "complete_bash"}
-    done = autosplit(**more)
-    assert found in done.stdout.split()
-    assert done.stderr == ""
-
-
 def test_paths_are_tried_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     OutputOptions(save=tmp_path / "new.json", html=tmp_path / "file").check()

@@ -105,13 +105,6 @@ def test_the_page_is_of_the_plan(run: Run, tmp_path: Path, command: str, devices
     assert [stage["forward_s"] for stage in shown["stages"]] == [stage.forward_s for stage in plan.stages]
 
 
-def test_a_plan_is_printed_as_markdown(run: Run) -> None:
-    result = run(f"{NETS}:make_mlp", *TWO, *X, "--markdown")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("# Partition of ")
-    assert "## Verdict per device" in result.stdout
-
-
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -176,25 +169,3 @@ def test_a_forward_of_dicts_lists_and_constants(run: Run) -> None:
         plan = Plan.model_validate_json(result.stdout)
         assert {"input/batch_x", "input/pair_0"} <= {boundary.value for boundary in plan.boundaries}
         assert any("tanh" in node for stage in plan.stages for node in stage.nodes)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ("{}", "missing a required argument: 'x'; give one --input for each, NAME=dtype[shape]"),
-        ('{"as_list": true}', "sample is a list; give a tuple"),
-    ],
-)
-def test_inputs_of_the_models_own_that_do_not_fit_it(run: Run, kwargs: str, message: str) -> None:
-    result = run(f"{NETS}:WrongExample", *TWO, "--kwargs", kwargs)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(
-        "error: WrongExample brings inputs (example_input_array or dummy_inputs) of its own: "
-    )
-    assert message in result.stderr
-
-
-def test_the_batch_need_not_come_first(run: Run) -> None:
-    result = run(f"{NETS}:make_mlp", *TWO, "--input", "x=float32[3,8,16]", "--batch-dims", "1", "--json")
-    assert result.exit_code == 0, result.output
-    assert Plan.model_validate_json(result.stdout).microbatch_rows == (2, 2, 2, 2)

@@ -14,7 +14,7 @@ from autosplit.cli import app as cli
 from autosplit.cli import calibrate
 from autosplit.profile import measured
 from autosplit.report.costs import CostReport
-from cost_models import DeviceSpec, OpWork, device
+from cost_models import OpWork, device
 from cost_models.calibration import Calibrated, Stamp
 from tests.cli.conftest import error_of
 
@@ -84,20 +84,6 @@ def test_a_model_without_values_is_planned_for_a_device(run: Run) -> None:
     assert "has no values" in error_of(run(f"{NETS}:make_on_meta", *X, "--measure"))
 
 
-def test_rows_and_chunks(run: Run) -> None:
-    found = report_of(run(f"{NETS}:Mlp", *X, "--rows", "12", "--chunks", "3", "--json"))
-    assert (found.rows, found.microbatches, found.batch_rows) == (12, 3, 36)
-    assert found.nodes[0].output_bytes == 12 * 16 * 4
-
-
-def test_one_row_per_node_or_per_module(run: Run) -> None:
-    model = run(f"{NETS}:Mlp", *X, "--depth", "0").stdout
-    assert "\n(Mlp)  micro " in model
-    nodes = run(f"{NETS}:Mlp", *X, "--nodes", "--top", "1").stdout
-    assert sum(line.startswith("layers.") for line in nodes.splitlines()) == 1
-    assert "\nand 3 more with " in nodes
-
-
 @pytest.mark.filterwarnings("default")
 def test_memory_that_runs_out_is_said_and_modelled(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     once = measured._Timing._once
@@ -158,30 +144,6 @@ def test_calibrating_writes_a_file_that_a_profile_takes(
     assert [path.name for path in (tmp_path / "caches").rglob("*.json")] == ["calibrated-cpu-lane.json"]
 
 
-def test_a_device_file_of_the_users_own(run: Run, tmp_path: Path) -> None:
-    spec = device("H100-SXM5-80GB")
-    slow = spec.model_dump() | {"name": "mine", "launch_s": 1.0}
-    path = tmp_path / "mine.json"
-    path.write_text(DeviceSpec.model_validate(slow).model_dump_json(), encoding="utf-8")
-    assert report_of(run(f"{NETS}:Mlp", *X, "--device", str(path), "--json")).totals.forward_s >= 4
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "cannot read"),
-        ("{", "mine.json"),
-        ('{"name": "x"}', "Field required"),
-        ('{"curves": 3}', "curves"),
-    ],
-)
-def test_a_malformed_file(run: Run, tmp_path: Path, content: str | None, said: str) -> None:
-    path = tmp_path / "mine.json"
-    if content is not None:
-        path.write_text(content, encoding="utf-8")
-    assert said in error_of(run(f"{NETS}:Mlp", *X, "--device", str(path)))
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -198,8 +160,3 @@ def test_a_malformed_file(run: Run, tmp_path: Path, content: str | None, said: s
 def test_bad_usage_ends_with_two(run: Run, arguments: tuple[str, ...], said: str) -> None:
     name, *rest = arguments
     assert said in error_of(run(f"{NETS}:{name}", *rest))
-
-
-def test_neither_a_model_nor_a_calibration(run: Run) -> None:
-    assert "no MODEL is given" in error_of(run())
-    assert "there is no device 'nothing'" in error_of(run("--calibrate", "--device", "nothing"))

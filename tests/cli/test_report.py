@@ -57,11 +57,6 @@ def test_a_step_is_measured_and_stands_beside_the_plan(run: Run, tmp_path: Path)
     assert '"measured"' in files["trace"].read_text()
 
 
-def test_a_schedule_without_a_backward_is_not_measured(run: Run) -> None:
-    asked = (*TWO_BY_FOUR, *X, "--measure", "--schedule", "forward")
-    assert "--schedule forward has none" in error_of(run(f"{NETS}:make_mlp", *asked))
-
-
 def test_json_is_the_plan_and_nothing_else(run: Run) -> None:
     result = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X, "--optimizer", "momentum", "--schedule", "gpipe", "--json")
     assert result.exit_code == 0, result.output
@@ -84,24 +79,6 @@ def test_a_saved_plan_is_the_printed_one_and_can_be_pinned(run: Run, tmp_path: P
     again = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X, "--plan", str(path), "--json")
     assert again.exit_code == 0, again.output
     assert Plan.model_validate_json(again.stdout).stage_of() == saved.stage_of()
-
-
-@pytest.mark.parametrize("target", ["Mlp", "INSTANCE", "make_mlp"])
-def test_a_factory_is_a_class_an_instance_or_a_function(run: Run, target: str) -> None:
-    result = run(f"{NETS}:{target}", *TWO_BY_FOUR, *X)
-    assert result.exit_code == 0, result.output
-    assert "Partition of Mlp" in result.stdout
-
-
-def test_a_model_in_a_package_is_found_from_the_working_folder(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "pack_for_cli").mkdir()
-    (tmp_path / "pack_for_cli" / "nets.py").write_text(Path(NETS).read_text(encoding="utf-8"), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    result = run("pack_for_cli.nets:Mlp", *TWO_BY_FOUR, *X)
-    assert result.exit_code == 0, result.output
-    assert "Partition of Mlp" in result.stdout
 
 
 def test_a_file_may_import_its_neighbour(run: Run, tmp_path: Path) -> None:
@@ -142,20 +119,6 @@ def test_devices_are_a_number_or_a_list(look: Run, text: str, devices: Any) -> N
 @pytest.mark.parametrize(("mode", "training"), [(["--train"], True), (["--eval"], False), ([], True)])
 def test_the_mode_of_the_model(look: Run, mode: list[str], training: bool) -> None:
     assert look("--devices", "2", *mode)[0].training is training
-
-
-def test_the_seed_reaches_the_factory_and_the_inputs(look: Run) -> None:
-    found = [look("--devices", "2", "--seed", seed) for seed in ("1", "1", "2")]
-    seen = [(model.layers[0].weight.sum().item(), own["sample"].kwargs["x"].sum().item()) for model, own in found]
-    assert seen[0] == seen[1]
-    assert seen[0][0] != seen[2][0]
-    assert seen[0][1] != seen[2][1]
-
-
-def test_the_model_own_example_inputs_are_the_default(run: Run) -> None:
-    result = run(f"{NETS}:WithExample", *TWO_BY_FOUR, "--json")
-    assert result.exit_code == 0, result.output
-    assert sum(Plan.model_validate_json(result.stdout).microbatch_rows) == 8
 
 
 def test_a_plan_that_does_not_fit_is_printed_and_exits_with_one(
@@ -236,14 +199,6 @@ def test_bad_usage(run: Run, arguments: tuple[str, ...], message: str) -> None:
     assert message in error_of(run(f"{NETS}:Mlp", *arguments))
 
 
-def test_debug_shows_the_traceback_and_keeps_the_exit_code(run: Run) -> None:
-    result = run(f"{NETS}:make_broken", *TWO_BY_FOUR, *X, "--debug")
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert "Traceback (most recent call last)" in result.stderr
-    assert "in make_broken" in result.stderr
-
-
 def test_an_error_that_is_not_ours_says_its_type_and_how_to_see_more(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(model: Any, **_: Any) -> None:
         raise ZeroDivisionError("division by zero")
@@ -272,13 +227,3 @@ def test_a_schedule_by_name_or_from_a_file(run: Run, tmp_path: Path) -> None:
     text = error_of(run(f"{NETS}:make_mlp", *own))
     assert f"{str(path)!r}, line 2, column 3; line 2, column 4: schedule 'mine': 1F1 is in lane 1 twice" in text
     assert ">1F1<" in text
-
-
-def test_several_stages_per_device(run: Run) -> None:
-    two = ("--schedule", "interleaved", "--virtual-stages", "2", "--json")
-    found = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X, *two)
-    assert found.exit_code == 0, found.output
-    plan = Plan.model_validate_json(found.stdout)
-    assert (plan.virtual_stages, [stage.lane for stage in plan.stages]) == (2, [0, 1, 0, 1])
-    refused = error_of(run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X, "--schedule", "gpipe", "--virtual-stages", "2"))
-    assert "gpipe puts 1 stage on a device, not 2; leave virtual_stages out" in refused

@@ -79,13 +79,6 @@ def test_a_warning_of_an_export_is_one_line_without_its_place_in_the_code(tmp_pa
     assert ".py:" not in done.stderr
 
 
-def test_several_exports_of_a_new_plan(run: Run, tmp_path: Path) -> None:
-    layout = tmp_path / "layout.txt"
-    result = run(*PLANNED, "--export", f"megatron:{layout}")
-    assert result.exit_code == 0, result.output
-    assert layout.read_text(encoding="utf-8") == "Ett|ttL\n"
-
-
 def test_what_a_form_cannot_say_costs_neither_the_plan_nor_the_other_files(run: Run, tmp_path: Path) -> None:
     csv = tmp_path / "schedule.csv"
     exports = ("--export", f"torch-csv:{csv}", "--export", f"megatron:{tmp_path / 'layout.txt'}")
@@ -125,14 +118,6 @@ def test_a_wrong_word_is_said_before_torch_is_imported(arguments: tuple[str, ...
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_model_that_is_not_there_is_said_before_torch_is_imported(tmp_path: Path) -> None:
-    for command in (("plan",), ("report", "--devices", "2", "--chunks", "2")):
-        done = without_torch(*command, str(tmp_path / "no.py:make"))
-        assert (done.returncode, "there is no file" in done.stderr) == (2, True)
-    done = without_torch("plan", "plan.json")
-    assert "a saved plan is shown by: autosplit report plan.json" in done.stderr
 
 
 def test_a_saved_plan_is_shown_as_it_is(run: Run, saved: Path) -> None:

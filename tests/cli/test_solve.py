@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,13 +64,6 @@ def test_the_json_has_the_keys_that_scripts_read(run: Run) -> None:
     assert result.stderr == ""
     forced = answer(run(GNMT, "--stages", 4, "--json"))
     assert forced | {"seconds": 0} == found | {"seconds": 0}
-
-
-def test_times_are_in_the_unit_of_the_file(run: Run, written: Callable[..., Path]) -> None:
-    found = answer(run(written(row(4)), "--stages", 2))
-    assert found["assignment"] == [0, 0, 1, 1]
-    assert (found["bottleneck"], found["lower_bound"], found["gap"]) == (2.25, 2.25, 0.0)
-    assert (found["loads"], found["bytes"]) == ([2.25, 2.25], [20, 20])
 
 
 def test_the_table_shows_stages_and_the_proof(run: Run, written: Callable[..., Path]) -> None:
@@ -192,25 +181,3 @@ def test_bad_input_exits_with_2_and_the_place(run: Run, written: Callable[..., P
     absent = run("absent.json", "--stages", 2)
     assert absent.exit_code == 2
     assert "cannot read the workload 'absent.json': No such file or directory" in absent.stderr
-
-
-def test_ctrl_c_ends_it_without_a_word() -> None:
-    started = "import sys, signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    # The solver tells by its first call that it has been reached, and is interrupted there.
-    started += (
-        "from autosplit.cli import app as cli\n"
-        "from autosplit.partition import solve as module\n"
-        "def solve(*_, **__):\n"
-        "    print('reached', file=sys.__stderr__, flush=True)\n"
-        "    while True: pass\n"
-        "module.solve = solve\n"
-        "cli.main()\n"
-    )
-    command = [sys.executable, "-c", started, "solve", str(GNMT), "--stages", "2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert process.stderr.readline() == "reached\n"
-        os.kill(process.pid, signal.SIGINT)
-        stdout, stderr = process.communicate()
-    assert (process.returncode, stdout) == (130, "")
-    assert "Traceback" not in stderr

@@ -35,12 +35,6 @@ def test_an_equal_pipe(run: Run) -> None:
     assert result.stderr == "a factory that talks\n"
 
 
-def test_an_equal_pipe_that_recomputes(run: Run) -> None:
-    result = run(f"{NETS}:make_mlp", *X, "--recompute", "always")
-    assert result.exit_code == 0, result.output
-    assert "recompute='some'" in run(f"{NETS}:make_mlp", *X, "--recompute", "some").stderr
-
-
 def test_json_is_the_comparison_and_nothing_else(run: Run) -> None:
     result = run(f"{NETS}:make_mlp", *X, "--json")
     assert result.exit_code == 0, result.output

@@ -86,28 +86,3 @@ def test_gradients_that_are_there_are_not_lost():
     model(torch.rand(3, 2)).sum().backward()
     with pytest.raises(ValueError, match="some parameter already has gradient"):
         balance_by_time(1, model, torch.rand(3, 2), device="cpu")
-
-
-@pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])
-@pytest.mark.parametrize(("partitions", "message"), [(0, "positive integer"), (3, r"shorter than(.*)\(2 < 3\)")])
-def test_partitions_that_cannot_be(balance, partitions, message):
-    with pytest.raises(ValueError, match=message):
-        balance(partitions, nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.rand(3, 2))
-
-
-class Two(nn.Module):
-    """Takes two tensors and gives them, as the modules of a Pipe do."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x, y):
-        return self.linear(x), y
-
-
-@pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])
-def test_tuples_are_unpacked_for_layers_of_several_arguments(balance):
-    given = torch.randn(3, 4), torch.randn(3, 4)
-    options = {"timeout": 0.01} if balance is balance_by_time else {}
-    assert sum(balance(2, nn.Sequential(Two(), Two(), Two()), given, device="cpu", **options)) == 3

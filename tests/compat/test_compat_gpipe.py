@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.compat import BalanceError, GPipe, is_checkpointing, is_recomputing
+from autosplit.compat import BalanceError, GPipe
 from autosplit.compat.chain import CHECKPOINTS
 from tests.compat.sequential_models import assert_like_plain, mlp, pairs, rows, unet
 
@@ -66,14 +66,6 @@ def test_it_is_like_a_sequential():
     for index in (5, -6):
         with pytest.raises(IndexError):
             pipe[index]
-
-
-def test_names_are_torchgpipe_s():
-    pipe = GPipe(nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)]), [1, 2], devices=CPUS)
-    names = [f"partitions.{place}.{name}" for place in ("0.0", "1.1", "1.2") for name in ("weight", "bias")]
-    assert list(pipe.state_dict()) == [name for name, _ in pipe.named_parameters()] == names
-    assert isinstance(pipe.partitions, nn.ModuleList)
-    assert all(isinstance(partition, nn.Sequential) for partition in pipe.partitions)
 
 
 def test_moves_are_refused_and_dtypes_are_not():
@@ -145,18 +137,6 @@ def test_only_tensors_go_from_partition_to_partition_and_out():
             GPipe(model, [1] * len(model), devices=CPUS)(torch.rand(2, 2))
 
 
-def test_an_empty_model_gives_its_input():
-    pipe = GPipe(nn.Sequential(), [])
-    x = torch.tensor(42)
-    assert pipe(x) is x
-    assert (len(pipe), list(pipe)) == (0, [])
-
-
-def test_partitions_may_compute_nothing():
-    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4), nn.Identity()).double()
-    assert_like_plain(GPipe(copy.deepcopy(model), [1, 1, 1], devices=CPUS, chunks=2), model, rows(4, 4))
-
-
 def test_modes_and_hooks_are_the_layers():
     pipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)), [1, 2], devices=CPUS, chunks=2)
     x = torch.rand(6, 4)
@@ -182,15 +162,6 @@ def test_copies_run_by_themselves():
     assert twin.pipe.plan == pipe.pipe.plan
 
 
-def test_a_failing_layer_raises_its_own_error():
-    class Failing(nn.Module):
-        def forward(self, x):
-            raise LookupError("its own")
-
-    with pytest.raises(LookupError, match="its own"):
-        GPipe(nn.Sequential(nn.Linear(2, 2), Failing()), [1, 1], devices=CPUS, chunks=2)(torch.rand(4, 2))
-
-
 def test_the_pipe_below_trains_in_one_call():
     model = mlp()
     pipe = GPipe(copy.deepcopy(model), [2, 3], devices=CPUS, chunks=4)
@@ -203,33 +174,11 @@ def test_the_pipe_below_trains_in_one_call():
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_layers_can_tell_which_run_they_are_in(checkpoint):
-    seen = []
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].register_forward_pre_hook(lambda _, given: seen.append((is_checkpointing(), is_recomputing())) or given)
-    pipe = GPipe(model, [1, 1], devices=CPUS, chunks=3, checkpoint=checkpoint)
-    pipe(torch.rand(6, 4))
-    seen.clear()
-    pipe(torch.rand(6, 4)).sum().backward()
-    again = {"always": 3, "except_last": 2, "never": 0}[checkpoint]
-    assert sorted(seen) == sorted([(True, False)] * again + [(False, True)] * again + [(False, False)] * (3 - again))
-
-
 def test_a_model_that_no_graph_follows_runs_without_recomputing():
     pipe = GPipe(nn.Sequential(Pass(), Pass()), [1, 1], devices=CPUS, chunks=2)
     x = torch.rand(4, 2)
     assert torch.equal(pipe(x), x)
     assert "recompute=['except_last'] is ignored" in str(pipe.pipe.plan.notes)
-
-
-def test_what_deferred_batch_norms_kept_is_not_loaded():
-    pipe = GPipe(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), [1, 1], devices=CPUS, deferred_batch_norm=True)
-    kept = {name: value + 1 for name, value in pipe.state_dict().items()}
-    pipe.load_state_dict(kept | {f"partitions.1.1.{name}": torch.zeros(3) for name in ("sum", "sum_squares")})
-    assert all(torch.equal(value, kept[name]) for name, value in pipe.state_dict().items())
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        pipe.load_state_dict(kept | {"partitions.0.0.sum": torch.zeros(3)})
 
 
 def norms():

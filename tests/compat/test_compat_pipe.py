@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from autosplit.compat import NoChunk, Pipe, PipeSequential, WithDevice
 from autosplit.compat.chain import CHECKPOINTS
-from autosplit.compat.pipe import LocalValue
 from autosplit.errors import InputError
 from tests.compat.sequential_models import assert_like_plain, mlp, rows, unet
 
@@ -94,13 +93,6 @@ def test_a_tensor_may_go_whole_to_every_microbatch():
         NoChunk(3)
 
 
-def test_calls_of_several_kinds_share_one_plan():
-    pipe = Pipe(nn.Sequential(Factor(), nn.Tanh()), chunks=2)
-    for factor in (NoChunk(rows(3, 3)), NoChunk(rows(3, 5))):
-        pipe(rows(4, 3), factor)
-    assert pipe.pipe_for((0, None)).plan.microbatch_rows == (2, 2)
-
-
 @pytest.mark.parametrize(
     ("inputs", "error", "message"),
     [
@@ -146,19 +138,6 @@ def test_modules_may_share_parameters_on_one_device():
     layer = nn.Linear(3, 3)
     model = nn.Sequential(nn.Sequential(layer, nn.Tanh()), nn.Sequential(nn.ReLU(), Holds(layer))).double()
     assert_like_plain(Local(model, chunks=2), model, rows(4, 3))
-
-
-def test_an_empty_model_gives_its_input():
-    x = torch.rand(2)
-    output = Pipe(nn.Sequential())(x)
-    assert output.local_value() is x
-    assert output.is_owner()
-
-
-def test_a_scalar_output_has_a_backward():
-    x = torch.tensor(3.0, requires_grad=True)
-    LocalValue(x * 2).backward()
-    assert x.grad == 2
 
 
 class Factor(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.compat import GPipe, Namespace, pop, skippable, stash, verify_skippables
+from autosplit.compat import GPipe, pop, skippable, stash
 from autosplit.compat.chain import CHECKPOINTS
 from autosplit.compat.skip import on_their_own
 from tests.compat.sequential_models import Down, Up, assert_like_plain, rows, unet
@@ -114,38 +114,6 @@ def test_only_skips_may_be_yielded():
 
     with pytest.raises(TypeError, match="is not a command from @skippable"):
         Layer()(torch.rand(1))
-
-
-def test_problems_of_all_layers_are_told_at_once():
-    model = nn.Sequential(
-        layer(stashes=["a", "b"]),
-        layer(stashes=["a"]),
-        layer(pops=["a"]),
-        layer(pops=["a", "c"]),
-        layer(stashes="d", pops="d"),
-    )
-    with pytest.raises(TypeError) as error:
-        verify_skippables(model)
-    assert str(error.value).splitlines()[2:] == [
-        "* '1' redeclared 'a' as stashable but not isolated by namespace",
-        "* '3' redeclared 'a' as poppable but not isolated by namespace",
-        "* '3' declared 'c' as poppable but it was not stashed",
-        "* '4' declared 'd' both as stashable and as poppable",
-        "* no module declared 'b' as poppable but stashed",
-    ]
-    with pytest.raises(TypeError, match="do not match"):
-        GPipe(model, [5], devices=CPUS)
-
-
-def test_namespaces_keep_names_apart():
-    one, other = Namespace(), Namespace()
-    assert one != other
-    assert copy.copy(one) == one
-    assert (one < other) != (other < one)
-    stashing, popping = ([layer(**kind).isolate(n) for n in (one, other)] for kind in ({"stashes": "a"}, {"pops": "a"}))
-    verify_skippables(nn.Sequential(*stashing, *popping))
-    both = layer(stashes=["a", "b"]).isolate(one, only=["a"])
-    assert list(both.stashable()) == [(one, "a"), (None, "b")]
 
 
 def test_a_skippable_layer_shows_what_it_is():

@@ -79,22 +79,6 @@ def test_states_of_an_lstm_have_the_batch_in_their_second_dimension(batch_first:
     assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
-@pytest.mark.slow
-def test_nested_batch_dims_say_it_per_leaf() -> None:
-    value, states = numbers(7, 4, WIDTH, gradient=False), (numbers(2, 7, 5, gradient=False),) * 2
-    for told in ((0, 1), (0, (1, 1)), {"value": 0, "states": 1}, {"value": 0, "states_0": 1, "states_1": 1}):
-        plain = Recurrent(batch_first=True)
-        pipe = pipe_of(plain, batch_dims=told)
-        for mine, theirs in zip(*(flat(m(value, states)) for m in (pipe, plain)), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-        assert dims_of(pipe) == (0, 1, 1)
-
-
-def flat(output: Any) -> tuple[Tensor, ...]:
-    value, (hidden, cell) = output
-    return value, hidden, cell
-
-
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0)
     return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).double()
@@ -157,11 +141,6 @@ def test_a_target_of_other_rows_names_batch_dims() -> None:
         pipe.train_step(
             numbers(4, 7, WIDTH), target=numbers(7, 5), loss_fn=lambda output, t: (output[-1] - t).square().mean()
         )
-
-
-def test_a_batch_that_mixes_at_once_is_still_the_batch() -> None:
-    pipe = check(Model(lambda m, x: m.b(m.a(x - x.mean(0)))), numbers(7, WIDTH))
-    assert dims_of(pipe) == (0,)
 
 
 SQUARE = numbers(WIDTH, WIDTH)
@@ -229,12 +208,6 @@ def test_the_first_input_has_the_batch_and_what_has_another_size_is_whole(name: 
     pipe = check(Model(body), *inputs)
     assert dims_of(pipe) == tuple(0 if len(value) == max(map(len, inputs)) else None for value in inputs)
     assert pipe.plan.class_flops["full"] == 0.0
-
-
-def test_what_batch_dims_leaves_out_follows_the_size_that_it_says() -> None:
-    inputs = numbers(4, 8, WIDTH), numbers(4, 1, WIDTH, seed=1), numbers(8, seed=2)
-    model = Model(lambda m, x, w, y: m.b(torch.tanh(m.a(x + w))) * y[:, None])
-    assert dims_of(check(model, *inputs, batch_dims=(1,))) == (1, None, 0)
 
 
 BAD_DIMS: dict[str, tuple[Any, str]] = {

@@ -377,10 +377,3 @@ def test_a_norm_without_statistics_of_the_models_sees_the_whole_batch() -> None:
     assert_equal_runs(
         forward_backward(autosplit(model, devices=["cpu"] * 2, chunks=3), batch), forward_backward(plain, batch)
     )
-
-
-def test_the_report_says_whose_statistics_they_are() -> None:
-    pipe = autosplit(build_kind("plain"), devices=["cpu"] * 2, chunks=4, sample=numbers(8, WIDTH).detach())
-    text = " ".join(pipe.report().split())
-    assert "1 batch norm layer normalises each microbatch by itself" in text
-    assert "the plain model's for the first (norm#0)" in text

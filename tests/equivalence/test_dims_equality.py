@@ -16,7 +16,7 @@ from autosplit import autosplit, kept, recorded
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, difference, forward_backward, train_step
 from tests.models.lengths import CASES, Case, made
 from tests.models.three_layers import WIDTH, Model
-from tests.pairwise import in_turn, mostly_slow
+from tests.pairwise import in_turn
 
 
 def _pipe(model: nn.Module, lanes: str = "inline", chunks: int = 3) -> Any:
@@ -50,16 +50,6 @@ def test_the_longest_length_is_checked_not_recorded() -> None:
         batch = CASES["causal"].batch(4, length)
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
     assert made(pipe) == 2
-
-
-@pytest.mark.parametrize("name", mostly_slow(["causal", "padded", "recurrent"], "padded"))
-def test_single_rows_and_single_words(name: str) -> None:
-    model = CASES[name].make().double()
-    pipe = _pipe(model)
-    for rows, length in ((1, 6), (1, 8), (4, 5), (5, 1), (1, 1), (2, 12)):
-        batch = CASES[name].batch(rows, length)
-        assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
-    assert made(pipe) <= 4
 
 
 def test_training_steps_on_many_lengths() -> None:
@@ -208,18 +198,6 @@ def test_dtype_and_modes_record_anew_under_one_plan() -> None:
         expected, found = model(*batch.args, **batch.kwargs), pipe(*batch.args, **batch.kwargs)
     assert difference(found["classes"], expected["classes"]) < 1e-2  # bfloat16's rounding, by microbatch
     assert pipe.plan is plan
-
-
-@pytest.mark.slow
-def test_lengths_are_generalised_beside_other_keywords() -> None:
-    """Kinds of calls with other numbers of inputs are kept at the same time."""
-    model = CASES["padded"].make().double()
-    pipe = autosplit(model, devices=2, chunks=2, lanes="inline")
-    for length in (9, 6, 12, 20):
-        padded = CASES["padded"].batch(4, length)
-        for batch in (padded, Batch(padded.args), Batch(padded.args, {"scale": 2.0})):
-            assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
-    assert made(pipe) == 6
 
 
 def test_a_number_that_never_repeats_is_left_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,23 +149,6 @@ def test_the_caller_s_tensors(case: str, run: tuple[str, str, str], way: str) ->
         torch.testing.assert_close(found, wanted)
 
 
-def test_a_leaf_may_be_changed_where_no_gradient_is_wanted() -> None:
-    model = First().double()
-    pipe = split(copy.deepcopy(model))
-    one, other = (numbers(ROWS, WIDTH).requires_grad_() for _ in range(2))
-    with torch.no_grad():
-        torch.testing.assert_close(pipe(one), model(other))
-    torch.testing.assert_close(one, other)
-    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
-        pipe(one)
-
-
-def test_why_a_call_ran_by_the_model_s_own_python_is_in_the_report() -> None:
-    pipe = split(First().double())
-    pipe(numbers(ROWS, WIDTH).requires_grad_() * 1)
-    assert "the model changes its input 'value' in place, which requires a gradient" in pipe.report()
-
-
 def test_a_kind_of_call_knows_whether_an_input_wants_a_gradient() -> None:
     model = Asks().double()
     pipe = split(model)
@@ -180,18 +163,6 @@ def changes_target(output: Tensor, target: Tensor) -> Tensor:
 
 def changes_output(output: Tensor, target: Tensor) -> Tensor:
     return output.sub_(target).pow(2).mean()
-
-
-class Counting(nn.Module):
-    """A loss that counts its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        self.calls += 1
-        return F.mse_loss(output, target) * (1 + 0 * self.calls)
 
 
 @pytest.mark.parametrize("lanes", LANES)

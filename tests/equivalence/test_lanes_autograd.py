@@ -19,23 +19,7 @@ from tests.models.named import WIDTH, Chain, numbers
 from tests.models.three_layers import Model
 from tests.pairwise import in_turn
 
-
 # -- what is differentiated ------------------------------------------------------------------------------------------
-@as_plain("shared weight")
-def test_a_subset_of_the_parameters(module: nn.Module) -> Sequence[Any]:
-    parameters = list(module.parameters())
-    loss = probe_loss(module(value_of()))
-    found = [torch.autograd.grad(loss, [p], retain_graph=True)[0] for p in parameters]
-    assert grads(module) == [None] * len(parameters)
-    return [*found, *torch.autograd.grad(loss, parameters[1:3])]
-
-
-@as_plain("shared weight")
-def test_backward_with_inputs_adds_to_those_only(module: nn.Module) -> Sequence[Any]:
-    value = value_of()
-    some = [p for index, p in enumerate(module.parameters()) if index % 2]
-    probe_loss(module(value)).backward(inputs=some)
-    return [value.grad, *grads(module)]
 
 
 @as_plain("nested skips")
@@ -45,16 +29,6 @@ def test_values_of_the_callers_graph_before_and_behind_the_pipe(module: nn.Modul
     output = module(before)
     behind = output.pow(2)
     return torch.autograd.grad(probe_loss(behind), [behind, output, before, value, *module.parameters()])
-
-
-@both
-def test_a_tensor_that_was_not_used(lanes: str) -> None:
-    plain, pipe = pair("chain", lanes)
-    other = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    for module in (plain, pipe):
-        with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
-            torch.autograd.grad(probe_loss(module(value_of())), [other])
-        assert torch.autograd.grad(probe_loss(module(value_of())), [other], allow_unused=True) == (None,)
 
 
 @both
@@ -93,17 +67,6 @@ def test_two_parameters_with_one_gradient(step: bool, lanes: str) -> None:
     else:
         F.mse_loss(pipe(value_of()), target).backward()
     assert_equal(grads(pipe), grads(plain))
-
-
-@pytest.mark.parametrize("key", ["hidden", "logits"])
-@both
-def test_one_output_of_several(key: str, lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        value = value_of()
-        probe_loss(module(value)[key]).backward()
-        return [value.grad, *grads(module)]
-
-    check(run, "dict output", lanes)
 
 
 def mixed(model: Any, value: Tensor, other: Tensor) -> tuple[Tensor, ...]:
@@ -185,13 +148,6 @@ def test_two_forwards_before_their_backwards(order: str, lanes: str) -> None:
     check(run, "shared weight", lanes)
 
 
-@as_plain("repeated block")
-def test_the_output_of_one_call_is_the_input_of_the_next(module: nn.Module) -> Sequence[Any]:
-    value = value_of()
-    probe_loss(module(module(value)) + module(value)).backward()
-    return [value.grad, *grads(module)]
-
-
 @both
 def test_gradients_accumulate_over_calls_and_steps(lanes: str) -> None:
     plain, pipe = pair("shared weight", lanes)
@@ -265,32 +221,6 @@ def test_frozen_between_forward_and_backward(module: nn.Module) -> Sequence[Any]
     loss.backward()
     module.requires_grad_(True)
     return [value.grad]
-
-
-@as_plain("nested skips")
-def test_modes_one_after_another(module: nn.Module) -> Sequence[Any]:
-    found: list[Any] = []
-    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad, torch.no_grad):
-        with mode():
-            output = module(value_of())
-        found += [output.requires_grad, output.is_inference(), output.detach().clone()]
-    return found
-
-
-@as_plain("residual chain")
-def test_inference_mode_as_the_first_call(module: nn.Module) -> Sequence[Any]:
-    value = value_of()
-    with torch.inference_mode():
-        first = module(value).clone()
-    probe_loss(module(value)).backward()
-    return [first, value.grad, *grads(module)]
-
-
-@as_plain("residual chain")
-def test_a_part_in_eval_mode(module: nn.Module) -> Sequence[Any]:
-    module.get_submodule("blocks.1").eval()
-    probe_loss(module(value_of())).backward()
-    return grads(module)
 
 
 @both

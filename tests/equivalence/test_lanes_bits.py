@@ -163,21 +163,6 @@ def test_any_number_of_lanes_of_either_kind(name: str, delays: Delays) -> None:
             assert_same(one, found[0])
 
 
-@pytest.mark.slow
-def test_several_backwards_of_one_graph_and_calls_between(delays: Delays) -> None:
-    batch = MODELS["gpt"][1](9)
-    found = []
-    for lanes, devices in (("inline", 3), ("threads", 2)):
-        pipe = split("gpt", lanes, devices)
-        losses = [output_of(pipe(*batch.args)).pow(2).mean() * scale for scale in (1, 3)]
-        losses[1].backward(retain_graph=True)
-        losses[0].backward()
-        losses[1].backward()
-        found.append([parameter.grad for parameter in pipe.parameters()])
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
-
-
 class Aside(nn.Module):
     """Its first two layers have results that nobody uses: the last stage waits for no other."""
 

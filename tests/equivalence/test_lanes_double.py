@@ -62,36 +62,6 @@ def test_gradient_penalty(module: nn.Module) -> Sequence[Any]:
     return [value.grad, *grads(module)]
 
 
-@as_plain("hub", tolerance=1e-10)
-def test_third_order(module: nn.Module) -> Sequence[Any]:
-    value = value_of()
-    (first,) = torch.autograd.grad(probe_loss(module(value)), [value], create_graph=True)
-    (second,) = torch.autograd.grad(first.pow(2).sum(), [value], create_graph=True)
-    return [first, second, *torch.autograd.grad(second.pow(2).sum(), [value, *module.parameters()])]
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True:UserWarning")
-@as_plain("shared weight", tolerance=1e-10)
-def test_backward_with_create_graph_and_a_plain_backward_after_it(module: nn.Module) -> Sequence[Any]:
-    value = value_of()
-    loss = probe_loss(module(value))
-    loss.backward(create_graph=True)
-    first = [value.grad, *(p.grad for p in module.parameters())]
-    value.grad = None
-    module.zero_grad()
-    torch.stack([g.pow(2).sum() for g in first]).sum().backward(retain_graph=True)
-    loss.backward()
-    return [*first, value.grad, *grads(module)]
-
-
-@both
-@pytest.mark.parametrize("name", ["chain", "shared weight"])
-def test_gradgradcheck(name: str, lanes: str) -> None:
-    pipe = autosplit(CASES[name].build(), devices=["cpu"] * 2, chunks=2, lanes=lanes)
-    value = value_of(3)
-    assert torch.autograd.gradgradcheck(pipe, [value], fast_mode=True, nondet_tol=0)
-
-
 @as_plain("shared weight", tolerance=1e-10)
 def test_hooks_of_parameters_see_each_order_once(module: nn.Module) -> Sequence[Any]:
     seen: list[str] = []
@@ -190,16 +160,6 @@ def test_a_change_in_place_since_the_forward_is_refused_on_threads(what: str, gr
         (value if what == "input" else parameters[0]).mul_(1)  # the same values: only the version tells
     with pytest.raises(RuntimeError, match=REFUSED):
         torch.autograd.grad(loss, parameters, create_graph=True)
-
-
-@both
-def test_values_that_are_nan_are_differentiated(lanes: str) -> None:
-    pipe = make(dropping, lanes)
-    value = value_of()
-    with torch.no_grad():
-        next(pipe.parameters()).fill_(float("nan"))
-    (gradient,) = torch.autograd.grad(probe_loss(pipe(value)), [value], create_graph=True)
-    assert gradient.isnan().all()
 
 
 @both

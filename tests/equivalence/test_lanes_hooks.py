@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -92,16 +91,6 @@ def test_a_loss_with_parameters_of_its_own_and_a_penalty_on_all_of_the_models(la
 
     for name in ("chain", "shared weight"):
         check(run, name, lanes)
-
-
-@as_plain("shared weight")
-def test_hooks_hold_for_autograd_grad_and_stay_in_place(module: nn.Module) -> Sequence[Any]:
-    seen: list[Any] = []
-    for key, parameter in module.named_parameters():
-        _hook(parameter, key, seen)
-    first = torch.autograd.grad(probe_loss(module(value_of())), list(module.parameters()))
-    second = torch.autograd.grad(probe_loss(module(value_of())), list(module.parameters()))
-    return [*first, *second, *sorted(entry[:2] for entry in seen)]
 
 
 @both
@@ -229,19 +218,6 @@ def test_function_transforms(name: str, case: tuple[str, str]) -> None:
     check(run, *case)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@in_turn(model=("shared weight", "hub"), lanes=LANES)
-def test_forward_mode(model: str, lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        value = value_of(gradient=False)
-        module(value)
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(value, DIRECTION)
-            return list(torch.autograd.forward_ad.unpack_dual(module(dual)))
-
-    check(run, model, lanes)
-
-
 @as_plain("shared weight")
 def test_functional_call_with_parameters_of_the_callers_graph(module: nn.Module) -> Sequence[Any]:
     module(value_of())
@@ -256,20 +232,6 @@ def blocks_of_two() -> nn.Sequential:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(4)]
     return nn.Sequential(*blocks).double().train()
-
-
-@both
-def test_a_hook_that_computes_runs_again(lanes: str) -> None:
-    plain, x = blocks_of_two(), torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
-    split = deepcopy(plain)
-    for net in (plain, split):
-        net[1][1].register_forward_hook(lambda module, args, output: output * 2)
-    pipe = autosplit(split, devices=2, chunks=3, lanes=lanes, recompute="always")
-    for _ in range(2):
-        F.mse_loss(plain(x), x.detach()).backward()
-        pipe.train_step(x, target=x.detach(), loss_fn=F.mse_loss)
-    for one, other in zip(plain.parameters(), split.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, one.grad, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")

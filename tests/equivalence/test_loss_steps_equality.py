@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import InputError, autosplit
-from autosplit.runtime.loss.proof import Proofs
 from tests.equivalence.equality import Run, assert_equal_runs, difference, forward_backward, train_step
 from tests.equivalence.test_loss_rules_equality import (
     CLASSES,
@@ -26,8 +25,6 @@ from tests.equivalence.test_loss_rules_equality import (
     classes,
     inputs,
     numbers,
-    own_mean,
-    own_sum,
     pair,
 )
 
@@ -139,12 +136,6 @@ def test_a_lambda_made_anew_in_every_round_is_proved_once_and_kept_once() -> Non
     assert others
 
 
-def test_lambdas_with_other_texts_as_defaults_are_other_losses() -> None:
-    mean, total = (lambda o, t, how=how: F.mse_loss(o, t, reduction=how) for how in ("mean", "sum"))
-    proofs = Proofs()
-    assert proofs.identity(mean) != proofs.identity(total)
-
-
 @pytest.mark.parametrize("loss_fn", [F.cross_entropy, lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1)])
 def test_steps_add_up_with_frozen_layers_and_other_batch_sizes(loss_fn: Callable[..., Tensor]) -> None:
     plain, pipe = Net("classes").double(), Net("classes").double()
@@ -201,11 +192,6 @@ def test_an_input_that_is_an_output_gets_its_gradient_from_both(schedule: str) -
     assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
 
 
-@pytest.mark.parametrize(("reduction", "loss_fn"), [("mean", own_mean), ("sum", own_sum)])
-def test_a_given_reduction_is_used(reduction: str, loss_fn: Callable[..., Tensor]) -> None:
-    assert_equal_step("classes", loss_fn, numbers(ROWS, CLASSES), step={"loss_reduction": reduction})
-
-
 def test_a_mean_that_is_neither_by_rows_nor_a_sum_is_refused() -> None:
     labels = classes(ROWS, TIME, ignored=-100)
 
@@ -219,10 +205,3 @@ def test_a_mean_that_is_neither_by_rows_nor_a_sum_is_refused() -> None:
     with pytest.raises(InputError, match="loss_reduction"):
         pair("spatial")[1].train_step(*inputs().args, target=labels, loss_fn=by_hand)
     assert_equal_step("spatial", by_rows, labels)
-
-
-def test_a_step_leaves_no_gradient_on_target_and_no_graph_on_the_loss() -> None:
-    target = numbers(ROWS, CLASSES)
-    loss = pair("classes")[1].train_step(*inputs().args, target=target, loss_fn=own_mean)
-    assert target.grad is None
-    assert loss.grad_fn is None

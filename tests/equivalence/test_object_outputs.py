@@ -16,7 +16,6 @@ from torch import nn
 
 from autosplit import autosplit, verify
 from tests.clients.models import gpt2, llama
-from tests.models.three_layers import Model
 
 X = torch.randn(8, 6, dtype=torch.float64)
 
@@ -156,14 +155,6 @@ def test_train_step_and_verify() -> None:
     assert checked.equal, checked
 
 
-def test_an_object_that_the_model_keeps_is_not_copied() -> None:
-    model = Model(lambda m, x: (m.b(m.a(x)), m.info), info=SimpleNamespace(name="kept"))
-    pipe = autosplit(model, devices=2, chunks=2, sample=X)
-    out, info = pipe(X)
-    assert info is model.info
-    torch.testing.assert_close(out, model(X)[0])
-
-
 class Pair:
     """A batch as an object: tensors in a list and in attributes, and a number."""
 
@@ -211,22 +202,6 @@ def test_an_object_that_the_forward_changes_is_the_callers_own() -> None:
     assert pipe.plan is not None
     assert pipe.plan.rung == "module tree"
     assert any("object that it is given" in note for note in pipe.plan.notes)
-
-
-def sized(model: Any, x: torch.Tensor, like: torch.Size) -> tuple[torch.Tensor, Any]:
-    """Return the shape of the result beside it, and the one that is given."""
-    out = model.b(model.a(x)).reshape(-1, like[1], 2)
-    return out, {"shape": out.shape, "like": like}
-
-
-def test_a_shape_stays_a_shape() -> None:
-    model = Model(sized)
-    pipe = autosplit(model, devices=2, chunks=3)
-    for rows in (8, 5):
-        x = torch.randn(rows, 6, dtype=torch.float64)
-        made = pipe(x, torch.Size((1, 3)))[1]
-        assert made == {"shape": torch.Size((rows, 3, 2)), "like": torch.Size((1, 3))}
-        assert {type(value) for value in made.values()} == {torch.Size}
 
 
 class Beside(nn.Module):

@@ -137,15 +137,6 @@ def test_all_labels_ignored_give_what_the_plain_model_gives() -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", mostly_slow(["a decoder with labels", "mixtral with a mask"], "mixtral with a mask"))
-def test_a_decoders_step_with_its_own_loss(name: str) -> None:
-    options, inputs = MODELS[name]
-    plain = Decoder(**options).double()
-    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 3, chunks=3)
-    expected = forward_backward(plain, Batch(inputs), loss=first_of)
-    assert_equal_runs(train_step(pipe, Batch(inputs)), Run({}, expected.loss, expected.gradients, expected.buffers))
-
-
 def test_a_model_without_a_loss_of_its_own_is_told_what_to_give() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     pipe = autosplit(model, devices=["cpu"] * 2, chunks=2)
@@ -156,31 +147,3 @@ def test_a_model_without_a_loss_of_its_own_is_told_what_to_give() -> None:
         with pytest.raises(InputError, match=f"{next(iter(option))}= without loss_fn="):
             pipe.train_step(value, **option)
     assert all(parameter.grad is None for parameter in pipe.parameters())
-
-
-class Watched(nn.Module):
-    """A body whose activations are watched on the side, as for logs: values that mix rows and that nothing uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
-
-    def forward(self, value: Tensor) -> dict[str, Any]:
-        seen = []
-        for layer in self.layers:
-            value = torch.tanh(layer(value))
-            seen += [value.std(), value.abs().mean(), value.abs().amax((0, 1))]
-        return {"value": value, "seen": torch.stack([s for s in seen if s.dim() == 0]), "largest": seen[2]}
-
-
-def test_values_watched_on_the_side_do_not_drag_the_layers_along() -> None:
-    value = torch.randn(7, 4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    plain = Watched().double()
-    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 3, chunks=3)
-    assert_equal_runs(*(forward_backward(module, Batch((value,))) for module in (pipe, plain)))
-    graph = trace(plain, Sample(value)).graph
-    full = {info.name for _, info in graph.compute_nodes() if info.node_class is NodeClass.FULL}
-    assert not [name for name in full if name.startswith("layers") or "tanh" in name]
-    assert pipe.plan is not None
-    assert pipe.plan.class_flops["full"] < SMALL_SHARE

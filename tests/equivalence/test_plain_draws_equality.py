@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from autosplit import autosplit
 from tests.equivalence.equality import (
     LANES,
-    TOLERANCE,
     Batch,
     Run,
     assert_equal_runs,
@@ -189,22 +188,6 @@ def test_every_random_operation_draws_the_models_numbers(name: str) -> None:
     assert not any("seeded generators" in note for note in pipe.plan.notes)
 
 
-@pytest.mark.parametrize("name", ["stochastic depth", "fills", "bernoulli_ of a tensor"])
-def test_masks_in_memory_that_was_not_set_are_drawn_by_microbatch(name: str) -> None:
-    pipe = split(build(name))
-    seeded(pipe, 10, 1)
-    recorded = next(iter(pipe._autosplit.recordings.kept.values()))[0]
-    assert all(node.micro for node in recorded.lowered.tape)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtypes(dtype: torch.dtype) -> None:
-    plain, pipe = build("dropout", dtype), split(build("dropout", dtype))
-    (actual, after), (expected, expected_after) = (seeded(m, 10, 1, dtype) for m in (pipe, plain))
-    torch.testing.assert_close(actual.outputs["/"], expected.outputs["/"], rtol=0, atol=TOLERANCE.get(dtype, 1e-2))
-    assert torch.equal(after, expected_after)
-
-
 @in_turn(context=(torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")), name=("dropout", "attention"))
 def test_other_modes_of_torch(context: Callable[[], Any], name: str) -> None:
     dtype, value = torch.float32, numbers(10, LENGTH, WIDTH).float()
@@ -279,15 +262,6 @@ def test_what_cannot_wait_for_its_turn_is_drawn_by_counter_and_said() -> None:
     assert torch.equal(runs[0][0].outputs["/"], runs[1][0].outputs["/"])
     assert not pipe.draws_as_model
     assert any("1 random operations draw per microbatch from seeded generators" in note for note in pipe.plan.notes)
-
-
-def test_the_share_may_change_between_calls() -> None:
-    plain, pipe = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(SHARE)).double() for _ in range(2))
-    pipe.load_state_dict(plain.state_dict())
-    pipe = split(pipe)
-    for share in (SHARE, 0.8):
-        plain[1].p = pipe.unsplit()[1].p = share
-        assert_equal(pipe, plain, 10, 1)
 
 
 class Mask(nn.Module):

@@ -28,7 +28,6 @@ ROWS = st.integers(1, 13)
 CHUNKS = st.integers(1, 9)
 DEVICES = st.integers(1, 5)
 LANE = st.sampled_from(LANES)
-ROW_WISE = tuple(kind for kind in OPERATIONS if not kind.startswith("batch_"))
 
 
 def row_wise_sum(output: Tensor, target: Tensor) -> Tensor:
@@ -100,18 +99,6 @@ def test_train_step_equals_the_plain_model(
         expected = forward_backward(plain, batch, loss=lambda output, target=target: loss_fn(output, target))
         actual = train_step(pipe, batch, target=target, loss_fn=loss_fn)
         assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
-
-
-@settings(max_examples=examples(12, few=3))
-@given(recipe=recipes(kinds=ROW_WISE), rows=st.integers(2, 9), chunks=CHUNKS, devices=DEVICES)
-def test_switching_modes_equals_the_plain_model(recipe: Recipe, rows: int, chunks: int, devices: int) -> None:
-    plain, pipe = build(recipe), autosplit(build(recipe), devices=["cpu"] * devices, chunks=chunks)
-    batch = make_batch(recipe, rows=rows)
-    for training, gradients in ((False, False), (True, True), (False, True), (True, False)):
-        plain.train(training)
-        pipe.train(training)
-        with torch.set_grad_enabled(gradients):
-            assert_equal_runs(forward_backward(pipe, batch), forward_backward(plain, batch))
 
 
 def test_the_metric_sees_one_wrong_element() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.devices import Allocations
-from tests.pairwise import in_turn, mostly_slow
+from tests.pairwise import in_turn
 
 WIDTH, ROWS, CHUNKS = 4, 10, 3
 
@@ -159,18 +159,6 @@ def test_buffers_that_the_forward_writes(kind: str, way: tuple[str, str, str]) -
         assert_left_equal(pipe, model)
 
 
-@pytest.mark.parametrize("way", mostly_slow(WAYS, WAYS[1]), ids=str)
-def test_two_forwards_and_their_backwards_in_the_other_order_twice(way: tuple[str, str, str]) -> None:
-    model, pipe = pair(InPlace, way)
-    for module in (model, pipe):
-        torch.manual_seed(1)
-        one, two = (mean_of(module(value(seed)), value(9)) for seed in (1, 2))
-        two.backward()
-        one.backward(retain_graph=True)
-        one.backward()
-    assert_left_equal(pipe, model)
-
-
 def to_eval(module: nn.Module) -> None:
     module.eval()
 
@@ -244,22 +232,6 @@ def test_parameters_of_a_functional_call_are_those_of_the_second_run() -> None:
         found.append([p.grad for p in own.values()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
-
-
-class Whole(Net):
-    """No graph can follow it."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        return super().forward(value * 2 if self.first(value).sum().item() > 0 else value)
-
-
-def test_on_the_module_tree_recompute_is_ignored_with_a_note() -> None:
-    model = Whole(Block).double().eval()
-    pipe = autosplit(copy.deepcopy(model), devices=2, chunks=CHUNKS, recompute="always")
-    for module in (model, pipe):
-        mean_of(module(value()), value(9)).backward()
-    assert_left_equal(pipe, model)
-    assert "recompute=['always'] is ignored" in " ".join(pipe.report(width=1000).split())
 
 
 class Wide(InPlace):

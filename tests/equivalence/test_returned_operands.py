@@ -121,41 +121,6 @@ def test_dropout_draws_in_training() -> None:
     assert pipe(x) is not x
 
 
-class Changes(nn.Module):
-    """Changes its input in place, by what an operator returned or through a view of it."""
-
-    def __init__(self, change: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.lin, self.drop, self.change = nn.Linear(6, 6), nn.Dropout(0.5), change
-
-    def forward(self, x: torch.Tensor) -> Any:
-        kept = self.drop(x)
-        self.change(x, kept)
-        return self.lin(x), kept
-
-
-CHANGES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    "operand": lambda x, kept: x.mul_(2),
-    "result": lambda x, kept: kept.add_(1),
-    "view": lambda x, kept: kept[:, :2].zero_(),
-    "result again": lambda x, kept: F.dropout(kept.add_(1), 0.5, training=False).mul_(3),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_an_input_that_is_changed_has_the_same_values(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
-    model = Changes(change).double().eval()
-    pipe = autosplit(model, devices=2, chunks=3)
-    for _ in range(2):
-        x = batch().detach()
-        other = x.clone()
-        plain, piped = model(x), pipe(other)
-        assert torch.equal(x, other)
-        for one, two in zip(plain, piped, strict=True):
-            torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
-            assert one.requires_grad == two.requires_grad
-
-
 class OwnTensors(nn.Module):
     """Returns a parameter and a buffer, and keeps its input."""
 
@@ -182,43 +147,6 @@ def test_parameters_buffers_and_kept_inputs_are_themselves() -> None:
         assert scale is model.scale
         assert kept is x
         assert model.last is x
-
-
-class Block(nn.Module):
-    """Returns its input beside what it computes, with calls enough to be recorded by an equal's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop, self.lin, self.out = nn.Dropout(0.5), nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, h: torch.Tensor, x: torch.Tensor) -> Any:
-        x = self.drop(x)
-        return h + self.out(self.lin(h).relu().sigmoid()) + x, x.contiguous()
-
-
-class Repeated(nn.Module):
-    """Hands its input through equal blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        h, kept = x.sin(), x
-        for block in self.blocks:
-            h, kept = block(h, kept)
-        return h, kept
-
-
-def test_repeated_blocks_give_it_back() -> None:
-    model = Repeated().double().eval()
-    pipe = autosplit(model, devices=2, chunks=3)
-    for grad in (True, False):
-        x = batch()
-        with torch.set_grad_enabled(grad):
-            output, kept = pipe(x)
-        assert kept is x
-        torch.testing.assert_close(output, model(x)[0], rtol=0, atol=1e-12)
 
 
 class Rounds(nn.Module):

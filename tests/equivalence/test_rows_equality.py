@@ -62,13 +62,6 @@ def routed_with_capacity(model: Any, value: Tensor) -> Tensor:
     return model.b(model.c(held)[slot].unflatten(0, value.shape[:2]) + value)
 
 
-def centred(model: Any, value: Tensor) -> Tensor:
-    rows = encoded(model, value)
-    output = rows - model.buffer_centre
-    model.buffer_centre = model.buffer_centre * 0.9 + rows.detach().mean(0) * 0.1
-    return model.c(output)
-
-
 def filled(mask: Tensor) -> Tensor:
     mask[1:3] = 2.0
     return mask
@@ -161,10 +154,6 @@ def test_noise_for_every_row_is_drawn_for_every_row() -> None:
         assert len(noise.unique()) == rows
 
 
-def test_a_buffer_that_follows_the_mean_of_the_batch() -> None:
-    full_share(centred, buffer_centre=lambda: torch.zeros(WIDTH))
-
-
 # -- rows that meet in the backward -----------------------------------------------------------------------------
 class Scaled(torch.autograd.Function):
     """Twice the value, with its own backward."""
@@ -236,11 +225,6 @@ def applied(function: Any, *, weight: bool = False) -> Body:
 @pytest.mark.parametrize("function", [Centred, Clipped, Turned, Averaged])
 def test_rows_mixed_in_the_backward_only(function: Any) -> None:
     assert full_share(applied(function, weight=function is Averaged), WIDTH) > 0.0
-
-
-@pytest.mark.parametrize("function", [Scaled, Weighted])
-def test_an_ordinary_function_stays_row_by_row(function: Any) -> None:
-    assert full_share(applied(function, weight=function is Weighted), WIDTH) == 0.0
 
 
 def _centred(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -169,11 +169,6 @@ NORM = "5 batch norm act"
 """In training each microbatch is normalised by itself: the tests of batch norm say how that is compared."""
 
 
-@pytest.mark.parametrize("lanes", LANES)
-def test_a_batch_norm_in_eval_mode(lanes: str) -> None:
-    takes_its_rung_and_equals_the_plain_model(NORM, "eval", lanes)
-
-
 @pairwise(name=[name for name in TRAPS if name != NORM], mode=("train", "eval"), lanes=LANES)
 def test_a_trap_takes_its_rung_and_equals_the_plain_model(name: str, mode: str, lanes: str) -> None:
     takes_its_rung_and_equals_the_plain_model(name, mode, lanes)
@@ -237,18 +232,6 @@ def test_a_copy_of_a_pipe_that_counts(copied: str) -> None:
         assert_equal_runs(run(twin, args, number), run(plain, args, number))
     assert twin.unsplit().calls == calls + 3
     assert pipe.unsplit().calls == calls
-
-
-def test_the_report_of_a_plan_of_the_tree() -> None:
-    _, pipe = twins("value-dependent loop", True)
-    assert "not planned yet" in pipe.report()
-    pipe(*TRAPS["value-dependent loop"].batch(7, 0))
-    text = " ".join(pipe.report().split())
-    assert "traced no graph can follow it: its own Python runs, module by module" in text
-    assert "no graph can follow this model (the model's own forward" in text
-    assert "reads a tensor's value in Python, and it depends on a layer" in text
-    assert "its own Python runs; " in text
-    assert "one chunk: the stages run one after the other" in text
 
 
 @pytest.mark.parametrize(("name", "width"), [("value-dependent loop", 3), ("6 layer drop, Python", WIDTH)])

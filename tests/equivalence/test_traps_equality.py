@@ -325,32 +325,12 @@ def test_a_loss_that_stops_being_a_mean_is_refused_and_adds_no_gradient() -> Non
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_an_unhashable_loss() -> None:
-    @dataclass
-    class Scaled:
-        scale: float
-
-        def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-            return F.mse_loss(output, target) * self.scale
-
-    model = Model(lambda m, x: m.b(m.a(x)))
-    pipe = autosplit(copy.deepcopy(model), devices=["cpu"] * 2, chunks=3)
-    assert_equal_steps(model, pipe, ROWS, Scaled(2.0), numbers(7, WIDTH, seed=1, gradient=False))
-
-
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_a_target_whose_batch_is_not_its_first_dimension() -> None:
     model = Model(lambda m, x: m.b(m.a(x)))
     value, target = (numbers(4, 4, WIDTH, seed=seed, gradient=False) for seed in (0, 1))
     pipe = autosplit(copy.deepcopy(model), devices=["cpu"] * 2, chunks=4, batch_dims=1)
     assert_equal_steps(model, pipe, Batch((value,)), nn.MSELoss(), target)
-
-
-def test_a_parameter_that_is_not_registered_gets_its_gradient() -> None:
-    model = Model(lambda m, x: m.b(m.a(x)) * m.free[0], free=lambda: [nn.Parameter(torch.ones(1))])
-    pipe = autosplit(model, devices=["cpu"] * 2, chunks=3)
-    pipe.train_step(*ROWS.args, target=torch.zeros(7, WIDTH, dtype=torch.float64), loss_fn=nn.MSELoss())
-    assert model.free[0].grad is not None
 
 
 def test_planning_for_another_shape_leaves_an_earlier_graph_alive() -> None:

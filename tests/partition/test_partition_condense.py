@@ -14,7 +14,7 @@ from autosplit.partition.goal import Goal
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals.chains import best_chain
 from autosplit.partition.ideals.condense import lossless, without_small
-from autosplit.partition.ideals.enumerate import list_ideals, neighbourhood, prefix_ideals, some_orders
+from autosplit.partition.ideals.enumerate import list_ideals
 from autosplit.partition.ideals.table import Table
 from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Work, devices_of
 from tests.properties import examples
@@ -115,15 +115,3 @@ def test_leaving_out_small_costs_gives_bounds(make: Callable[[int], Problem]) ->
         assert bound <= optimum * (1 + 1e-9)
         below += bound < optimum
     assert below > 2
-
-
-def test_ideals_of_a_diamond() -> None:
-    works = tuple(Work(name, 1.0, 0.0) for name in "abcd")
-    nets = (TensorEdge(0, (1, 2), 1.0, 0.0), TensorEdge(1, (3,), 1.0, 0.0), TensorEdge(2, (3,), 1.0, 0.0))
-    graph = base_graph(Problem(works, nets, microbatches=1))
-    everything = [0b0000, 0b0001, 0b0011, 0b0101, 0b0111, 0b1111]
-    assert list_ideals(graph, limit=6) == {ideal: ideal.bit_count() for ideal in everything}
-    assert list_ideals(graph, limit=5) is None
-    assert set(prefix_ideals(some_orders(graph))) <= set(everything)
-    assert sorted(neighbourhood(graph, [0b0011], width=3)) == [0b0001, 0b0011, 0b0111]
-    assert sorted(neighbourhood(graph, [0b0011], width=10)) == everything

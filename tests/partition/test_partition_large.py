@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from autosplit.partition.goal import FOREVER, Clock, Goal, OutOfTime
+from autosplit.partition.goal import FOREVER, Goal
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals import thresholds as large
 from autosplit.partition.ideals import thresholds as lattice_module
@@ -148,30 +148,3 @@ def test_needless_ideals_are_left_out_and_nothing_else(monkeypatch: pytest.Monke
     assert decided[True] == decided[False]
     assert extended[True] < 0.6 * extended[False]
     assert 0.2 < sum(decided[True]) / len(decided[True]) < 0.8
-
-
-def test_nothing_beside_an_ideal_costs_more_than_is_said() -> None:
-    tight = 0
-    for seed in range(60):
-        graph = narrow_graph(seed)
-        aside = large._Aside(graph)
-        ideals = list(list_ideals(graph, limit=10**6) or ())
-        assert ideals
-        chance = random.Random(seed)
-        for ideal in chance.sample(ideals, min(20, len(ideals))):
-            most = aside.load_s(ideal)
-            for other in ideals:
-                if ideal & ~other:
-                    cost = load(graph, other & ~ideal)
-                    assert cost <= most * NEAR
-                    tight += cost > 0.99 * most > 0
-    assert tight > 100
-
-
-def test_a_clock_that_is_over_ends_the_search() -> None:
-    graph = narrow_graph(1)
-    with pytest.raises(OutOfTime):
-        lattice(graph, limit=10**6, clock=Clock.start(0.0))
-    whole = load(graph, (1 << graph.size) - 1)
-    found = threshold_search(whole_lattice(graph), stages=2, lower=0.5, upper=whole, clock=Clock.start(0.0))
-    assert (found.lower_bound, found.chain) == (0.5, None)

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from autosplit.partition.checker import check
-from autosplit.partition.goal import Clock
 from autosplit.partition.graph import base_graph
-from autosplit.partition.line.step_time import least_step
 from autosplit.partition.problem import RECOMPUTE, Problem, TensorEdge, Work, recompute_fraction
 from autosplit.partition.solve import solve, step_lower_bound
 from autosplit.partition.step_model import StepModel
@@ -101,25 +99,3 @@ def test_the_bound_comes_close_where_transfers_are_cheap(name: str) -> None:
     problem = long_chain(60, microbatches=64, schedule=name)
     problem = replace(problem, nets=tuple(replace(net, forward_s=0.0, backward_s=0.0) for net in problem.nets))
     assert solve(problem, stages=4, objective="step_time").gap <= 0.05
-
-
-def test_the_same_cut_every_time_whatever_the_start() -> None:
-    problem = random_problem(5, Mix(40, whole=False, schedules=("1f1b",)))
-    first, again = (least_step(problem, stages=4, empty=False, assignment=(0,) * 40) for _ in range(2))
-    assert first == again
-
-
-def test_no_time_at_all_gives_back_something_legal() -> None:
-    problem = long_chain(60, microbatches=16)
-    start = tuple(index * 6 // 60 for index in range(60))
-    found = least_step(problem, stages=6, empty=False, assignment=start, clock=Clock(0.0))
-    assert check(problem, found).step_s <= check(problem, start).step_s
-
-
-def test_a_wide_graph_is_cut_better_than_evenly() -> None:
-    problem = random_problem(7, Mix(90, whole=False, schedules=("gpipe",)))
-    chance = random.Random(0)
-    wide = replace(problem, nets=tuple(net for net in problem.nets if chance.random() < 0.5), order=())
-    start = tuple(min(3, index // 23) for index in range(90))
-    found = least_step(wide, stages=4, empty=False, assignment=start)
-    assert step_lower_bound(wide, stages=4) <= check(wide, found).step_s < check(wide, start).step_s

@@ -13,7 +13,7 @@ from autosplit.partition.checker import check
 from autosplit.partition.graph import base_graph
 from autosplit.partition.problem import Problem, TensorEdge
 from autosplit.partition.solve import solve
-from autosplit.partition.workload import FORMAT, MOST_BYTES, load_workload, parse_workload, shortest_cycle
+from autosplit.partition.workload import FORMAT, MOST_BYTES, load_workload, parse_workload
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "workloads"
 PATHS = sorted(FOLDER.glob("*.json"))
@@ -68,10 +68,6 @@ def test_a_tensor_of_both_kinds_is_one_net_and_orders_only_what_its_f_edges_say(
     assert check(problem, (0, 1, 1)).loads_s == pytest.approx((0.0035, 0.0065))
     with pytest.raises(ValueError, match="must not come after"):
         check(problem, (0, 1, 0))
-
-
-def test_a_tensor_that_stays_with_its_producer_costs_nothing() -> None:
-    assert parsed(edges=[[1, 1, 0, 0.5, "b"]]).nets == ()
 
 
 def test_edges_of_kind_o_both_ways_hold_nodes_together() -> None:
@@ -152,19 +148,6 @@ def test_what_is_no_workload_is_told_so(text: str, message: str) -> None:
     assert said(text).startswith(message)
 
 
-def test_a_file_that_cannot_be_read_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"cannot read the workload .*absent.json.: No such file or directory"):
-        load_workload(tmp_path / "absent.json")
-    with pytest.raises(InputError, match=r"cannot read the workload .*: Is a directory"):
-        load_workload(tmp_path)
-    path = tmp_path / "latin.json"
-    path.write_bytes(b'{"name": "\xe9"}')
-    with pytest.raises(InputError, match="no UTF-8 text"):
-        load_workload(path)
-    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(file()).encode())
-    assert len(load_workload(path).works) == 3
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -220,32 +203,3 @@ def test_a_file_that_cannot_be_read_is_told_so(tmp_path: Path) -> None:
 )
 def test_bad_input_is_named_with_its_place(fields: dict[str, Any], message: str) -> None:
     assert message in refused(**fields)
-
-
-def test_what_a_stranger_writes_is_short_and_harmless() -> None:
-    name = "\x1b[2J\n" + "x" * 10_000
-    nodes = [node(0, name=name), node(1, name=name)]
-    text = refused(nodes=nodes, edges=[[0, 1, 0, 1.0, "f"], [1, 0, 1, 1.0, "f"]])
-    assert text.isprintable()
-    assert len(text) < 500
-    text = refused(nodes=[node(0, fwd=name)], edges=[])
-    assert text.isprintable()
-    assert len(text) < 500
-
-
-def test_the_shortest_cycle_is_named() -> None:
-    ring = [(index, (index + 1) % 50) for index in range(50)]
-    assert shortest_cycle(ring, []) == list(range(50))
-    assert shortest_cycle([*ring, (7, 4)], []) == [4, 5, 6, 7]
-    assert shortest_cycle([(0, 1)], [(1, 2), (2, 0), (2, 1)]) == [0, 1, 2]
-    assert shortest_cycle(ring[:-1], []) is None
-    assert shortest_cycle([(2, 0)], [*ring[:1], (1, 0)]) is None
-    long = [[index, (index + 1) % 50, index, 1.0, "f"] for index in range(50)]
-    text = refused(nodes=[node(index) for index in range(50)], edges=long)
-    assert "11 'n11' -> ... (50 nodes in all) -> 0; nodes" in text
-
-
-def test_a_great_ring_is_found_soon() -> None:
-    count = 20_000
-    ring = [(index, (index + 1) % count) for index in range(count)]
-    assert shortest_cycle(ring, []) == list(range(count))

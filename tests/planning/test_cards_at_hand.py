@@ -13,7 +13,7 @@ from autosplit.options import Options, Sample
 from autosplit.planning.explain.reasons import reasons
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.problem import _lies_on
-from autosplit.planning.profiled.specs import device_specs, spec_of
+from autosplit.planning.profiled.specs import spec_of
 from autosplit.planning.search.make import make_plan
 from autosplit.trace.ladder import trace
 from cost_models import registry
@@ -70,13 +70,6 @@ def test_cards_that_are_there_cost_what_they_cost_on_paper() -> None:
     assert (found.step_s, found.bottleneck_s) == (paper.step_s, paper.bottleneck_s)
 
 
-def test_a_card_that_no_data_sheet_names_is_called_unknown() -> None:
-    [note] = [note for note in planned("cuda:2", "cuda:3").notes if "unknown" in note]
-    assert note.startswith("NVIDIA Unheard-of 9000 (cuda:3) is an unknown GPU")
-    assert "those of A100-PCIe-80GB" in note
-    assert not any("unknown" in note for note in planned("cuda:0", "cuda:2").notes)
-
-
 @pytest.mark.slow
 def test_a_model_on_the_cpu_is_not_measured_for_cards() -> None:
     found = planned("cuda:0", "cuda:1")
@@ -108,13 +101,6 @@ def test_devices_of_several_kinds_have_their_speeds() -> None:
     assert len(planned("cpu", "cuda:0", measure=False).stages[0].nodes) < 5
 
 
-def test_lanes_of_the_cpu_are_as_they_were() -> None:
-    options = Options((torch.device("cpu"),) * 2, CHUNKS)
-    assert options.kernels == "cpu"
-    assert {spec.name for spec in device_specs(options)} == {"cpu-lane"}
-    assert Options((torch.device("cpu"), torch.device("cuda:1")), CHUNKS).leading == 1
-
-
 def test_what_a_card_lacks_is_converted_there() -> None:
     paper, there = registry.device("A100-SXM4-80GB"), spec_of("NVIDIA A100-SXM4-80GB")
     assert there.name == paper.name
@@ -124,16 +110,6 @@ def test_what_a_card_lacks_is_converted_there() -> None:
     assert spec_of("NVIDIA Unheard-of 9000").name == "A100-PCIe-80GB"
 
 
-def test_the_optimizers_step_is_that_of_the_leading_device() -> None:
-    def step_bytes(*names: str, optimizer: str = "adamw") -> int:
-        return Options(tuple(map(torch.device, names)), CHUNKS, optimizer=optimizer).step_bytes(
-            elements=10, parameter_bytes=40
-        )
-
-    assert step_bytes("cpu", "cuda:0") == step_bytes("cuda:0", "cpu") == 40
-    assert step_bytes("cpu", "cpu") == step_bytes("cuda:0", optimizer="sgd") == 0
-
-
 def test_a_plan_that_the_host_binds_advises_fewer_kernels() -> None:
     found = planned("cuda:0", "cuda:1")
     slow = [stage.model_copy(update={"forward_issue_s": 1.0, "backward_issue_s": 1.0}) for stage in found.stages]
@@ -141,16 +117,3 @@ def test_a_plan_that_the_host_binds_advises_fewer_kernels() -> None:
         why for why in reasons(found.model_copy(update={"stages": tuple(slow)})) if why.startswith("host-bound")
     )
     assert said.endswith("fewer chunks mean fewer kernels, and compile=True fuses them")
-
-
-def test_a_model_of_buffers_alone_is_planned() -> None:
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("w", torch.ones(8, 8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = (x @ self.w).relu() @ self.w
-            return result
-
-    assert len(plan(Fixed(), "2xL4-24GB", sample=torch.ones(8, 8), schedule="1f1b").stages) == 2

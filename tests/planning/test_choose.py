@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,7 +14,6 @@ from autosplit.options import Options, Sample
 from autosplit.planning.memory import PeakRange
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.problem import RecordedModel
-from autosplit.planning.search import choose
 from autosplit.planning.search.choose import Choice
 from autosplit.planning.search.finish import Finished
 from autosplit.planning.search.sweep import Space, Sweep
@@ -81,40 +78,6 @@ def test_where_nothing_fits_the_plan_that_comes_closest_says_no(model: nn.Module
     assert peak(none) <= 1.02 * min(peak(each) for each in over(model, found, WIDE, limit=1000))
 
 
-@pytest.mark.slow
-def test_where_nothing_fits_what_is_fuller_by_an_exact_formula_is_not_replayed(
-    model: nn.Module, found: Trace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replayed: list[Finished] = []
-
-    def finish(*args: Any) -> Finished:
-        replayed.append(own(*args))
-        return replayed[-1]
-
-    own = choose.finish
-    monkeypatch.setattr(choose, "finish", finish)
-    limit = int(0.7 * peak(chosen(model, found, WIDE, limit=1000)))
-    replayed.clear()
-    few = chosen(model, found, WIDE, limit=limit)
-    count = len(replayed)
-    monkeypatch.setattr(choose, "_EXACT", 0.0)  # nothing bears the formula out, so that all are replayed
-    monkeypatch.setattr(choose, "_MIN_MEMORY_CUTS", 1000)
-    replayed.clear()
-    every = chosen(model, found, WIDE, limit=limit)
-    assert count < len(replayed)
-    assert peak(few) <= 1.01 * peak(every)
-
-
-def test_the_frontier_holds_what_nothing_beats_in_both(model: nn.Module, found: Trace, tmp_path: Path) -> None:
-    best = chosen(model, found, WIDE)
-    assert best.alternative in best.frontier
-    for faster, slower in pairwise(best.frontier):
-        assert faster.step_s < slower.step_s
-        assert faster.peak_bytes > slower.peak_bytes
-    best.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == best
-
-
 def test_devices_of_other_speeds_get_other_shares() -> None:
     with torch.device("meta"):
         deep, sample = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(12)]), torch.zeros(16384, 2048)
@@ -130,15 +93,6 @@ def test_the_same_input_gives_the_same_plan(model: nn.Module, found: Trace) -> N
     assert chosen(model, found, WIDE) == chosen(model, found, WIDE)
 
 
-def test_fewer_microbatches_than_were_asked_for_are_said(model: nn.Module) -> None:
-    def notes(rows: int) -> list[str]:
-        own = plan(model, "2xH100-SXM5-80GB", 8, sample=torch.zeros(rows, WIDTH), schedule="1f1b", recompute="never")
-        return [note for note in own.notes if "chunks=" in note]
-
-    assert notes(3) == ["chunks=8 was asked for, and the batch's 3 rows make 3 microbatches; 8 take 8 rows or more"]
-    assert notes(8) == []
-
-
 def cut(step_s: float, low: int, peak: int, high: int) -> Finished:
     """Return a cut for one device of 100 bytes."""
     partition, ranges = SimpleNamespace(value_s=step_s), {0: PeakRange(low, high)}
@@ -148,42 +102,9 @@ def cut(step_s: float, low: int, peak: int, high: int) -> Finished:
     return Finished(cast(Any, entry), nothing, cast(Any, writer), (100.0,))
 
 
-def ranked(step_s: float, low: int, peak: int, high: int) -> tuple[float, ...]:
-    """Return the rank of a cut for one device of 100 bytes."""
-    return cut(step_s, low, peak, high).rank
-
-
-def test_what_is_likelier_to_fit_goes_before_what_is_faster() -> None:
-    sure, predicted_to, likely, unlikely, no, further = (
-        ranked(6.0, 80, 85, 90),
-        ranked(5.0, 90, 95, 105),
-        ranked(4.0, 96, 101, 106),
-        ranked(3.0, 99, 104, 109),
-        ranked(2.0, 105, 110, 115),
-        ranked(1.0, 205, 210, 215),
-    )
-    assert sure < predicted_to < likely < unlikely < no < further
-    assert ranked(1.0, 80, 85, 90) < sure
-    assert ranked(1.0, 90, 95, 105) < predicted_to
-    assert ranked(1.0, 96, 101, 106) < likely
-
-
 def test_what_was_replayed_is_judged_by_its_range() -> None:
     ranges = ((80, 85, 100), (90, 95, 105), (96, 104, 106), (101, 104, 106))
     assert [cut(1.0, *own).verdict for own in ranges] == ["fits", "borderline", "borderline", "no"]
-
-
-def test_the_frontier_says_of_what_was_replayed_that_it_may_not_fit(
-    model: nn.Module, found: Trace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit = int(0.8 * peak(chosen(model, found, WIDE)))
-    first = chosen(model, found, WIDE, limit=limit)
-    monkeypatch.setattr(Finished, "highs", property(lambda own: [round(1.3 * each.high_bytes) for each in own.ranges]))
-    best = chosen(model, found, WIDE, limit=limit)
-    assert peak(best) < peak(first)
-    assert [each.verdict for each in best.frontier if each.replayed and each.peak_bytes == peak(first)] == [
-        "borderline"
-    ]
 
 
 class Shifted(nn.Module):

@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import autosplit
 from autosplit.errors import DeviceError, InputError
-from autosplit.planning.explain.changes import least
 from autosplit.planning.timeline import predicted
 from examples.models import ResNet
 
@@ -29,28 +26,6 @@ def planned(devices: str, *, rows: int = 16, **choices: Any) -> autosplit.Plan:
     return autosplit.plan(net(), devices, 2, sample=torch.zeros(rows, WIDTH), **{"recompute": "never"} | choices)
 
 
-@given(st.integers(-20, 60), st.integers(0, 40), st.integers(0, 40), st.integers(-30, 80))
-def test_least_finds_the_edge_wherever_it_starts(edge: int, low: int, more: int, guess: int) -> None:
-    asked: list[int] = []
-
-    def holds(number: int) -> bool:
-        asked.append(number)
-        return number >= edge
-
-    found = least(holds, guess=guess, low=low, high=low + more)
-    expected = max(edge, low)
-    assert found == (expected if expected <= low + more else None)
-    assert len(asked) == len(set(asked)), "nothing is asked twice"
-    assert all(low <= number <= low + more for number in asked)
-
-
-@pytest.mark.parametrize("off", [0, 1])
-def test_a_good_guess_needs_few_questions(off: int) -> None:
-    asked: list[int] = []
-    least(lambda number: asked.append(number) is None and number >= 500, guess=500 + off, low=1, high=10**6)
-    assert len(asked) <= 4
-
-
 def test_the_fewest_devices_hold_the_model_and_one_fewer_do_not() -> None:
     limit = "70KiB"
     found = planned("1xH100-SXM5-80GB", memory_limit=limit, find="smallest")
@@ -62,18 +37,6 @@ def test_the_fewest_devices_hold_the_model_and_one_fewer_do_not() -> None:
     first = found.reasons[0]
     assert first.startswith(f"{count}xH100-SXM5-80GB is the least that holds the model: with {count - 1}xH100")
     assert "of 70.0 KiB" in first
-
-
-def test_where_no_number_of_devices_will_do_the_most_that_can_be_used_are_planned() -> None:
-    found = planned("2xH100-SXM5-80GB", memory_limit="4KiB", find="smallest")
-    assert found.verdict == "no"
-    assert found.reasons[0].startswith("no number of H100-SXM5-80GB holds the model: with ")
-
-
-def test_one_device_is_the_fewest() -> None:
-    found = planned("4xH100-SXM5-80GB", find="smallest")
-    assert len(found.devices) == 1
-    assert found.reasons[0] == "1xH100-SXM5-80GB is the least that holds the model"
 
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not() -> None:
@@ -140,9 +103,3 @@ def test_what_cannot_be_searched_is_said(
 def test_a_batch_without_a_limit_has_no_largest() -> None:
     with pytest.raises(InputError, match="no capacity is known, so any batch fits; give memory_limit="):
         planned("2xcpu-lane", find="largest_batch")
-
-
-def test_without_a_known_capacity_no_number_of_devices_surely_holds() -> None:
-    found = planned("2xcpu-lane", find="smallest")
-    assert found.verdict == "borderline"
-    assert found.reasons[0].endswith("no capacity is known")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import warnings
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Unit
 from autosplit.planning.plan.write import check_plan
-from tests.planning.test_plan_file import a_plan, load, plans
+from tests.planning.test_plan_file import a_plan, plans
 
 WIDTH, TOKENS, ROWS = 8, 16, 8
 
@@ -115,24 +113,6 @@ def test_every_field_that_is_edited_is_told() -> None:
     for name, value in edits.items():
         text = str(before.diff(before.model_copy(update={name: value})))
         assert name in text, name
-
-
-@pytest.mark.slow
-def test_modules_that_moved_are_named_once(plan: Plan) -> None:
-    moved = plan.diff(planned(Language(), cut=stages_of([2, 4])))
-    assert [(m.name, m.nodes, m.before, m.after) for m in moved.moved] == [("layers.2", 5, 0, 1)]
-    changed = {change.name: change for change in moved.changed}
-    assert changed["stage 0 forward_s"].before > changed["stage 0 forward_s"].after
-    assert re.search(r"layers\.2 +5 +stage 0 +stage 1", str(moved))
-    assert re.search(r"stage 0 forward_s +\S+ \S+ +\S+ \S+ +-\d+\.\d%", str(moved))
-    assert not moved.model
-
-
-def test_nodes_that_one_plan_lacks_are_in_no_stage(plan: Plan) -> None:
-    other = plan.diff(planned(Language(7), cut=stages_of([3, 4])))
-    assert [(m.name, m.before, m.after) for m in other.moved] == [("layers.6", None, 1)]
-    assert "layers.6.down.weight[8, 16] is not in the plan" in other.model
-    assert "Another model" in str(other)
 
 
 # -- another model's plan --------------------------------------------------------------------------------------------
@@ -247,28 +227,3 @@ def test_a_model_without_one_list_of_blocks_has_no_layout() -> None:
 
 
 # -- what a hand may break -------------------------------------------------------------------------------------------
-CURVE = dict.fromkeys(
-    ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "transient_bytes"), [0] * 5
-)
-UNIT = dict.fromkeys(("forward_s", "backward_s", "weight_s"), 0.1) | dict.fromkeys(
-    ("static_bytes", "kept_bytes", "transient_bytes", "sent_bytes"), 1
-)
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        ({"transfers": [{"producer": 1, "consumer": 0, "forward_s": 0, "backward_s": 0}]}, r"from stage 1 to 0"),
-        ({"transfers": [{"producer": 0, "consumer": 2, "forward_s": 0, "backward_s": 0}]}, r"from stage 0 to 2"),
-        ({"units": [UNIT | {"name": "a", "stage": 2}]}, r"unit 'a' is in stage 2, there are 2 stages"),
-        ({"curves": [CURVE]}, r"its curves are not of its devices and their actions"),
-        (
-            {"curves": [CURVE, CURVE | {"optimizer_bytes": [0]}]},
-            r"its curves are not of its devices and their actions",
-        ),
-    ],
-)
-def test_what_the_page_and_the_trace_could_not_read(tmp_path: Path, edit: dict[str, Any], message: str) -> None:
-    with pytest.raises(PlanError, match=rf"contradicts itself: .*{message}"):
-        load(tmp_path, a_plan() | edit)
-    load(tmp_path, a_plan() | {"curves": [CURVE, CURVE]})

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autosplit import InputError, PlanError, autosplit
+from autosplit import PlanError, autosplit
 from autosplit import plan as plan_on_paper
-from autosplit.cli.common import parse_moves
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import predicted
 from tests.equivalence.equality import TOLERANCE, difference
 from tests.planning.test_plan_diff import TOKENS, Language
-from tests.planning.test_plan_file import a_plan
 
 TOKENS_IN = torch.arange(40).reshape(8, 5) % TOKENS
 MACHINE = "2xL4-24GB"
@@ -126,25 +124,6 @@ def test_an_edit_of_the_file_is_an_edit(plan: Plan, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "invented", "message"),
-    [
-        (1, [], r"'.*' is in no stage of the plan, and the model runs it; put it into one, or plan again"),
-        (0, ["layers.9#0"], r"'layers.9#0' is in stage 0 of the plan, and the model has no such node; take it out"),
-    ],
-)
-def test_a_node_that_an_edit_lost_or_invented(plan: Plan, lost: int, invented: list[str], message: str) -> None:
-    first = plan.stages[0]
-    nodes = (*first.nodes[: len(first.nodes) - lost], *invented)
-    edited = plan.model_copy(update={"stages": (first.model_copy(update={"nodes": nodes}), *plan.stages[1:])})
-    with pytest.raises(PlanError, match=message):
-        on_paper(plan=edited)
-
-
-def test_a_file_from_before_edits_were_noticed() -> None:
-    assert not Plan.model_validate(a_plan()).edited
-
-
-@pytest.mark.parametrize(
     ("moves", "message"),
     [
         (
@@ -184,12 +163,3 @@ def test_a_plan_for_other_devices_or_another_model(plan: Plan) -> None:
         plan_on_paper(Language(7), MACHINE, sample=TOKENS_IN, plan=plan)
     with pytest.raises(PlanError, match=r"the plan has chunks=4, chunks=2 was given"):
         plan_on_paper(Language(), MACHINE, 2, sample=TOKENS_IN, plan=plan)
-
-
-def test_moves_from_text() -> None:
-    assert parse_moves(["decoder.3=1", " a.b#0/add_1 = 0 "]) == {"decoder.3": 1, "a.b#0/add_1": 0}
-    for text in ("decoder.3", "=1", "a=-1", "a=x", "a=", "a=²", "", "a=" + "9" * 5000):
-        with pytest.raises(InputError, match=r"write MODULE=STAGE, for example decoder\.3=1"):
-            parse_moves([text])
-    with pytest.raises(InputError, match="given twice"):
-        parse_moves(["a=1", "a=0"])

@@ -194,26 +194,6 @@ def test_a_stage_that_cannot_be(tmp_path: Path, edit: dict[str, Any], message: s
         load(tmp_path, plan)
 
 
-def test_stages_out_of_order(tmp_path: Path) -> None:
-    plan = a_plan()
-    plan["stages"].reverse()
-    with pytest.raises(PlanError, match=r"its stages are numbered \[1, 0\]"):
-        load(tmp_path, plan)
-
-
-def test_a_node_in_two_stages(tmp_path: Path) -> None:
-    plan = a_plan()
-    plan["stages"][1]["nodes"] = ["b#0", "c#0"]
-    with pytest.raises(PlanError, match=r"node 'b#0' is listed 2 times, in stages \[0, 1\]"):
-        load(tmp_path, plan)
-
-
-def test_json_cannot_hold_an_infinite_time(tmp_path: Path) -> None:
-    plan = load(tmp_path, a_plan())
-    with pytest.raises(ValidationError, match="finite number"):
-        Plan(**(dict(plan) | {"step_s": float("inf")}))
-
-
 def test_a_plan_cannot_be_changed_in_place(tmp_path: Path) -> None:
     plan = load(tmp_path, a_plan())
     with pytest.raises(ValidationError, match="frozen"):

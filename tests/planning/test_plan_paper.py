@@ -7,9 +7,6 @@ import torch
 from torch import nn
 
 from autosplit import DeviceError, InputError, Sample, plan
-from autosplit.checks import resolve_machine
-from autosplit.options import Options
-from autosplit.planning.paper import search_space, stand_ins
 from tests.models.blocks import wide_blocks
 
 
@@ -88,11 +85,6 @@ def test_the_peak_falls_with_the_limit() -> None:
     assert len(set(peaks)) == len(peaks)
 
 
-def test_links_are_those_between_neighbours() -> None:
-    near, far = (plan(blocks(4), text, 4, sample=torch.randn(64, 64)) for text in ("2xH100-SXM5-80GB", "2x1xL4-24GB"))
-    assert 0 < near.transfers[0].forward_s < far.transfers[0].forward_s
-
-
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
@@ -149,41 +141,6 @@ def test_chunks_and_schedules_are_searched_where_they_are_left_open() -> None:
     asked = {"sample": torch.empty(16, 512), "precision": "bf16", "devices": "2xH100-SXM5-80GB"}
     found = plan(blocks(4, 512), **asked)
     assert found.step_s <= min(plan(blocks(4, 512), chunks=count, schedule="1f1b", **asked).step_s for count in (2, 16))
-
-
-@pytest.mark.parametrize(
-    ("rows", "lanes", "chunks"),
-    [
-        (32, 8, {32, 16, 8}),
-        (4, 8, {4}),
-        (1, 1, {1}),
-        (96, 4, {96, 48, 24, 12, 6}),
-        (4096, 4, {256, 64, 32, 16, 8, 4}),
-    ],
-)
-def test_chunks_that_are_weighed(rows: int, lanes: int, chunks: set[int]) -> None:
-    machine = resolve_machine(f"{lanes}xH100-SXM5-80GB")
-    options = Options(stand_ins(machine), 8, schedule="auto", machine=machine)
-    assert set(search_space(options, rows=rows, free_chunks=True).chunks) == chunks
-    assert search_space(options, rows=rows, free_chunks=False).chunks == (8,)
-
-
-def test_counts_of_integers_are_no_estimates() -> None:
-    """As experts' tokens are counted; a CPU, whose fakes tell of kernels, has none for integers."""
-
-    class Counted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = blocks(2)
-
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            value = self.layers(value)
-            return value * torch.histc(value.argmax(-1).int(), bins=4, min=0, max=3).cumsum(0)[-1]
-
-    with torch.device("meta"):
-        model, x = Counted(), torch.empty(8, 64)
-    found = plan(model, "2xL4-24GB", 2, sample=x)
-    assert not any("estimates" in note for note in found.notes)
 
 
 def test_a_plan_of_an_evaluation_has_no_backward_and_no_step_of_an_optimizer() -> None:

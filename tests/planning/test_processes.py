@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from autosplit import Plan, plan
-from autosplit.errors import InputError
 from autosplit.options import Options
 from autosplit.planning.plan.record import Boundary
 from autosplit.planning.profiled.messages import sending_pairs, waiting_bytes
@@ -35,18 +34,6 @@ class Skip(nn.Module):
         for layer in self.layers[1:]:
             y = torch.relu(layer(y))
         return y + first
-
-
-class Tied(nn.Module):
-    """The first and the last layer have one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-        self.layers[3].weight = self.layers[0].weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
 
 
 def planned(devices: str, model: nn.Module | None = None, *, rows: int = 4096, **choices: Any) -> Plan:
@@ -96,18 +83,6 @@ def test_a_skip_has_communicators_of_its_own() -> None:
     assert kept(found) == (2 * PCIE,) * 3
 
 
-def test_a_reserve_is_beside_what_nccl_keeps() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
-    spec = registry.device("H100-SXM5-80GB")
-    reserve = (spec.usable_bytes or 0) - 200 * MIB
-    one = planned("2xH100-SXM5-80GB", model, recompute="never", reserve=reserve)
-    assert one.verdict == "fits"
-    assert planned("2xH100-SXM5-80GB", model, recompute="never", reserve=reserve - LINKED, processes=True).fits
-    with pytest.raises(InputError, match="leaves nothing"):
-        planned("2xH100-SXM5-80GB", model, recompute="never", reserve=reserve, processes=True)
-
-
 def test_stages_on_different_hosts_send_through_the_network() -> None:
     found = planned("2x2xH100-SXM5-80GB", processes=True)
     size = next(boundary.bytes for boundary in found.boundaries if boundary.producer == 1)
@@ -150,29 +125,6 @@ def test_messages_are_part_of_the_peak_and_of_the_curves() -> None:
     assert more == [size, 2 * size]
     for stage, curve in zip(many.stages, many.curves, strict=True):
         assert max(map(sum, zip(*curve.kinds, strict=True))) == stage.memory.peak_bytes
-
-
-def test_processes_on_cpu_lanes_copy_what_lanes_share() -> None:
-    one, many = (planned("2xcpu-lane", Tied(), processes=own) for own in (False, True))
-    weight = 64 * 64 * 4
-    more = many.stages[1].memory.peak_bytes - one.stages[1].memory.peak_bytes
-    [size] = [boundary.bytes for boundary in many.boundaries if boundary.producer == 0 and not boundary.per_step]
-    assert more == weight + 2 * size
-    assert [t.forward_s for t in one.transfers] == [0.0]
-    assert many.transfers[0].forward_s > 0
-    assert kept(many) == (0, 0)
-
-
-def test_a_plan_says_that_it_is_for_processes_and_is_followed_so(tmp_path: Any) -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
-    found = planned("2xH100-SXM5-80GB", model, processes=True)
-    found.save(tmp_path / "plan.json")
-    sample = torch.empty(4096, 1024, device="meta")
-    again = plan(model, sample=sample, loss_fn=lambda y: y.sum(), plan=tmp_path / "plan.json")
-    assert (again.processes, kept(again)) == (True, (LINKED, LINKED))
-    with pytest.raises(InputError, match="processes='yes' is not available"):
-        planned("2xL4-24GB", model, processes="yes")
 
 
 @pytest.fixture

@@ -64,16 +64,6 @@ def test_recompute_says_what_it_costs_and_saves() -> None:
     )
 
 
-def test_recompute_everywhere_and_without_units_says_only_what_is_known() -> None:
-    stages = tuple(stage_with(i, recompute="always", forward_s=0.01, backward_s=0.03) for i in range(2))
-    plan = simulated(make_plan(stages=stages))
-    assert reasons(plan) == ("recompute (always) on every stage costs 33% of the step",)
-
-
-def test_nothing_is_said_of_an_even_plan() -> None:
-    assert reasons(simulated(make_plan())) == ()
-
-
 def test_a_full_device_with_less_work_is_named() -> None:
     stages = (
         stage_with(0, activation_gib=75.0, forward_s=0.008, backward_s=0.016),
@@ -85,17 +75,6 @@ def test_a_full_device_with_less_work_is_named() -> None:
     )
     roomy = (stage_with(0, activation_gib=5.0, forward_s=0.008, backward_s=0.016), stages[1])
     assert reasons(simulated(make_plan(stages=roomy))) == ()
-
-
-def test_devices_that_are_full_alike_are_named_together() -> None:
-    works = ((75.0, 0.008), (74.0, 0.009), (3.0, 0.02), (76.0, 0.009))
-    stages = [
-        stage_with(i, activation_gib=gib, forward_s=f_s, backward_s=2 * f_s) for i, (gib, f_s) in enumerate(works)
-    ]
-    assert reasons(simulated(make_plan(devices=("cpu",) * 4, stages=tuple(stages)))) == (
-        "devices 0-1, 3 have 22% to 30% less work than the mean: they are full (74.7 GiB to 76.7 GiB of 80.0 GiB, most "
-        "of it activations)",
-    )
 
 
 def test_a_link_that_is_long_beside_the_work_is_named() -> None:
@@ -124,23 +103,6 @@ def test_the_host_binds_where_it_issues_for_longer_than_the_devices_work() -> No
     assert found.step_s >= found.host_s
     [text] = reasons(plan)
     assert text.startswith("host-bound: one host thread issues kernels for 48.0 ms per step, the devices need 15.0 ms:")
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
-def test_a_host_that_keeps_ahead_does_not_bind(schedule: str) -> None:
-    found = host_step(issuing_plan(0.0001, schedule=schedule))
-    assert found is not None
-    assert reasons(issuing_plan(0.0001, schedule=schedule)) == ()
-    assert host_step(issuing_plan(0.0)) is None
-
-
-def test_more_threads_issue_less_each() -> None:
-    alone, shared = host_step(issuing_plan(0.002)), host_step(issuing_plan(0.002, issue_threads=2))
-    assert alone is not None
-    assert shared is not None
-    assert shared.host_s == pytest.approx(alone.host_s / 2)
-    assert shared.step_s < alone.step_s
-    assert "2 host threads each issue kernels for 24.0 ms" in reasons(issuing_plan(0.002, issue_threads=2))[0]
 
 
 def test_a_process_issues_its_own_devices_kernels_and_is_named_where_that_binds() -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from autosplit import InputError, autosplit
-from autosplit.checks import SCHEDULES
 from autosplit.errors import InfeasibleError, PlanError, ScheduleError
 from autosplit.options import Options
 from autosplit.planning.plan.plan import Plan
@@ -69,10 +68,6 @@ def test_auto_is_1f1b_on_one_device_and_where_nothing_is_measured(monkeypatch: p
     assert planned(devices=1).schedule == "1f1b"
     monkeypatch.setattr(combine, "measure_nodes", lambda *_, **__: MeasuredTimes({}, "cpu"))
     assert planned().schedule == "1f1b"
-
-
-def test_the_names_are_the_catalogs() -> None:
-    assert set(SCHEDULES) == {"auto", *catalog.SCHEDULES}
 
 
 @pytest.mark.parametrize(("name", "virtual"), [*VIRTUAL, ("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("forward", 1)])
@@ -224,11 +219,6 @@ def test_what_is_no_schedule_is_refused(schedule: Any, virtual: Any, error: type
         ask(schedule, virtual_stages=virtual, devices=2, chunks=8)
 
 
-def test_several_stages_per_device_and_no_name_mean_interleaved() -> None:
-    found = ask("auto", virtual_stages=3, devices=2, chunks=8)
-    assert (found.schedule, found.virtual_stages, found.stages) == ("interleaved", 3, 6)
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -246,13 +236,3 @@ def test_an_edit_that_breaks_the_schedule_is_seen(edit: dict[str, Any], message:
     path.write_text(json.dumps(json.loads(path.read_text()) | edit))
     with pytest.raises(PlanError, match=message):
         Plan.load(path)
-
-
-def test_a_plan_of_before_is_one_stage_per_device(tmp_path: Path) -> None:
-    plan = planned(schedule="gpipe")
-    text = json.loads(plan.to_json())
-    for stage in text["stages"]:
-        del stage["lane"]
-    del text["virtual_stages"], text["actions"]
-    path = saved(tmp_path / "old.json", json.dumps(text))
-    assert Plan.load(path) == plan

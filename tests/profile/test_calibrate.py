@@ -17,8 +17,8 @@ from autosplit.devices import Timed
 from autosplit.profile import calibrate as calibrating
 from autosplit.profile.calibrate import Sample, Timing, calibrate, cases_for, default_path, issue_s, time_cases
 from autosplit.profile.calibration_cases import Case, Program, cases
-from autosplit.profile.node_costs.ledger import Ledger, Operation
-from autosplit.profile.node_costs.work import kind_of, work_of
+from autosplit.profile.node_costs.ledger import Ledger
+from autosplit.profile.node_costs.work import work_of
 from benchmarks.families import families
 from cost_models.calibration import Calibrated
 from cost_models.work import KINDS, OpWork
@@ -75,12 +75,6 @@ def test_the_machine_is_left_as_it_was(ticking):
         assert torch.equal(torch.get_rng_state(), state)
     finally:
         torch.set_num_threads(before)
-
-
-def test_progress_names_what_comes_and_the_share_that_is_done(ticking):
-    seen: list[tuple[str, float]] = []
-    time_cases([small("a"), small("b")], progress=lambda name, share: seen.append((name, share)))
-    assert seen == [("a", 0.0), ("b", 0.5)]
 
 
 def test_what_an_operation_costs_besides_its_kernel_comes_from_short_kernels():
@@ -198,26 +192,3 @@ def test_it_is_kept_in_the_user_s_cache(monkeypatch):
     assert default_path("my/lane.json") == Path("/somewhere/autosplit/calibrated-lane.json")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_path("L4-24GB") == Path.home() / ".cache/autosplit/calibrated-L4-24GB.json"
-
-
-@pytest.mark.parametrize(
-    ("name", "flops", "kind"),
-    [
-        ("addmm", 8, "matmul"),
-        ("bmm", 8, "matmul.batched"),
-        ("never_heard_of", 8, "matmul"),
-        ("never_heard_of", 0, "elementwise"),
-        ("convolution_backward", 8, "conv.backward"),
-        ("_scaled_dot_product_flash_attention_for_cpu", 8, "attention"),
-        ("_scaled_dot_product_flash_attention_for_cpu_backward", 8, "attention_backward"),
-        ("_flash_attention_forward", 8, "attention"),
-        ("mkldnn_rnn_layer_backward", 8, "recurrent.backward"),
-        ("sigmoid_", 0, "elementwise.special"),
-        ("add_", 0, "elementwise"),
-        ("_foreach_mul_", 0, "optimizer"),
-        ("_fft_r2c", 8, "other.fft"),
-    ],
-)
-def test_kinds(name, flops, kind):
-    assert kind_of(name, flops=flops) == kind
-    assert work_of(Operation(name, flops, 4, torch.float32)).base_kind in KINDS

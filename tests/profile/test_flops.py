@@ -161,30 +161,3 @@ def test_the_gradients_of_a_grouped_convolution_cost_twice_the_forward(groups):
         assert backward == 2 * forward
         assert forward + backward <= torchs
         assert (forward + backward == torchs) is (groups == 1), "torch counts the weight's gradient once for each group"
-
-
-def test_only_the_gradients_that_are_asked_for_count():
-    weight = torch.randn(8, 2, 3, 3)
-    _, operations = counted(lambda: F.conv2d(leaf(2, 4, 8, 8), weight, groups=2).sum().backward())
-    costs = {operation.name: operation.flops for operation in operations if operation.flops}
-    assert costs["convolution_backward"] == costs["convolution"]
-
-
-def bytes_of(run: Callable[[], object], name: str) -> int:
-    with Ledger() as ledger:
-        run()
-    return next(operation.bytes for operation in ledger.operations if operation.name == name)
-
-
-def test_a_lookup_moves_what_it_takes():
-    table, places = torch.randn(1000, 16), torch.arange(8)
-    taken, index = 8 * 16 * 4, 8 * 8
-    assert bytes_of(lambda: F.embedding(places, table), "embedding") == 2 * taken + index
-    assert bytes_of(lambda: table[places], "index") == 2 * taken + index
-    assert bytes_of(lambda: table.index_add_(0, places, torch.ones(8, 16)), "index_add_") == 2 * taken + index
-
-
-def test_an_expanded_operand_counts_with_its_storage():
-    row = torch.randn(16)
-    moved = bytes_of(lambda: row.expand(100, 16) + 1, "add")
-    assert moved == 16 * 4 + 100 * 16 * 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import random
 import time
 from pathlib import Path
@@ -217,21 +216,3 @@ def test_a_caller_without_gradients_gets_the_times_of_training():
     with torch.inference_mode():
         times = measure(graph, inputs=[torch.randn(ROWS, 4)], rows=ROWS).nodes
     assert all(node.backward_s > 0 for node in times.values())
-
-
-def test_the_spread_of_the_samples_is_kept(monkeypatch):
-    ticks = itertools.accumulate(itertools.cycle([0.0, 0.001, 0.0, 0.002, 0.0, 0.004, 0.0, 0.008]))
-    monkeypatch.setattr(time, "thread_time", lambda: next(ticks))
-    graph = traced(nn.Sequential(*[nn.Linear(8, 8) for _ in range(9)]), torch.randn(ROWS, 8))
-    node = measure(graph, inputs=[torch.randn(ROWS, 8)], rows=ROWS).nodes["_4"]
-    assert node.samples == 2 + 8, "two more of the first one, one of each"
-    for middle_s, (low_s, high_s) in ((node.forward_s, node.forward_range_s), (node.backward_s, node.backward_range_s)):
-        assert 0.0009 < low_s <= middle_s <= high_s <= 0.0081
-        assert low_s < high_s
-
-
-def test_one_sample_is_its_own_range():
-    graph = traced(nn.Linear(8, 8), torch.randn(ROWS, 8))
-    [node] = measure(graph, inputs=[torch.randn(ROWS, 8)], rows=ROWS, repeats=1).nodes.values()
-    assert node.samples == 1
-    assert node.forward_range_s == (node.forward_s, node.forward_s)

@@ -12,7 +12,6 @@ from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Alternative, Change, StageMemory, judged
 from autosplit.planning.timeline import Bar, StepTimeline, predicted
 from autosplit.report.sections import render
-from autosplit.report.words import recompute_words
 from tests.report.plans import GIB, make_plan, make_stage
 
 H100 = "H100-SXM5-80GB"
@@ -103,23 +102,6 @@ def test_markdown_of_a_plan_that_does_not_fit(golden: Callable[[str, str], None]
     golden("refused.md", render(refused_plan(), "markdown") + "\n")
 
 
-def test_no_line_of_a_verdict_on_many_stages_per_device_is_wider_than_the_page() -> None:
-    own = memory(0.9, 8, 0.1, low_bytes=int(8.6 * GIB), high_bytes=int(10.4 * GIB), capacity_bytes=int(9.9 * GIB))
-    stages = tuple(
-        make_stage(index).model_copy(update={"lane": index % 4, "device": H100, "memory": own}) for index in range(16)
-    )
-    plan = refused_plan(devices=(H100,) * 4, stages=stages, virtual_stages=4, schedule="interleaved")
-    wide, narrow = (render(plan, width=width) for width in (120, 80))
-    assert "0, 4, 8, 12  " in wide
-    assert max(map(len, narrow.splitlines())) <= 80
-    assert "borderline" in narrow
-
-
-def test_no_line_of_a_refusal_is_wider_than_the_page() -> None:
-    for width in range(80, 161, 8):
-        assert max(map(len, render(refused_plan(), width=width).splitlines())) <= width
-
-
 def test_the_binding_device_is_the_fullest_and_names_its_term() -> None:
     found = binding(refused_plan())
     assert found is not None
@@ -166,32 +148,6 @@ def test_stages_of_one_device_are_judged_together() -> None:
     assert rows[0].activation_bytes == 6 * GIB
 
 
-def test_the_plan_itself_is_marked_among_the_others_however_many_there_are() -> None:
-    many = tuple(alternative(chunks=64 - index, step_s=0.1 + index / 1000) for index in range(61))
-    text = render(make_plan(frontier=many))
-    assert text.count("this plan") == 1
-    assert "and 48 slower ones that need less" in text
-    assert next(line for line in text.splitlines() if "this plan" in line).split()[0] == "4"
-
-
-def test_one_plan_alone_has_no_others() -> None:
-    assert "Plans that none beats" not in render(make_plan(frontier=(alternative(),)))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("never",), "never"),
-        (("block", "block"), "block"),
-        (("block", "block", "never", "never", "never"), "block on 0-1, else never"),
-        (("always", "never", "block", "never"), "always on 0, block on 2, else never"),
-        ((), "never"),
-    ],
-)
-def test_recompute_in_words(options: tuple[str, ...], words: str) -> None:
-    assert recompute_words(options) == words
-
-
 def test_a_recorded_step_stands_beside_the_predicted_one() -> None:
     plan = make_plan()
     foreseen = predicted(plan)
@@ -218,10 +174,3 @@ def test_names_of_strangers_are_neither_escapes_nor_markup() -> None:
     header = next(row for row in rows if row.startswith("| stage | device"))
     nasty_row = next(row for row in rows if "script" in row)
     assert nasty_row.replace("\\|", "").count("|") == header.count("|")
-
-
-def test_markdown_lists_all_modules_of_a_stage() -> None:
-    modules = tuple(f"part{index}x.attention" for index in range(40))
-    text = render(make_plan(stages=(make_stage(0, modules=modules), make_stage(1))), "markdown")
-    assert "part39x" in text
-    assert "more" not in text.split("Memory")[0]

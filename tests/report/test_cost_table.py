@@ -6,15 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autosplit.options import Sample
 from autosplit.profile.node_costs.combine import profile
 from autosplit.profile.types import MeasuredNode, MeasuredTimes, Profile, SplitBackward
-from autosplit.report.costs import CostReport, cost_report, module_rows, readable_depth, render_costs
-from autosplit.report.words import format_count
+from autosplit.report.costs import CostReport, cost_report, module_rows, render_costs
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import trace
 
@@ -103,11 +100,6 @@ def test_micro_nodes_count_once_per_microbatch(recorded: TracedGraph) -> None:
     )
 
 
-@pytest.mark.parametrize(("most", "depth"), [(1, 0), (2, 1), (3, 2), (6, 2), (7, 3), (100, 3)])
-def test_as_deep_as_a_page_allows(recorded: TracedGraph, most: int, depth: int) -> None:
-    assert readable_depth(report_of(recorded), most=most) == depth
-
-
 def test_a_report_comes_back_as_it_was(recorded: TracedGraph) -> None:
     found = profile(recorded, rows=ROWS, batch_rows=ROWS * CHUNKS)
     for report in (report_of(recorded), report_of(recorded, measured(found, without="blocks.1.second#0"))):
@@ -128,15 +120,6 @@ def test_where_the_figures_come_from_is_said(recorded: TracedGraph) -> None:
     assert "~" not in render_costs(report_of(recorded, measured(found, without="none")))
 
 
-@pytest.mark.parametrize("width", [80, 120, 200])
-@pytest.mark.parametrize("nodes", [False, True])
-def test_lines_fit_the_page(recorded: TracedGraph, width: int, nodes: bool) -> None:
-    text = render_costs(report_of(recorded), width=width, nodes=nodes)
-    table = [line for line in text.splitlines() if " micro " in line]
-    assert table
-    assert all(len(line) <= max(width, 110) for line in text.splitlines())
-
-
 def test_the_largest_rows_in_model_order(recorded: TracedGraph) -> None:
     report = report_of(recorded)
     shown = [line for line in render_costs(report, nodes=True, top=4).splitlines() if " micro " in line]
@@ -144,28 +127,3 @@ def test_the_largest_rows_in_model_order(recorded: TracedGraph) -> None:
     assert [line.split()[0] for line in shown] == [node.name for node in report.nodes if node in largest]
     hidden = sum(node.share for node in report.nodes if node not in largest)
     assert f"\nand 5 more with {hidden:.1%} of the time\n" in render_costs(report, nodes=True, top=4)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0"),
-        (999, "999"),
-        (1000, "1.00 k"),
-        (32_505_856, "32.5 M"),
-        (999_499, "999 k"),
-        (999_600, "1.00 M"),
-        (1.5e15, "1.50 P"),
-        (2e19, "20 E"),
-    ],
-)
-def test_counts_have_three_digits(count: float, text: str) -> None:
-    assert format_count(count) == text
-
-
-@given(st.integers(0, 10**17))
-def test_counts_are_right_within_their_digits(count: int) -> None:
-    number, _, unit = format_count(count).partition(" ")
-    scale = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}[unit]
-    assert float(number) * scale == pytest.approx(count, rel=0.0051)
-    assert len(number.replace(".", "")) <= 3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-
 import pytest
 from selenium.webdriver.common.keys import Keys
 
@@ -92,18 +90,6 @@ def test_hovering_shows_the_figures(opened):
     assert not page.find("#tip").is_displayed()
 
 
-def test_hovering_memory_shows_what_is_held(opened):
-    plan = paper_plan()
-    page = opened(plan)
-    full = plan.curves[0].activation_bytes.index(max(plan.curves[0].activation_bytes))
-    page.pointer("#memory", page.centre(0, full, chart="memoryChart"))
-    tip = page.text("#tip")
-    assert "microbatch 3" in tip
-    assert "activations: 7.81 GiB" in tip
-    assert "parameters: 1.59 GiB" in tip
-    assert tip.splitlines()[0].endswith("14.2 GiB")
-
-
 def test_many_microbatches_begin_in_the_steady_state(opened):
     page = opened(paper_plan(stages=8, microbatches=64))
     view, step = page.js("page.view"), page.js("page.result.timeline.step")
@@ -113,38 +99,6 @@ def test_many_microbatches_begin_in_the_steady_state(opened):
     page.find("#zoom-whole").click()
     assert page.js("page.view") == page.js("page.wholeView()")
     assert not page.find("#steady-note").is_displayed()
-
-
-def test_devices_that_hold_alike_share_a_row(opened):
-    units = [unit.model_copy(update={"kept_bytes": 2**28, "static_bytes": 2**30}) for unit in make_units(12, stages=4)]
-    page = opened(paper_plan(units, schedule="gpipe"))
-    assert page.js("page.memoryChart.rows") == [[0, 1, 2, 3]]
-    assert page.js("page.timelineChart.rows.length") == 4
-    page.find(".handle").send_keys(Keys.ARROW_LEFT)
-    page.settle()
-    assert page.js("page.memoryChart.rows.length") == 4
-    assert opened(paper_plan()).js("page.memoryChart.rows.length") == 4
-
-
-def test_a_device_s_second_stage_is_told_apart(opened):
-    page = opened(paper_plan(schedule="zb_v", stages=4, virtual_stages=2))
-    assert [item.text for item in page.all(".tools .legend li")][-1] == "second stage of its device"
-    band = page.js(
-        "page.schedule.lanes[0].stages.map((stage) => {"
-        " const box = page.timelineChart.rectangle(0, page.schedule.lanes[0].stage.indexOf(stage));"
-        " const pen = document.querySelector('#timeline').getContext('2d');"
-        " return [...pen.getImageData(Math.round(box.x + 3), Math.round(box.y + box.height - 2), 1, 1).data]; })"
-    )
-    assert band[0] != band[1]
-    assert "#" + bytes(band[1][:3]).hex() == page.js("page.colours.panel")
-
-
-def test_a_bar_under_the_pointer_shows_its_transfers(opened):
-    page = opened(paper_plan())
-    page.pointer("#timeline", page.centre(1, 3))
-    assert page.js("page.pointed") == {"lane": 1, "action": 3}
-    page.pointer("h1", (1, 1))
-    assert page.js("page.pointed") is None
 
 
 def test_arrow_keys_go_from_bar_to_bar(opened):
@@ -178,15 +132,6 @@ def test_arrow_keys_go_from_bar_to_bar(opened):
     assert page.text("#details") == ""
 
 
-def test_the_focus_is_seen(opened):
-    page = opened(searched(paper_plan()))
-    for selector in ("#timeline", ".handle", "#memory", "#zoom-in", "#theme"):
-        page.chrome.execute_script("document.querySelector(arguments[0]).focus({focusVisible: true})", selector)
-        outline = page.find(selector).value_of_css_property("outline")
-        assert "3px" in outline, selector
-        assert "solid" in outline, selector
-
-
 def test_a_pointer_chooses_zooms_and_drags_the_view(opened):
     page = opened(paper_plan())
     page.pointer("#timeline", page.centre(2, 5), press=True)
@@ -201,16 +146,6 @@ def test_a_pointer_chooses_zooms_and_drags_the_view(opened):
     assert page.js("page.selected") == {"lane": 2, "action": 5}
     page.find("#zoom-whole").click()
     assert page.js("page.view.from") == 0
-
-
-def test_marks_of_an_axis_differ(opened):
-    plan = searched(paper_plan())
-    near = tuple(one.model_copy(update={"step_s": 1.62 + 0.002 * k}) for k, one in enumerate(plan.frontier))
-    page = opened(plan.model_copy(update={"frontier": near}))
-    marks = [mark.text for mark in page.all("#frontier text[text-anchor=middle]")]
-    assert len(marks) > 3
-    assert len(set(marks)) == len(marks)
-    assert marks[0].endswith(" s")
 
 
 def shares(values):
@@ -263,28 +198,6 @@ def test_nothing_is_wider_than_the_window(opened, width):
     page.resize(900, 900)
     page.settle()
     assert page.js("page.timelineChart.width") > 700
-
-
-def test_it_prints(opened):
-    page = opened(searched(paper_plan()), dark=True)
-    shown = page.js("page.colours.kinds[0]")
-    printed = base64.b64decode(page.chrome.print_page())
-    assert printed.startswith(b"%PDF")
-    assert len(printed) > 20_000
-    page.settle()
-    assert page.js("page.colours.kinds[0]") == shown
-    assert page.console() == []
-
-
-@pytest.mark.parametrize("lost", ["units", "curves", "frontier", "transfers"])
-def test_an_older_plan_is_shown_as_far_as_it_goes(opened, lost):
-    plan = searched(paper_plan()).model_copy(update={lost: ()})
-    page = opened(plan)
-    assert page.console() == []
-    assert page.js("page.result.step") == pytest.approx(plan.step_s)
-    assert "14.2 GiB" in page.text("#peaks")
-    page.keys("#timeline", Keys.ARROW_RIGHT)
-    assert page.text("#details").startswith("stage 0, forward")
 
 
 def test_a_plan_without_capacities_is_not_judged(opened):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
 from selenium.webdriver.common.keys import Keys
 
 from autosplit.planning.timeline import HeldBytes, StepTimeline, predicted
-from autosplit.report.page import page as page_text
 from autosplit.units import format_bytes, format_seconds
 from tests.report.paper_plans import GIB, paper_plan
 
@@ -106,30 +104,3 @@ def test_measured_peaks_stand_in_the_table(opened):
     assert page.text("#peaks").count("20.0 GiB") == 4
     assert len(page.all(".stack .seen")) == 4
     assert "measured 20.0 GiB" in page.text(".figures")
-
-
-def test_a_moved_cut_leaves_what_was_measured(opened):
-    plan = paper_plan()
-    page = opened(plan, measured=recorded(plan))
-    before = page.js("Array.from(page.recorded.lanes[1].end)")
-    page.find(".handle").send_keys(Keys.ARROW_LEFT)
-    page.settle()
-    assert page.find("#moved").is_displayed()
-    assert page.js("Array.from(page.recorded.lanes[1].end)") == before
-    assert page.console() == []
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"whole": "the loss wants <b>all</b>"}, "ran as one piece: the loss wants &lt;b&gt;all&lt;/b&gt;."),
-        ({"timed": False}, "only bytes were counted"),
-        ({"bars": (), "rows": (1, 1)}, "another number of microbatches"),
-    ],
-)
-def test_a_step_that_cannot_be_drawn_says_why(fields, says):
-    plan = paper_plan()
-    text = page_text(plan, measured=recorded(plan, **fields))
-    assert says in text
-    assert not re.search(r'name="shown"', text)
-    assert "20.0 GiB" in text

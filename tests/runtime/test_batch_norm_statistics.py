@@ -73,35 +73,9 @@ def test_microbatches_have_torchs_own_bits_and_the_statistics_are_the_plain_laye
     assert [buffer._version for buffer in (norm.running_mean, norm.running_var)] == versions
 
 
-def test_half_precision_values_with_single_precision_statistics() -> None:
-    norm, plain, state = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS), CallState(microbatches=4)
-    value = values(12, CHANNELS, 4, 4, dtype=torch.bfloat16)
-    parts = value.tensor_split(4)
-    for got, part in zip(one_by_one(norm, parts, state), parts, strict=True):
-        assert torch.equal(got, nn.BatchNorm2d(CHANNELS)(part))
-    update_statistics(state, ())
-    plain(value)
-    torch.testing.assert_close(norm.running_mean, plain.running_mean, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(norm.running_var, plain.running_var, rtol=1e-5, atol=1e-6)
-
-
 def test_one_value_per_channel_is_torchs_own_error() -> None:
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         normalise(CellContext(CallState(), 0), "norm#0", nn.BatchNorm1d(CHANNELS), torch.ones(1, CHANNELS))
-
-
-def test_transforms_see_a_norm_as_they_do_without_us() -> None:
-    norm, value = nn.BatchNorm1d(CHANNELS).double(), values(5, CHANNELS)
-
-    def loss(given: Tensor) -> Tensor:
-        return normalise(CellContext(CallState(), 0), "norm#0", norm, given).cos().sum()
-
-    def plain(given: Tensor) -> Tensor:
-        return F.batch_norm(given, None, None, norm.weight, norm.bias, True).cos().sum()
-
-    assert torch.equal(torch.func.grad(loss)(value), torch.func.grad(plain)(value))
-    twice = (torch.autograd.functional.hessian(f, value) for f in (loss, plain))
-    torch.testing.assert_close(next(twice), next(twice), rtol=1e-12, atol=1e-12)
 
 
 # -- modules that are more than their forward ----------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from autosplit import autosplit
-from examples.models import ToyModel
 from tests.equivalence.side_by_side import assert_equal, grads
 from tests.pairwise import in_turn
 
@@ -126,38 +123,6 @@ def test_a_compiler_that_fails_costs_a_line_in_the_report() -> None:
     lines = [line for line in pipe.report().splitlines() if line.startswith("not compiled")]
     assert len(lines) == 2
     assert all("no such instruction" in line for line in lines)
-
-
-class Raising(nn.Module):
-    """Looks up rows that are not there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.table = nn.Linear(4, 4), nn.Embedding(3, 4)
-
-    def forward(self, value: Tensor, index: Tensor) -> Tensor:
-        return self.first(value) + self.table(index)
-
-
-def test_an_error_of_the_models_own_stays_its_own() -> None:
-    pipe = autosplit(Raising(), devices=2, chunks=2, compile={"backend": Counted()})
-    value = torch.randn(4, 4)
-    pipe(value, torch.zeros(4, dtype=torch.long))
-    with pytest.raises(IndexError, match="index out of range") as found:
-        pipe(value, torch.full((4,), 9))
-    assert any("stage" in note for note in found.value.__notes__)
-    assert pipe(value, torch.ones(4, dtype=torch.long)).shape == (4, 4)
-
-
-def test_copies_drop_what_was_compiled() -> None:
-    pipe = autosplit(ToyModel(), devices=2, chunks=2, compile={"backend": BACKEND})
-    BACKEND.made = 0
-    value = torch.randn(4, 4)
-    expected = pipe(value)
-    made = BACKEND.made
-    for twin in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
-        assert_equal([twin(value)], [expected])
-    assert BACKEND.made == 3 * made
 
 
 @pytest.mark.slow

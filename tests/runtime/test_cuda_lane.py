@@ -72,12 +72,3 @@ def test_a_program_that_waits_for_nothing_is_found() -> None:
     run.pipe.recompile()
     run.call(torch.randn(ROWS, WIDTH), loss)
     assert any("unordered" in problem for problem in problems(run.streams.log))
-
-
-def test_gradients_that_arrive_beside_the_stream_that_goes_on_with_them_are_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ops._Departure, "apply", lambda *tensors: tensors)
-    run = RecordedPipe(Skips(), *PLACES["two cards"])
-    run.call(torch.randn(ROWS, WIDTH), loss)
-    assert any(problem.startswith("caller") for problem in problems(run.streams.log))

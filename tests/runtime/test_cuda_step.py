@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -13,12 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.backward import donate_gradients
-from autosplit.runtime import ops, transport
-from autosplit.runtime.lanes.lanes import StreamLane
 from autosplit.runtime.step import leaves
-from autosplit.runtime.step import step as steps
-from autosplit.runtime.step.cells import Cells
-from autosplit.runtime.transport import Message, SharedMemory, Way
 from tests.pairwise import in_turn
 from tests.runtime import lane_models
 from tests.runtime.happens_before import Keep, problems
@@ -164,69 +158,6 @@ def test_an_optimizer_between_steps() -> None:
     assert problems(run.streams.log) == []
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_target_may_want_a_gradient(whole: bool) -> None:
-    run = RecordedPipe(model := Skips(), *PLACES["two cards"], chunks=1 if whole else 3)
-    value, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH, requires_grad=True)
-    own(model(value), target).backward()
-    model.zero_grad(set_to_none=True)
-    with run.recording():
-        given = run.put(target)
-        run.pipe.train_step(run.put(value), target=given, loss_fn=own)
-        gradient = given.grad * 1
-    assert_close([gradient], [target.grad])
-    assert problems(run.streams.log) == []
-
-
-def test_a_hook_on_the_pipe_gets_its_target_too() -> None:
-    model = Several()
-    model.register_forward_hook(lambda module, given, output: None)
-    run = RecordedPipe(model, *PLACES["two cards"])
-    target, value = CASES["several outputs"][1](), torch.randn(ROWS, WIDTH)
-    expected = plain_step((copy.deepcopy(model),), value, target, of_several)
-    assert_close(run.train(value, target, of_several), expected)
-    assert problems(run.streams.log) == []
-
-
-def _without_active(backward: Any) -> Any:
-    def inactive(*given: Any) -> None:
-        with mock.patch.object(StreamLane, "active", return_value=nullcontext()):
-            backward(*given)
-
-    return inactive
-
-
-_SEND = SharedMemory.send
-
-
-def _without_event(memory: SharedMemory, way: Way, message: Message) -> None:
-    _SEND(memory, way, message)
-    if way.backward:
-        memory._sent[way] = message, memory._lane(way.target, way.microbatch).record()
-
-
-MUTATIONS: dict[str, Callable[[], Any]] = {
-    "the caller before a step": lambda: mock.patch.object(steps, "enter"),
-    "the lanes before the gradients are handed over": lambda: mock.patch.object(steps, "leave"),
-    "the event behind a cell": lambda: mock.patch.object(
-        transport,
-        "transfer",
-        lambda bundle, source, target, done: ops.transfer(bundle, source, target, target.record()),
-    ),
-    "the backward that sends a gradient": lambda: mock.patch.object(SharedMemory, "send", _without_event),
-    "the lane's stream under a backward": lambda: mock.patch.object(Cells, "backward", _without_active(Cells.backward)),
-}
-
-
-@schedule_of
-@pytest.mark.parametrize("left_out", MUTATIONS)
-def test_an_order_that_a_training_step_leaves_out_is_found(left_out: str, schedule: str) -> None:
-    run = RecordedPipe(Skips(), *PLACES["back and forth"], schedule=schedule)
-    with MUTATIONS[left_out]():
-        run.train(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), nn.MSELoss())
-    assert any("unordered" in problem for problem in problems(run.streams.log))
-
-
 @schedule_of
 @pytest.mark.parametrize(
     ("place", "stream"), [("one card", "compute"), ("two cards", "compute"), ("two cards", "outb")]
@@ -252,13 +183,6 @@ def test_gradients_are_held_until_the_caller_has_read_them(forgotten: bool) -> N
     with run.recording(), last.active():
         mine + 1
     assert any("caller cuda:0 still uses" in problem for problem in problems(run.streams.log)) == forgotten
-
-
-def test_a_call_that_does_not_leave_its_lanes_is_found() -> None:
-    run = RecordedPipe(Chain(), *PLACES["one card"])
-    with mock.patch.object(steps, "leave"):
-        run.outputs(torch.randn(ROWS, WIDTH))
-    assert any(problem.startswith("caller") and "unordered" in problem for problem in problems(run.streams.log))
 
 
 def test_gradients_for_two_cards_reach_leaves_on_their_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:

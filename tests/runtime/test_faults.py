@@ -221,21 +221,6 @@ def test_a_loss_that_depends_on_no_parameter(lanes: str, how: str) -> None:
     case.assert_works()
 
 
-@pairwise(lanes=LANES, how=HOWS, action=(Action(1, "F", 1), Action(1, "B", 1)))
-def test_hooks_of_parameters_fire_once_after_a_fault(lanes: str, how: str, action: Action) -> None:
-    case, seen = case_of(lanes, how), []
-    parameters = dict(case.pipe.named_parameters())
-    handles = [p.register_hook(lambda _, name=name: seen.append(name)) for name, p in parameters.items()]
-    fail(case, how, action, Boom())
-    seen.clear()
-    case.clear()
-    case.assert_plain(case.run(how))
-    for handle in handles:
-        handle.remove()
-    assert sorted(seen) == sorted(parameters)
-    case.clear()
-
-
 # -- what the other lanes do meanwhile -------------------------------------------------------------------------------
 PAIRS = [
     pytest.param(how, failing, other, id=f"{how}-{failing}-while-{other}")

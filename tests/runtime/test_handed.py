@@ -7,21 +7,12 @@ import torch
 from torch import nn
 
 from autosplit import autosplit
-from autosplit.backward import apart, donate_gradients, gradients
+from autosplit.backward import apart, donate_gradients
 from autosplit.runtime.step import leaves as handed
 
 
 def leaves(count: int) -> list[torch.Tensor]:
     return [torch.zeros(3, requires_grad=True) for _ in range(count)]
-
-
-def test_a_gradient_that_nobody_else_holds_becomes_the_leafs_own():
-    own, gradients = leaves(2), [torch.ones(3), torch.full((3,), 2.0)]
-    places = [gradient.data_ptr() for gradient in gradients]
-    donate_gradients(own, gradients).backward()
-    assert gradients == []
-    assert [leaf.grad.data_ptr() for leaf in own] == places
-    assert [float(leaf.grad[0]) for leaf in own] == [1.0, 2.0]
 
 
 def test_a_gradient_that_is_held_elsewhere_is_copied():
@@ -41,13 +32,6 @@ def test_one_gradient_for_two_leaves_is_not_shared():
     assert other.grad.tolist() == [1.0] * 3
 
 
-def test_gradients_add_to_what_is_there_and_pass_through_what_is_no_leaf():
-    (leaf,) = leaves(1)
-    leaf.grad = torch.ones(3)
-    donate_gradients([leaf, 3 * leaf], [torch.ones(3), torch.ones(3)]).backward()
-    assert leaf.grad.tolist() == [5.0] * 3
-
-
 @pytest.mark.parametrize("lanes", ["inline", "threads"])
 def test_a_step_hands_its_sums_over_without_a_copy(monkeypatch, lanes):
     torch.manual_seed(0)
@@ -63,17 +47,6 @@ def test_a_step_hands_its_sums_over_without_a_copy(monkeypatch, lanes):
     monkeypatch.setattr(handed, "donate_gradients", watched)
     step(pipe, batch)
     assert sorted(parameter.grad.data_ptr() for parameter in model.parameters()) == sorted(places)
-
-
-def test_what_comes_in_is_added_to_a_sum_in_place():
-    (leaf,) = leaves(1)
-    held = [torch.ones(3)]
-    place = held[0].data_ptr()
-    output = leaf * 2.0
-    root = donate_gradients([leaf], held)
-    (total,) = gradients([output, root], [torch.ones(3), root.detach()], [leaf], keep=False)
-    assert total.tolist() == [3.0] * 3
-    assert total.data_ptr() == place
 
 
 def step(pipe, batch):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -17,10 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from autosplit.runtime.lanes.ambient import ThreadState
-from autosplit.runtime.lanes.threads import LaneThreads, Turn, turns
+from autosplit.runtime.lanes.threads import LaneThreads
 from autosplit.schedule.action import Action, describe
-from autosplit.schedule.orders import forward_only
 from tests.pairwise import in_turn
 from tests.runtime.gates import (
     HOWS,
@@ -187,32 +184,6 @@ def test_ctrl_c_while_another_caller_has_the_lanes() -> None:
     case.assert_works()
 
 
-class Interrupted(Sequence[tuple[Turn, ...]]):
-    """Turns of two lanes, and a Ctrl-C after those of the first were handed out."""
-
-    def __init__(self, made: Sequence[tuple[Turn, ...]]) -> None:
-        self.made = made
-
-    def __len__(self) -> int:
-        return len(self.made)
-
-    def __getitem__(self, index: Any) -> Any:
-        if index == 1:
-            raise KeyboardInterrupt
-        return self.made[index]
-
-
-def test_ctrl_c_while_the_lanes_get_their_turns() -> None:
-    own, done = LaneThreads(2), []
-    made, state = turns(forward_only(2, 2), [set(), {0}]), ThreadState.current()
-    own.run(made, lambda action: None, state)
-    with pytest.raises(KeyboardInterrupt):
-        own.run(Interrupted(made), lambda action: None, state)  # type: ignore[arg-type]
-    own.run(made, lambda action: done.append(str(action)), state)
-    assert sorted(done) == ["0F0", "0F1", "1F0", "1F1"]
-    own.close()
-
-
 # -- in a process of its own -----------------------------------------------------------------------------------------
 HEAD = """
 import atexit
@@ -286,15 +257,6 @@ def test_a_script_with_idle_lanes_ends_at_once_and_in_silence() -> None:
     with script("case.run('call')", "say(len(lane_threads()))") as process:
         assert process.communicate() == ("3\nlanes at exit: 0\n", "")
         assert process.returncode == 0
-
-
-@pytest.mark.slow
-def test_a_script_ends_with_the_first_ctrl_c_when_its_lanes_drain() -> None:
-    with script("RELEASED = True", HANG.format(action="1B1", how="1f1b")) as process:
-        out, errors = interrupt(process, times=1)
-        assert process.returncode == -signal.SIGINT
-    assert out == "draining\nlanes at exit: 0\n"
-    assert re.search(r"\nKeyboardInterrupt\ninterrupted during .*stage 1, backward, microbatch 1", errors)  # and others
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import StepTimeline
 from autosplit.report.sections import render
 from autosplit.runtime.step.cells import Cells
-from autosplit.units import format_seconds
 from tests.runtime.lane_models import PLACES, ROWS, WIDTH, Chain
 from tests.runtime.recorded_pipe import RecordedPipe
 
@@ -47,14 +46,6 @@ def test_the_hosts_time_is_measured_and_binds(schedule: str) -> None:
     idle = render(plan, width=120, measured=replace(found, step_s=10 * issued_s))
     assert "measured to issue the step" in idle
     assert "host-bound" not in idle
-
-
-def test_a_host_that_waits_for_room_in_the_queue_is_not_issuing() -> None:
-    """All microbatches but a stage's first wait: the least is what it takes to issue one."""
-    plan, found = profiled("two cards")
-    bars = tuple(replace(bar, issue_s=2e-3 if bar.microbatch == 0 else 5.0) for bar in found.bars)
-    text = render(plan, width=120, measured=replace(found, bars=bars, step_s=1.0))
-    assert f"{format_seconds(2e-3 * len(bars))} measured to issue the step" in text
 
 
 def test_a_cpu_lane_is_its_own_host() -> None:

@@ -60,15 +60,6 @@ def test_a_callable_at_a_reused_address_is_another_one(make: Callable[[float], A
         torch.testing.assert_close(pipe(value()), model(value()))
 
 
-def test_a_changed_attribute_of_a_callable_is_seen() -> None:
-    model = Acting()
-    model.act = Scale(1.0)
-    pipe = autosplit(model, devices=2, chunks=2)
-    pipe(value())
-    model.act.factor = 3.0
-    torch.testing.assert_close(pipe(value()), model(value()))
-
-
 def test_a_tensor_at_a_reused_address_is_another_one() -> None:
     model = Acting()
     pipe = autosplit(model, devices=2, chunks=2)
@@ -76,16 +67,6 @@ def test_a_tensor_at_a_reused_address_is_another_one() -> None:
         del model.mask
         model.mask = torch.full((WIDTH,), float(factor))
         torch.testing.assert_close(pipe(value()), model(value()))
-
-
-def test_classes_of_one_name_are_not_one_input() -> None:
-    def kind(act: Any) -> type:
-        return type("Kind", (), {"act": staticmethod(act)})
-
-    model = Model(lambda m, value, kind: m.b(kind.act(m.a(value)))).float()
-    pipe = autosplit(model, devices=2, chunks=2)
-    for own in (kind(torch.relu), kind(torch.tanh)):
-        torch.testing.assert_close(pipe(value(), own), model(value(), own))
 
 
 def test_the_least_recently_used_recording_is_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:

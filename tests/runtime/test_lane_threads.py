@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -72,14 +71,6 @@ def test_none_before_the_first_call_then_one_per_lane_for_good() -> None:
         assert new_since(before) == own
 
 
-def test_inline_lanes_have_no_threads() -> None:
-    before = lane_threads()
-    pipe = split(model(), lanes="inline")
-    pipe(ROWS).sum().backward()
-    pipe.train_step(ROWS, target=ROWS, loss_fn=nn.MSELoss())
-    assert new_since(before) == []
-
-
 @pytest.mark.parametrize("used", ["called", "trained", "failed"])
 def test_they_end_with_the_pipe(used: str) -> None:
     before, case = lane_threads(), Case(schedule="1f1b")
@@ -122,30 +113,6 @@ def test_a_backward_after_the_pipe_is_gone_leaves_no_thread() -> None:
     del loss
     gc.collect()
     assert_ended(second)
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda pipe: pickle.loads(pickle.dumps(pipe)),
-}
-
-
-@pytest.mark.parametrize("name", COPIES)
-def test_copies_have_threads_of_their_own(name: str) -> None:
-    before, pipe = lane_threads(), split(model())
-    value = pipe(ROWS)
-    own = new_since(before)
-    twin = COPIES[name](pipe)
-    assert new_since(before) == own
-    torch.testing.assert_close(twin(ROWS), value)
-    assert len(new_since(before)) == 2 * STAGES
-    pipe.unsplit()
-    assert_ended(own)
-    torch.testing.assert_close(twin(ROWS), value)
-    others = new_since(before)
-    assert len(others) == STAGES
-    twin.unsplit()
-    assert_ended(others)
 
 
 # -- threads of torch's own ------------------------------------------------------------------------------------------
@@ -232,15 +199,6 @@ def test_a_call_from_inside_a_stage_is_refused(kind: Any) -> None:
         pytest.raises(RuntimeError, match=r"from inside one of its own stages.*lanes='inline'"),
     ):
         case.run("call")
-    case.assert_works()
-
-
-def test_a_stage_may_call_another_pipe() -> None:
-    inner, plain, found = split(model()), model(), []
-    case = case_of("threads", "call")
-    with case.gates.at({Action(1, "F", 1): lambda: found.append(inner(ROWS))}):
-        case.run("call")
-    torch.testing.assert_close(found[0], plain(ROWS))
     case.assert_works()
 
 

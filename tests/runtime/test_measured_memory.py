@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import InputError, autosplit
+from autosplit import autosplit
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.explain.verdicts import device_verdicts
 from autosplit.planning.plan.plan import Plan
@@ -111,18 +111,6 @@ def test_the_report_has_what_was_measured(pipe: PipelinedModule) -> None:
     assert all(len(line) <= 80 for line in pipe.report(width=80).splitlines())
 
 
-def test_bytes_are_kept_beside_a_later_time_and_the_other_way_round(pipe: PipelinedModule) -> None:
-    pipe._core.measured = None
-    timed, _ = run(pipe, "profile_step")
-    assert timed.memory == ()
-    counted, _ = run(pipe, "profile_step", memory=True)
-    kept = pipe._core.measured
-    assert (kept.bars, kept.memory) == (timed.bars, counted.memory)
-    later, _ = run(pipe, "profile_step")
-    assert pipe._core.measured.bars == later.bars
-    assert pipe._core.measured.memory == counted.memory
-
-
 def test_a_failed_step_leaves_no_profiler_behind(pipe: PipelinedModule) -> None:
     run(pipe, "train_step")
 
@@ -135,14 +123,3 @@ def test_a_failed_step_leaves_no_profiler_behind(pipe: PipelinedModule) -> None:
     assert pipe._core.measured is None
     run(pipe, "profile_step", memory=True)  # a profiler that still ran would refuse another
     assert pipe._core.measured is not None
-
-
-def test_a_step_in_one_piece_has_no_bytes_of_lanes(pipe: PipelinedModule) -> None:
-    found = make().profile_step(batch()[:1], loss_fn=mean_of, memory=True)
-    assert "one microbatch" in str(found.whole)
-    assert not any(found.memory)
-
-
-def test_an_unknown_form_is_refused(pipe: PipelinedModule) -> None:
-    with pytest.raises(InputError, match=r"'html' is none of 'text', 'markdown', 'json'"):
-        pipe.report("html")  # type: ignore[arg-type]

@@ -73,17 +73,6 @@ def test_times_are_those_of_each_action_alone_and_predict_the_step(lanes, monkey
     assert found.step().step_s == 1.0 + CHUNKS * 4.0 + 2.0  # the second stage is never idle in between
 
 
-def test_backwards_in_two_parts_are_measured_apart(monkeypatch):
-    now = [0.0]
-    pipe, given = ticking(lambda seconds: now.__setitem__(0, now[0] + seconds), lanes="threads", schedule="zb_h1")
-    for clock in ("perf_counter", "thread_time"):
-        monkeypatch.setattr(time, clock, lambda: now[0])
-    found = pipe.profile_stages(torch.randn(ROWS, WIDTH), **given, repeats=1)
-    assert found.seconds["F"] == (1.0, 3.0)
-    assert found.seconds["I"] == (2.0, 1.0)  # the weights' part of an operation that torch does not know is not put off
-    assert found.seconds["W"] == (0.0, 0.0)
-
-
 class Net(nn.Module):
     """A norm with statistics and dropout: what a step leaves behind."""
 
@@ -121,24 +110,6 @@ def test_a_step_in_one_piece_is_refused_with_the_reason():
         pipe.profile_stages(torch.randn(2, WIDTH), **given)
     with pytest.raises(InputError, match="repeats=0 measures nothing"):
         pipe.profile_stages(torch.randn(2, WIDTH), **given, repeats=0)
-
-
-class _Late(dict[Action, float]):
-    """Every action took a minute to issue."""
-
-    def get(self, action: Action, default: Any = None) -> float:
-        return 60.0
-
-
-def test_a_device_is_kept_busy_for_half_a_second_at_most(monkeypatch: pytest.MonkeyPatch):
-    """An action that took long to issue, as a compiler's first call does, holds nobody up for long."""
-    monkeypatch.setattr(measured, "least_issue_s", lambda logs: _Late({Action(0, "F", 0): 60.0}))
-    pipe = RecordedPipe(Skips(), ["cuda:0", "cuda:0"], "cuda:0", schedule="1f1b")
-    shape = (lane_models.ROWS, lane_models.WIDTH)
-    value, target = torch.randn(shape), torch.randn(shape)
-    with pipe.recording():
-        pipe.pipe.profile_stages(pipe.put(value), target=pipe.put(target), loss_fn=nn.MSELoss(), repeats=1)
-    assert {seconds for _, seconds in pipe.streams.occupied} == {0.5}
 
 
 @pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"], ["cpu", "cuda:0"]])

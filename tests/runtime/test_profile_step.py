@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.request import ask
 from autosplit.planning.timeline import StepTimeline
-from autosplit.runtime import step_log
 from autosplit.runtime.step_log import Began, Ended, StepLog
 from autosplit.schedule.action import Action
 from tests.runtime import lane_models
@@ -129,12 +126,6 @@ def test_a_profiled_step_is_the_step_to_every_bit(schedule: str, lanes: str, rec
         assert all(torch.equal(left[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_short_batch_has_fewer_microbatches() -> None:
-    pipe = split(Plain())
-    check(step(pipe, "profile_step", rows=3)[0], pipe, microbatches=3)
-    check(step(pipe, "profile_step")[0], pipe)
-
-
 def test_values_leave_when_their_action_ends_and_gradients_too() -> None:
     pipe = split(Plain())
     timeline, _ = step(pipe, "profile_step")
@@ -144,29 +135,6 @@ def test_values_leave_when_their_action_ends_and_gradients_too() -> None:
     }
     for sent in timeline.sent:
         assert sent.start_s == sent.end_s == ends[sent.source, "B" if sent.backward else "F", sent.microbatch]
-
-
-def test_a_host_that_is_held_up_between_two_looks_at_its_clock_shifts_no_cpu_lane() -> None:
-    pipe = split(Plain())
-    step(pipe, "profile_step")
-    looks = 0
-
-    def late() -> float:
-        nonlocal looks
-        looks += 1
-        return time.perf_counter() + 100 * looks  # every look comes later than the one before
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_log, "time", SimpleNamespace(perf_counter=late, thread_time=late))
-        timeline, _ = step(pipe, "profile_step")
-    check(timeline, pipe)
-    assert timeline.step_s < 100
-
-
-def test_stages_of_one_lane_send_nothing() -> None:
-    pipe = split(Plain(), "zb_v")
-    timeline, _ = step(pipe, "profile_step")
-    assert {(sent.source, sent.target) for sent in timeline.sent} == {(0, 1), (1, 0), (2, 3), (3, 2)}
 
 
 # -- steps that follow no schedule ---------------------------------------------------------------------------------

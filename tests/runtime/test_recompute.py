@@ -89,18 +89,6 @@ def test_layers_run_again_in_the_backward_only(recompute: str, lanes: str) -> No
     assert calls.taken() == dict(zip(names, (round(times * CHUNKS) for times in TIMES[recompute]), strict=True))
 
 
-def test_without_gradients_nothing_is_kept_to_run_again() -> None:
-    pipe = split("always")
-    pipe(value())
-    with torch.no_grad(), Ledger() as ledger:
-        output = pipe(value())
-        assert ledger.live_bytes == output.nbytes
-    pipe.eval().requires_grad_(False)
-    with Ledger() as ledger:
-        output = pipe(value())
-        assert (output.grad_fn, ledger.live_bytes) == (None, output.nbytes)
-
-
 @pytest.mark.parametrize("lanes", ["inline", pytest.param("threads", marks=pytest.mark.slow)])
 def test_what_is_held_between_forward_and_backward_falls(lanes: str) -> None:
     held, peaks = {}, {}

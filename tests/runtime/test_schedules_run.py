@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import ScheduleError, autosplit
+from autosplit import autosplit
 from autosplit.backward import gradients
 from autosplit.runtime.lanes.lanes import StreamLane
 from autosplit.runtime.lanes.threads import Turn, backwards, forwards, turns
@@ -24,17 +24,11 @@ from tests.equivalence.equality import TOLERANCE, difference
 from tests.runtime.gates import (
     CHUNKS,
     LANES,
-    MARK,
     STAGES,
-    TARGET,
-    VALUE,
     Boom,
     Case,
-    Gated,
-    Gates,
     notes,
     raiser,
-    split,
 )
 from tests.runtime.happens_before import problems
 from tests.runtime.lane_models import ROWS, WIDTH, Chain, Skips, assert_close
@@ -120,18 +114,6 @@ def test_a_fault_in_either_part_leaves_gradients_alone_and_is_named(lanes: str) 
     assert any("weight gradients, microbatch" in note for note in notes(caught.value))
     assert all(torch.equal(leaf.grad, grads[name]) for name, leaf in case.leaves().items())
     case.assert_works()
-
-
-@pytest.mark.parametrize("lanes", LANES)
-def test_a_schedule_without_backwards_runs_calls_and_refuses_steps(lanes: str) -> None:
-    gates = Gates()
-    pipe = split(Gated(gates), lanes=lanes, schedule="forward")
-    for _ in range(2):
-        with pytest.raises(ScheduleError, match=r"'forward' has no backward.*schedule='1f1b'"):
-            pipe.train_step(VALUE, MARK, target=TARGET, loss_fn=nn.MSELoss())
-        with torch.no_grad():
-            assert difference(pipe(VALUE, MARK), pipe.unsplit()(VALUE, MARK)) <= TOLERANCE[torch.float64]
-    assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
 # -- what is put off -------------------------------------------------------------------------------------------------

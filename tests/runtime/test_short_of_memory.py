@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.planning.explain.reasons import short_of_memory
-from autosplit.planning.plan.plan import Plan
 from autosplit.runtime.step import cells
 from autosplit.runtime.step.train_cells import TrainCells
 from autosplit.runtime.transport import SharedMemory
@@ -25,7 +23,6 @@ from tests.runtime.lane_models import PLACES, ROWS, WIDTH, Skips
 from tests.runtime.recorded_pipe import RecordedPipe
 
 lanes_of = pytest.mark.parametrize("lanes", LANES)
-GIB = 1 << 30
 
 
 def full() -> torch.OutOfMemoryError:
@@ -181,30 +178,3 @@ def test_a_copy_between_devices(place: str, number: int) -> None:
     torch.testing.assert_close(run.train(value, target, nn.MSELoss())[1:], expected)
     torch.testing.assert_close(run.outputs(value)[0].cpu(), model(value))
     assert problems(run.streams.log) == []
-
-
-def test_what_is_said(plan_of_gates: Plan) -> None:
-    plan = plan_of_gates
-    memory = plan.stages[1].memory.model_copy(update={"peak_bytes": 12 * GIB, "capacity_bytes": 10 * GIB})
-    stage = plan.stages[1].model_copy(update={"memory": memory})
-    plan = plan.model_copy(update={"stages": (plan.stages[0], stage, plan.stages[2])})
-    one = short_of_memory(plan, action=Action(1, "B", 0), sizes=plan.microbatch_rows, held_bytes=9 * GIB)
-    assert one.startswith(
-        "out of memory in 1B0: stage 1 is on cpu, where 12.0 GiB were predicted and 10.0 GiB are available, and "
-        "tensors had 9.00 GiB when it ran out"
-    )
-    assert "recompute='always'" in one
-    assert "free what else" not in one
-    more = short_of_memory(plan, action=Action(1, "B", 0), sizes=(8, 8, 8, 8), held_bytes=14 * GIB)
-    assert "32 rows in 4 microbatches, planned were 8 in 4" in more
-    assert "2.00 GiB more than all that was predicted" in more
-    between = short_of_memory(plan, action=None, sizes=plan.microbatch_rows)
-    assert "between the cells" in between
-    assert "12.0 GiB were predicted" in between
-
-
-@pytest.fixture
-def plan_of_gates() -> Plan:
-    plan = case_of("inline", "1f1b").pipe.plan
-    assert plan is not None
-    return plan

@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 import re
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 from autosplit import autosplit, recordings
 from autosplit.errors import InputError
-from autosplit.planning.plan.plan import Plan
 from autosplit.runtime.lanes.lanes import Lane
 from tests.runtime.happens_before import problems
 from tests.runtime.lane_models import ROWS, WIDTH, Skips, assert_close
@@ -119,17 +116,6 @@ def test_a_batch_may_have_fewer_microbatches_than_replicas():
         assert_same(one, other)
 
 
-def test_a_saved_plan_runs(tmp_path: Path):
-    one, other = made(0), made(0)
-    first = autosplit(one, 3, 4, replicas=[2, 1], sample=batch(8)[0])
-    assert first.plan is not None
-    first.plan.save(tmp_path / "plan.json")
-    pipe = autosplit(other, 3, plan=tmp_path / "plan.json")
-    assert trained(pipe, torch.optim.AdamW, called=False) == trained(first, torch.optim.AdamW, called=False)
-    assert_same(one, other)
-    assert Plan.load(tmp_path / "plan.json").replicas == pipe.plan.replicas == (2, 1)
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -192,28 +178,6 @@ def test_a_table_that_its_stage_changes_has_one_replica():
     assert autosplit(Table(), 3, 4, replicas=[1, 2], sample=value)(value).shape == (8, 3)
 
 
-@pytest.mark.parametrize("lanes", ["threads", "inline"])
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_hook_that_sets_an_attribute_has_one_replica(when: str, lanes: str):
-    def keep(module: nn.Module, given: Any, made: Any) -> None:
-        module.kept = made
-
-    def split(replicas: list[int]) -> tuple[nn.Module, Any]:
-        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
-        layer = model[1]
-        layer.register_forward_hook(keep) if when == "forward" else layer.register_full_backward_hook(keep)
-        return layer, autosplit(model, sum(replicas), 4, replicas=replicas, lanes=lanes)
-
-    value = batch(8)[0]
-    _, pipe = split([2])
-    with pytest.raises(InputError, match="module '1' set kept on it, and the 2 replicas of stage 0"):
-        pipe.train_step(value, target=value, loss_fn=nn.MSELoss())
-    assert all(own.grad is None for own in pipe.parameters())
-    layer, pipe = split([1])
-    pipe.train_step(value, target=value, loss_fn=nn.MSELoss())
-    assert len(layer.kept if when == "forward" else layer.kept[0]) == 2
-
-
 @pytest.mark.parametrize("how", ["in place", "anew"])
 def test_a_hook_that_changes_a_buffer_has_one_replica(how: str):
     def count(module: nn.Module, given: Any, made: Any) -> None:
@@ -239,34 +203,6 @@ def test_a_hook_that_changes_a_buffer_has_one_replica(how: str):
     assert layer.calls == 4
 
 
-def test_a_weight_that_a_hook_computes():
-    one, other = (nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double() for _ in range(2))
-    other.load_state_dict(one.state_dict())
-    for model in (one, other):
-        prune.l1_unstructured(model[0], "weight", 0.5)
-    value = batch(8)[0]
-    pipe = autosplit(one, 3, 4, replicas=[2, 1])
-    for _ in range(2):
-        loss = pipe.train_step(value, target=value, loss_fn=nn.MSELoss())
-        plain = nn.functional.mse_loss(other(value), value)
-        plain.backward()
-        torch.testing.assert_close(loss, plain.detach(), rtol=0, atol=1e-12)
-        assert_same(one, other)
-
-
-def test_parameters_may_be_computed_for_one_call():
-    model, (value, _) = made(0).eval(), batch(8)
-    pipe = autosplit(copy.deepcopy(model), 3, 4, replicas=[2, 1], sample=value)
-    given = {name: own.detach() for name, own in model.named_parameters()}
-    gradients = []
-    for called in (pipe, model):
-        factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-        output = torch.func.functional_call(called, {name: own * factor for name, own in given.items()}, (value,))
-        gradients += torch.autograd.grad(output.sum(), factor)
-    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
-    torch.testing.assert_close(pipe(value), model(value), rtol=0, atol=1e-12)
-
-
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the second lane that is made another device, whose memory is the first one's."""
     lanes = [Lane() for _ in range(4)]
@@ -287,18 +223,6 @@ def test_a_replica_on_another_device_has_copies(replicas: list[int], monkeypatch
     assert list(own.state_dict()) == names
     assert all(one is other for one, other in zip(own.parameters(), parameters, strict=True))
     torch.testing.assert_close(pipe.eval_step(batch(7)[0]), output, rtol=0, atol=1e-12)
-
-
-def test_gradients_of_gradients_where_a_replica_has_copies(monkeypatch: pytest.MonkeyPatch):
-    elsewhere(monkeypatch)
-    model, (value, _) = made(0).eval(), batch(8)
-    pipe = autosplit(own := copy.deepcopy(model), 3, 4, replicas=[2, 1], sample=value)
-    found = []
-    for called, parameters in ((pipe, own.parameters()), (model, model.parameters())):
-        weights = list(parameters)
-        first = torch.autograd.grad(called(value).square().sum(), weights, create_graph=True)
-        found.append(torch.autograd.grad(sum(own.square().sum() for own in first), weights, allow_unused=True))
-    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.usefixtures("double")

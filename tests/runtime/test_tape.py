@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from autosplit.runtime.tape import Tape, TapeNode
-from autosplit.trace.graph import NodeClass, Symbol, TracedNode, affine
-from autosplit.trace.recording.draw_rules import drawn_bytes, is_drawn_beforehand
+from autosplit.trace.graph import Symbol
 from autosplit.trace.recording.random_watch import Draw, TensorSpec
 
 aten = torch.ops.aten
@@ -100,34 +97,3 @@ def test_other_operations_than_were_recorded_are_an_error() -> None:
         tape.run("a", 0, torch.rand, (3, 4), {})
     with pytest.raises(RuntimeError, match=r"of \[2, 4\] where aten::bernoulli_.float of \[3, 4\] was recorded"):
         tape.run("a", 0, mask, (2,), {})
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64])
-@pytest.mark.parametrize("shape", [(1,), (15,), (16, 5), (7, 3, 11), (64, 300)])
-@pytest.mark.parametrize("turned", [False, True])
-def test_masks_as_bool_take_the_same_numbers(dtype: torch.dtype, shape: tuple[int, ...], turned: bool) -> None:
-    found: list[Any] = []
-    for kind in (dtype, torch.bool):
-        torch.manual_seed(1)
-        own = torch.empty(shape, dtype=kind)
-        own = (own.transpose(0, -1) if turned else own).bernoulli_(0.3)
-        found.append((own.bool(), torch.rand(3)))
-    assert all(map(torch.equal, *found))
-
-
-def test_bytes_that_wait() -> None:
-    info = TracedNode("a", "", NodeClass.MICRO, (), random=True, draws=node("a").draws)
-    assert is_drawn_beforehand(info)
-    assert drawn_bytes(info, rows=10) == 40
-    noise = Draw(aten.randn.default, ((ROWS, 4),), (), NOISE)
-    assert drawn_bytes(TracedNode("a", "", NodeClass.MICRO, (), random=True, draws=(noise,)), rows=10) == 160
-
-
-def test_no_stack_of_rows_is_not_drawn_beforehand() -> None:
-    square = TensorSpec((ROWS, ROWS), (1, 1), torch.float32)
-    odd = TensorSpec((affine(2, 1), 4), (4, 1), torch.float32)
-    for out in (square, odd):
-        draws = (Draw(aten.bernoulli_.float, (out, 0.5), (), out),)
-        assert not is_drawn_beforehand(TracedNode("a", "", NodeClass.MICRO, (), random=True, draws=draws))
-        assert is_drawn_beforehand(TracedNode("a", "", NodeClass.FULL, (), random=True, draws=draws))
-    assert not is_drawn_beforehand(TracedNode("a", "", NodeClass.MICRO, (), random=True, draws=None))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autosplit.runtime.lanes.ambient import ThreadState
 from tests.equivalence.equality import LANES
 from tests.runtime.watching import (
     SPOT,
@@ -61,17 +60,6 @@ def test_hooks_on_saved_tensors_are_called_in_the_callers_thread(step: bool) -> 
         found.append((Counter(packed), [parameter.grad for parameter in pipe.parameters()]))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
-
-
-def test_saving_on_the_cpu() -> None:
-    found = []
-    for context in (contextlib.nullcontext, torch.autograd.graph.save_on_cpu):
-        pipe = build("threads", dtype=torch.float64)
-        with context():
-            output = pipe(value_of(dtype=torch.float64))
-        output.sum().backward()
-        found.append([parameter.grad for parameter in pipe.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 # -- what does not leak ----------------------------------------------------------------------------------------------
@@ -135,31 +123,3 @@ def test_nothing_stays_behind(fails: str, inference: bool) -> None:
     Watch.fails = False
     assert everything() == caller
     assert watch(everything, lambda: pipe(value_of()).sum().backward()) == lanes
-
-
-def test_a_state_is_entered_and_left_on_any_thread() -> None:
-    found: list[dict[str, Any]] = []
-
-    def visit(state: ThreadState) -> None:
-        found.append(everything())
-        with state.entered():
-            state.context.run(lambda: found.append(everything()))
-        found.append(everything())
-
-    with much_set():
-        state, caller = ThreadState.current(), everything()
-    caller["dtype"] = torch.get_default_dtype()  # the process's, not the thread's
-    thread = threading.Thread(target=visit, args=(state,))
-    thread.start()
-    thread.join()
-    before, inside, after = found
-    assert inside == caller
-    assert after == before
-
-
-def test_the_comparison_of_states_sees_each_of_them() -> None:
-    before = everything()
-    with much_set(), torch.inference_mode():
-        inside = everything()
-    assert {name for name in before if before[name] == inside[name]} == {"device", "anomaly"}
-    assert everything() == before

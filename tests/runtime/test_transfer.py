@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from autosplit.runtime import ops
-from autosplit.runtime.lanes.lanes import CallerLane, Lane, StreamLane, caller_lane, lane
+from autosplit.runtime.lanes.lanes import Lane, StreamLane, caller_lane, lane
 from autosplit.runtime.transport import SharedMemory, Way
 from tests.runtime.happens_before import Keep, Op, Record, Wait
 from tests.runtime.recording_engine import Engine
-from tests.runtime.recording_lane import CPU, RecordingStreams, recording_lanes
+from tests.runtime.recording_lane import RecordingStreams, recording_lanes
 
 
 def text(streams: RecordingStreams) -> list[str]:
@@ -101,35 +100,6 @@ def test_what_arrived_may_be_changed_in_place(two_cards: tuple[RecordingStreams,
     assert value.grad.tolist() == [7, 7]
 
 
-def test_gradients_of_gradients_cross_too(two_cards: tuple[RecordingStreams, Sequence[Any]]) -> None:
-    streams, lanes = two_cards
-    value = streams.put(torch.tensor([2.0], requires_grad=True), lanes[0].device)
-    (moved,) = ops.transfer((value.pow(2),), *lanes)
-    (first,) = torch.autograd.grad(moved.pow(2).sum(), value, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), value)
-    assert (first.item(), second.item()) == (32, 48)
-
-
-def test_what_a_stage_keeps_on_the_cpu_stays_there(two_cards: tuple[RecordingStreams, Sequence[Any]]) -> None:
-    streams, lanes = two_cards
-    lengths = torch.tensor([2, 1])
-    value = streams.put(torch.ones(2), lanes[0].device)
-    moved = ops.transfer((lengths, value), *lanes)
-    assert moved[0] is lengths
-    assert [streams.device(tensor) for tensor in moved] == [CPU, lanes[1].device]
-    assert ops.transfer((lengths, value), lanes[0], StreamLane(lanes[0].device, streams))[0] is lengths
-
-
-def test_the_callers_stream_is_looked_up_at_each_use() -> None:
-    streams, device = RecordingStreams(), torch.device("cuda:0")
-    caller, side = CallerLane(device, streams), streams.new(device)
-    before = caller.now()
-    with streams.using(side):
-        assert streams.recorded_on[caller.record().number] == side.name
-        assert streams.recorded_on[before.record().number] == "caller cuda:0"
-    assert streams.recorded_on[caller.record().number] == "caller cuda:0"
-
-
 def test_lanes_are_copied_and_pickled_without_their_streams() -> None:
     for make in (lane, caller_lane):
         for device in ("cpu", "cuda:1"):
@@ -141,15 +111,6 @@ def test_lanes_are_copied_and_pickled_without_their_streams() -> None:
     stream = used.own.compute
     assert used.own.compute is stream
     assert copy.deepcopy(used).own.compute is not stream
-
-
-def test_lanes_of_the_cpu_cost_nothing() -> None:
-    source, target, module = Lane(), Lane(), nn.Linear(1, 1)
-    bundle = (torch.ones(1, requires_grad=True), torch.arange(2))
-    assert ops.transfer(bundle, source, target) is bundle
-    assert ops.on_lane(module, target) is module
-    assert source.active() is target.active()
-    assert source.record() is None
 
 
 @pytest.mark.parametrize("detached", [True, False])

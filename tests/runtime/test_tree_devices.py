@@ -61,11 +61,6 @@ def test_values_move_forwards(body: Callable[[Model, Tensor], Tensor]) -> None:
     assert output.requires_grad or output.grad_fn is None
 
 
-def test_values_come_to_state() -> None:
-    model = Model(lambda net, x: net.second(x))
-    assert Together(model, [META, CPU]).call(model, torch.ones(2, 4)).device == META
-
-
 def test_what_an_operation_changes_in_a_copy_changes_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(net: Model, x: Tensor) -> Tensor:
         monkeypatch.setattr(Tensor, "to", lambda tensor, device: tensor.clone())  # on the CPU, so that there are values
@@ -95,23 +90,6 @@ def test_an_operation_in_place_stays_where_its_target_is() -> None:
 
     _, output = run(body)
     assert output.device == META
-
-
-def test_inputs_from_elsewhere_come_to_the_first_device() -> None:
-    model = Model(lambda net, x: x)
-    elsewhere, here = torch.ones(2), torch.ones(2, device=META)
-    assert Together(model, [META]).call(lambda x, y: x, elsewhere, 1).device == META
-    assert Together(model, [META]).call(lambda x, y: x, elsewhere, here) is elsewhere  # as lengths on the CPU
-
-
-def test_with_one_device_nothing_is_moved_or_entered() -> None:
-    x = torch.ones(2, 2)
-
-    def function(value: Tensor) -> None:
-        assert value is x
-        assert not torch.overrides._get_current_function_mode_stack()
-
-    Together(Model(lambda net, x: x), [CPU]).call(function, x)
 
 
 # -- on a device -----------------------------------------------------------------------------------------------------

@@ -96,14 +96,6 @@ def test_batch_norms_in_microbatches_that_were_asked_for_or_change_nothing_are_n
     split(nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True), nn.Linear(8, 8)))(torch.randn(7, 4, 8))
 
 
-def test_batch_norms_that_see_the_whole_batch_are_named_with_the_way_out() -> None:
-    value = torch.randn(7, 8)
-    with pytest.warns(UserWarning, match=r"from 1 \(BatchNorm1d.*What helps: batch norm takes .* batch_norm='micro'"):
-        split(normed(), batch_norm="full")(value)
-    with pytest.warns(UserWarning, match=r"from 1 \(BatchNorm1d.*track_running_stats=True"):
-        split(normed(kept=False))(value)
-
-
 def test_a_dynamically_quantised_layer_is_named_with_the_way_out() -> None:
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).eval()
     with warnings.catch_warnings():
@@ -120,11 +112,3 @@ def test_a_model_by_its_own_python_is_a_warning() -> None:
     ):
         pipe(torch.ones(6, 8))
     pipe(torch.ones(6, 8))
-
-
-def test_what_pipelines_or_was_not_asked_to_is_none() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        split(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))(torch.ones(6, 8))
-        split(Mixes(), chunks=1)(torch.ones(6, 8))
-        split(Mixes(), devices=1)(torch.ones(6, 8))

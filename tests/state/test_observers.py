@@ -189,35 +189,6 @@ def test_an_activation_that_is_returned_with_its_gradient() -> None:
     torch.testing.assert_close(gradient(pipe), expected, rtol=1e-12, atol=1e-12)
 
 
-def names_of_nodes(own: Observing, x: Tensor) -> Tensor:
-    hidden = own.compute(x)
-    node = hidden.grad_fn
-    assert isinstance(node, graph.Node)
-    assert node == hidden.grad_fn
-    following = [each for each, _ in node.next_functions if each is not None]
-    own.log += [len(type(node).__name__), len(node.name()), len(following), len({node, *following})]
-    return hidden
-
-
-def test_a_forward_that_only_looks_at_nodes_is_recorded() -> None:
-    plain, model = observing(names_of_nodes), observing(names_of_nodes)
-    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pipe(BATCH).sum().backward()
-    plain(BATCH).sum().backward()
-    torch.testing.assert_close(seen(model), seen(plain), rtol=1e-12, atol=1e-12)
-
-
-def test_the_warning_names_what_observes_and_where() -> None:
-    pipe = autosplit(observing(hook_of_a_node), devices=["cpu"] * 2, chunks=4)
-    with pytest.warns(
-        UserWarning,
-        match=r"from 1 \(.*it observes gradients: it calls register_hook of an autograd node, .*test_observers.py:\d+",
-    ):
-        pipe(BATCH)
-
-
 class Checkpointed(nn.Module):
     """A stem, and blocks under a reentrant checkpoint: they get no gradients unless their input requires one."""
 

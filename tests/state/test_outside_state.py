@@ -385,14 +385,3 @@ def test_tensors_that_a_forward_appends_to_a_list_outside() -> None:
     assert len(kept) == 6
     for first, second in zip(kept[::2], kept[1::2], strict=True):
         torch.testing.assert_close(first, second)
-
-
-def test_a_hook_of_the_model_itself_that_logs_is_no_other_kind_of_call() -> None:
-    log: dict[str, Tensor] = {}
-    _, model = both(Net)
-    model.register_forward_hook(lambda module, args, out: log.update(out=out))
-    pipe = autosplit(model, ["cpu"] * 2, 4, lanes="inline")
-    for _ in range(4):
-        x, _ = batch()
-        torch.testing.assert_close(pipe(x), log["out"])
-    assert pipe._core.recordings.made == 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import InputError, autosplit
+from autosplit import autosplit
 from tests.models.three_layers import WIDTH, Model, numbers
 
 X = numbers(6, WIDTH, gradient=False)
@@ -177,31 +177,6 @@ def test_no_hook_of_an_observer_is_called_while_planning() -> None:
     assert backward == []
     pipe(X).sum().backward()
     assert seen.count(Tensor) == seen.count(1) == len(backward) == 2
-
-
-def test_a_large_tensor_of_a_list_that_the_forward_writes_to_is_refused() -> None:
-    def writes(model: Any, x: Tensor) -> Tensor:
-        model.tables[0].add_(1.0)
-        return plain(model, x) + model.tables[0][:WIDTH]
-
-    model = Model(writes)
-    model.tables = [torch.zeros((1 << 22) + 1)]
-    with pytest.raises(InputError, match=r"writes in place to tables, whose 4,194,305 elements .*register_buffer"):
-        autosplit(model, ["cpu", "cpu"], 2, sample=X)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_a_scripted_module_is_in_its_own_mode_after_eval_step() -> None:
-    class Scripted(Model):
-        def __init__(self) -> None:
-            super().__init__(lambda model, x: model.drop(plain(model, x)))
-            self.drop = torch.jit.script(nn.Dropout(0.5))
-
-    model = Scripted()
-    pipe = autosplit(model, ["cpu", "cpu"], 2)
-    pipe.eval_step(X)
-    assert model.drop.training
-    assert not torch.equal(model.drop(X), X)
 
 
 def test_a_tensor_that_was_kept_under_inference_mode_is_restored() -> None:

@@ -104,18 +104,6 @@ def test_what_differed_of_a_call_is_told(name: str) -> None:
     assert reason in pipe.recordings[1].reason
 
 
-class Reads(Net):
-    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
-        return super().forward(x * 2 if (x > 100).any() else x)
-
-
-def test_a_value_that_was_read_is_told() -> None:
-    pipe = pipe_of(Reads())
-    pipe(rows(6))
-    pipe(rows(6) * 1000)
-    assert pipe.recordings[1].reason == "value read by #0/bool_0 was False, is True"
-
-
 # -- the log -----------------------------------------------------------------------------------------------------------
 def _levels(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [entry.levelname for entry in caplog.records if "Net: recording " in entry.message]
@@ -137,14 +125,6 @@ def test_recordings_after_the_second_are_logged_with_the_way_out(caplog: pytest.
     [third] = [entry.message for entry in caplog.records if "recording 3" in entry.message]
     assert "attribute `counter` of the model was 1, is 2" in third
     assert pipe.recordings[2].way_out in third
-
-
-def test_all_are_logged_where_the_environment_says_so(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AUTOSPLIT_LOGS", "recordings")
-    _four(caplog)
-    assert _levels(caplog) == ["WARNING"] * 4
 
 
 def test_five_recordings_in_a_row_warn_once() -> None:
@@ -266,18 +246,3 @@ def test_a_counter_of_training_calls_that_evaluation_reads() -> None:
             module(rows(6))
             module.eval()
         torch.testing.assert_close(pipe(rows(6)), plain(rows(6)), rtol=1e-5, atol=1e-5)
-
-
-class OwnPythonCounts(OwnPython):
-    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
-        self.counter += 1
-        return super().forward(x)
-
-
-def test_own_python_that_counts_its_calls_is_tried_once() -> None:
-    torch.manual_seed(0)
-    model = OwnPythonCounts()
-    plain, pipe = copy.deepcopy(model), pipe_of(model)
-    for _ in range(4):
-        torch.testing.assert_close(pipe(rows(6)), plain(rows(6)))
-    assert len(pipe.recordings) == 1

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from autosplit import PlanError, autosplit
+from autosplit import autosplit
 from tests.equivalence.equality import assert_same_bits, difference, forward_backward
 from tests.models.named import CASES, numbers
 from tests.pairwise import in_turn
@@ -103,25 +103,6 @@ def test_an_optimizer_made_before_the_split(kind: str, before: int) -> None:
     assert_equal_parameters(pipe, plain)
 
 
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
-def test_optimizer_state_through_its_state_dict(kind: str) -> None:
-    plain = CASES["nested skips"].build()
-    optimizer = OPTIMIZERS[kind](plain.parameters())
-    steps(plain, optimizer, count=3)
-    pipe = split(CASES["nested skips"].build())
-    pipe.load_state_dict(plain.state_dict())
-    restored = OPTIMIZERS[kind](pipe.parameters())
-    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    steps(plain, optimizer, count=4, first=3)
-    steps(pipe, restored, count=4, first=3)
-    assert_equal_parameters(pipe, plain)
-    again = OPTIMIZERS[kind](plain.parameters())
-    again.load_state_dict(copy.deepcopy(restored.state_dict()))
-    steps(plain, again, count=1, first=7)
-    steps(pipe, restored, count=1, first=7)
-    assert_equal_parameters(pipe, plain)
-
-
 class Adapter(nn.Module):
     """A layer with two more parameters beside it."""
 
@@ -168,13 +149,3 @@ def test_a_model_gets_other_parameters_after_its_plan(seeds: bool) -> None:
         torch.testing.assert_close(copied.train_step(value.detach(), target=target, loss_fn=F.mse_loss), loss.detach())
         for mine, own in zip(copied.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, own.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_a_plan_of_the_callers_is_checked_in_copies_too() -> None:
-    model, value = Seeds(), numbers(7, 8).detach()
-    plan = autosplit(copy.deepcopy(model), devices=["cpu"] * 2, chunks=3, sample=value).plan
-    model.first = Adapter(model.first)
-    pipe = autosplit(model, devices=["cpu"] * 2, plan=plan)
-    for each in (pipe, through_pickle(pipe)):
-        with pytest.raises(PlanError, match=r"plan again: autosplit.* without plan="):
-            each(value)

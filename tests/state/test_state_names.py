@@ -137,16 +137,6 @@ def test_a_module_replaced_by_one_of_the_same_kind_is_seen() -> None:
     assert_equal_runs(forward_backward(pipe, case.batch(8)), forward_backward(plain, case.batch(8)))
 
 
-def test_train_and_eval_reach_every_module(case: Case) -> None:
-    model = case.build()
-    pipe = split(model)
-    for mode in (False, True):
-        assert pipe.train(mode) is pipe
-        assert pipe.training is mode
-        assert {module.training for module in model.modules()} == {mode}
-        assert {module.training for module in pipe.modules()} == {mode}
-
-
 def test_a_parameter_changed_in_place_and_one_assigned_are_seen() -> None:
     case = CASES["nested skips"]
     plain, pipe = case.build(), split(case.build())

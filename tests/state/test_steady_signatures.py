@@ -6,10 +6,8 @@ import collections
 import contextlib
 import copy
 import functools
-import gc
 import random
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -296,15 +294,3 @@ def test_signatures_of_many_changes_are_those_of_walks(seed: int) -> None:
         with contextlib.suppress(AttributeError, IndexError, KeyError, RuntimeError, TypeError):  # gone by then
             changes[name](model)
         assert signature(runs) == walked(runs), name
-
-
-def test_a_signature_keeps_no_value_alive_that_the_model_holds_weakly() -> None:
-    model, config = Model(), Config()
-    model.reference = weakref.ref(config)  # type: ignore[assignment]
-    runs = PythonRuns(model)
-    before = signature(runs)
-    gone = weakref.ref(config)
-    del config
-    gc.collect()
-    assert gone() is None
-    assert signature(runs) != before

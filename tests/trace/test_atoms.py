@@ -116,13 +116,6 @@ def test_plan_and_report_name_what_stayed_whole_and_why() -> None:
     assert "reads a tensor's value in Python, and it depends on a layer" in text
 
 
-def test_siblings_of_one_class_become_atoms_together() -> None:
-    chain: Body = lambda m, x: m.c(m.part2(m.part1(m.b(m.part0(m.a(x))))))  # noqa: E731
-    found = recorded(host(branch, branch, branch, around=chain), numbers(7, WIDTH))
-    assert list(found.whole) == ["part0", "part1", "part2"]
-    assert len(set(found.whole.values())) == 1
-
-
 def experts(part: Part, x: Tensor) -> Tensor:
     """Send every row to an expert by ``nonzero``, in a loop over the experts that were hit."""
     chosen = x.argmax(-1) % 3
@@ -314,16 +307,6 @@ def test_a_number_out_of_an_atom_makes_the_module_around_it_an_atom() -> None:
     assert "outer#0" in nodes(found)
     assert not any(name.startswith("outer.") for name in nodes(found))
     equal_on(model, [rows(count, seed) for seed, count in enumerate((7, 3, 1))])
-
-
-@pytest.mark.filterwarnings("ignore:.* devices were given")
-def test_an_atom_called_twice_has_two_nodes() -> None:
-    model = host(branch, around=lambda m, x: m.c(m.part0(m.b(m.part0(m.a(x))))))
-    assert [name for name in nodes(recorded(model, numbers(7, WIDTH))) if name.startswith("part0")] == [
-        "part0#0",
-        "part0#1",
-    ]
-    equal_on(model, [rows(7, 0), rows(5, 1)])
 
 
 def test_recording_atoms_leaves_buffers_counters_and_random_states() -> None:

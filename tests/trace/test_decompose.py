@@ -72,11 +72,6 @@ def test_a_reduction_over_the_batch_is_light(name: str) -> None:
     assert all(c is NodeClass.MICRO for n, c in classes_of(traced).items() if n in ("a#0", "b#0"))
 
 
-@pytest.mark.parametrize("name", ["sum", "mean"])
-def test_a_reduction_in_float32(name: str) -> None:
-    check(lambda m, x: REDUCTIONS[name](torch.tanh(m.b(m.a(x)))), X, dtype=torch.float32)
-
-
 UNTOUCHED: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda x: x.max(),
     "amax": lambda x: x.amax((0, 1)),
@@ -93,10 +88,6 @@ UNTOUCHED: dict[str, Callable[[Tensor], Tensor]] = {
 def test_what_is_left_alone_is_right_too(name: str) -> None:
     traced = check(lambda m, x: UNTOUCHED[name](m.b(m.a(x))), X)
     assert not [n for n in classes_of(traced) if n.endswith(".rows")]
-
-
-def test_ties_of_a_maximum_share_the_gradient_as_in_the_plain_model() -> None:
-    check(lambda m, x: (m.a(x) * 0).amax() + m.b(x).relu().amax((0, 1)).sum(), X)
 
 
 LABELS = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS) % CLASSES
@@ -182,11 +173,6 @@ def reduced(hidden: Tensor) -> tuple[Tensor, ...]:
 def reduced_under_autocast(model: Any, value: Tensor) -> tuple[Tensor, ...]:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return reduced(torch.tanh(model.b(model.a(value))))
-
-
-def test_a_reduction_without_gradients() -> None:
-    traced = check(lambda m, x: m.b(m.a(x)).sum() * torch.no_grad()(lambda: m.a(x).mean())(), X)
-    assert_light(traced)
 
 
 @pytest.mark.parametrize("autocast", ["inside", "outside"])

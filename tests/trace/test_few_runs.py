@@ -70,13 +70,6 @@ def test_the_sizes_of_a_recording(rows: int, asked: list[int], runs: list[int]) 
     assert found.graph.min_rows == 1
 
 
-@pytest.mark.parametrize("unused", [False, True])
-def test_ties_take_no_second_run(unused: bool, runs: list[int]) -> None:
-    found = trace(Tied(unused=unused), Sample(torch.randint(0, 11, (16, 3))))
-    assert runs == [16, 1, 3]
-    assert found.gathered.scope.entered == {"table", "head"}
-
-
 def test_a_leaf_whose_parameter_is_used_once_is_a_leaf(runs: list[int]) -> None:
     found = trace(UsedOnce(), Sample(torch.randint(0, 11, (16, 3))))
     assert runs == [16, 16, 1, 3]

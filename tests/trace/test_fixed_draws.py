@@ -45,14 +45,6 @@ def test_parts_draw_what_the_whole_draws(name: str) -> None:
     assert mode.unknown == set()
 
 
-def test_dropout_still_scales() -> None:
-    with FixedDraws():
-        assert torch.equal(F.dropout(torch.ones(3), 0.75), torch.full((3,), 4.0))
-        assert torch.equal(torch.native_dropout(torch.ones(3), 0.75, True)[0], torch.full((3,), 4.0))
-        assert torch.equal(F.dropout(torch.ones(3), 0.75, training=False), torch.ones(3))
-        assert torch.equal(torch.randperm(4), torch.arange(4))
-
-
 def test_what_it_cannot_replace_is_named() -> None:
     with FixedDraws() as mode:
         torch.distributions.Gamma(torch.tensor(1.0), torch.tensor(1.0)).sample()

@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autosplit.options import Sample
-from autosplit.trace.graph import Formula, Length, Symbol, evaluate, symbols_in
-from autosplit.trace.inputs.lengths import varying
-from autosplit.trace.inputs.signature import Key, Kind
+from autosplit.trace.graph import Length
 from autosplit.trace.ladder import Trace, trace, widen
 from autosplit.trace.shapes.generalise import Domain
 
@@ -176,34 +174,3 @@ def test_a_model_that_counts_from_the_first_length_has_no_common_recording() -> 
     assert wide is not None
     found = torch.fx.Interpreter(wide.graph.root, graph=wide.graph.graph).run(5, 9, second)[0]
     assert torch.equal(found, model(second))
-
-
-def test_varying_dimensions_that_change_together_are_one_symbol() -> None:
-    before, now = [(-1, 7), (-1, 7), (-1, 7)], [(-1, 9), (-1, 9), (-1, 5)]
-    assert varying(before, now, ()) == (Length("dim0", ((0, 1), (1, 1))), Length("dim1", ((2, 1),)))
-    assert varying(before, before, ()) is None
-    assert varying([(-1, 7)], [(-1, 1)], ()) is None
-    assert varying([(-1, 7)], [(-1, 7, 3)], ()) is None
-
-
-def test_varying_keeps_what_was_a_symbol_before() -> None:
-    known = (Length("dim0", ((0, 1),)),)
-    assert varying([(-1, 7), (-1, 4)], [(-1, 7), (-1, 5)], known) == (
-        Length("dim0", ((0, 1),)),
-        Length("dim1", ((1, 1),)),
-    )
-
-
-def test_one_symbol_has_one_size() -> None:
-    both = (Length("dim0", ((0, 1), (1, 1))),)
-    kind = Kind((), ((-1, 5), (-1, 5)), (0, 0), both)
-    assert kind.lengths_in(Key((), ((3, 7), (3, 7)))) == {"dim0": 7}
-    assert kind.lengths_in(Key((), ((3, 7), (3, 8)))) is None
-    assert kind.lengths_in(Key((), ((3, 7), (3, 7, 1)))) is None
-
-
-def test_formulas_are_evaluated_at_sizes() -> None:
-    number = Formula(max, (Formula(int.__floordiv__, (Symbol("dim0"), 2)), Symbol("rows")))
-    assert evaluate(number, {"dim0": 9, "rows": 3}) == 4
-    assert symbols_in(number) == {"dim0", "rows"}
-    assert Domain((), (number,)).holds(3, {"dim0": 9})

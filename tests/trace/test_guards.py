@@ -63,11 +63,6 @@ def flags(rows: int, *masked: int, seed: int = 0) -> Batch:
     return Batch((numbers(rows, WIDTH, seed=seed), mask(rows, *masked)))
 
 
-def words(rows: int, length: int, seed: int = 0) -> Batch:
-    lengths = torch.arange(rows) % length + 1
-    return Batch((numbers(rows, 5, WIDTH, seed=seed), lengths))
-
-
 def pipe_of(model: nn.Module, **options: Any) -> Any:
     return autosplit(copy.deepcopy(model), **{"devices": ["cpu"] * 2, "chunks": 3, **options})
 
@@ -133,13 +128,6 @@ def test_a_guard_in_a_submodule_leaves_it_entered() -> None:
     assert assert_calls_equal(model, pipe, [flags(7), flags(7, 1), flags(5), flags(5, 4)]) == [1, 2, 2, 2]
 
 
-def test_the_longest_length_as_a_bound_of_a_slice() -> None:
-    model = Model(longest)
-    pipe = pipe_of(model)
-    batches = [words(7, 3), words(7, 5), words(7, 3, seed=1), words(6, 5), words(4, 3)]
-    assert assert_calls_equal(model, pipe, batches) == [1, 2, 2, 2, 2]
-
-
 @pytest.mark.parametrize(
     ("body", "seconds"),
     [
@@ -176,16 +164,6 @@ def test_a_small_parameter_that_an_optimizer_changes() -> None:
                 each.gain.fill_(gain)
         counts += assert_calls_equal(model, pipe, [Batch((numbers(7, WIDTH),))])
     assert counts == [1, 2, 2, 2]
-
-
-def test_too_many_values_end_in_the_models_own_python() -> None:
-    model = Model(lambda m, x, n: m.c(torch.tanh(m.b(m.a(x)))) * n.max().item())
-    pipe = pipe_of(model)
-    batches = [Batch((numbers(7, WIDTH), torch.full((7,), count))) for count in range(1, 12)]
-    counts = assert_calls_equal(model, pipe, batches)
-    assert counts == [1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8]
-    assert pipe._core.recordings.tree is not None
-    assert assert_calls_equal(model, pipe, batches[:2]) == [8, 8], "what was recorded is still used"
 
 
 def test_train_step_asks_the_guard_too() -> None:
@@ -248,20 +226,6 @@ def test_what_is_no_guard_runs_by_its_own_python(name: str) -> None:
     assert any(reason in note for note in pipe.plan.notes)
 
 
-@pytest.mark.parametrize("read", [lambda limit: limit.item(), lambda limit: 2.0 if limit[0] > 0 else 0.5])
-def test_a_plain_attribute_that_the_caller_replaces(read: Callable[[Tensor], float]) -> None:
-    model = Model(lambda m, x: m.c(m.a(x)) * read(m.limit))
-    model.limit = torch.tensor([1.0])
-    found = recorded(model, Batch((numbers(7, WIDTH),)))
-    assert found.guard is not None
-    assert [answer.value for answer in found.guard.answers] in ([1.0], [True])
-    pipe = pipe_of(model)
-    for limit in (1.0, -1.0, 1.0):
-        model.limit = pipe.unsplit().limit = torch.tensor([limit])
-        assert_calls_equal(model, pipe, [Batch((numbers(7, WIDTH),)), Batch((numbers(4, WIDTH),))])
-    assert pipe.plan.rung == "recorded"
-
-
 def test_a_recording_with_a_guard_is_verified_with_its_answers() -> None:
     """The check runs on two rows of the sample, on which the read would give something else."""
     model = Model(longest)
@@ -273,14 +237,6 @@ def test_a_recording_with_a_guard_is_verified_with_its_answers() -> None:
     assert found.guard.holds(inputs, 5)
     assert not found.guard.holds([inputs[0], torch.ones(5, dtype=torch.int64)], 5)
     assert not found.guard.holds([inputs[0], torch.tensor([1.5, 2.0, 1.0, 2.0, 2.0])], 5)
-
-
-def test_a_read_that_fails_on_a_batch_does_not_hold() -> None:
-    model = Model(lambda m, x, n: m.c(torch.tanh(m.a(x))) * n[2].item())
-    found = trace(model, Sample(numbers(7, WIDTH).detach(), torch.ones(3)), batch_dims=(0, None))
-    assert found.guard is not None
-    assert found.guard.holds([numbers(7, WIDTH).detach(), torch.ones(3)], 7)
-    assert not found.guard.holds([numbers(7, WIDTH).detach(), torch.ones(2)], 7)
 
 
 @pytest.mark.parametrize("rows", [3, 1])

@@ -23,11 +23,11 @@ from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.rows import probe
 from autosplit.trace.rows.findings import Findings
 from autosplit.trace.rows.made_up import MadeUp
-from tests.models import lengths, named
+from tests.models import named
 from tests.models.decoders import VOCABULARY, Decoder
 from tests.models.three_layers import Model
 from tests.pairwise import in_turn, mostly_slow
-from tests.trace.test_row_mixing import APART, MIXING, READS, ROWS, WIDTH, Reads, between
+from tests.trace.test_row_mixing import APART, MIXING, ROWS, WIDTH, between
 
 
 def on_meta(value: Any) -> Any:
@@ -147,23 +147,11 @@ def test_models_of_transformers_are_recorded_as_with_values(name: str) -> None:
     assert bool(len(full(expected)) > 1) is (name == "MixtralForCausalLM")
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_graph_in_eval_mode_too(training: bool) -> None:
-    assert_alike(Residual().train(training), Sample(torch.randn(5, 3, 8, 8)))
-
-
 @in_turn(share=(0, 4), name=list(named.CASES))
 def test_unusual_structures_are_recorded_as_with_values(name: str) -> None:
     case = named.CASES[name]
     batch = case.batch(6)
     assert_alike(case.build(), Sample(*batch.args, **batch.kwargs))
-
-
-@pytest.mark.parametrize("name", mostly_slow(["causal", "padded", "translator"], "padded"))
-def test_masks_and_positions_are_recorded_as_with_values(name: str) -> None:
-    case = lengths.CASES[name]
-    batch = case.batch(5, *[7, 9][: case.lengths])
-    assert_alike(case.make().double(), Sample(*batch.args, **batch.kwargs))
 
 
 UNSEEN = (
@@ -189,31 +177,6 @@ def test_what_mixes_rows_is_seen_without_values(name: str) -> None:
 def test_rows_are_told_apart_as_with_values(name: str) -> None:
     expected = assert_alike(between((MIXING | APART)[name]), Sample(torch.randn(ROWS, WIDTH).double()))
     assert bool(full(expected)) is (name in MIXING)
-
-
-@pytest.mark.parametrize("name", READS)
-def test_an_index_that_depends_on_a_buffer(name: str) -> None:
-    assert_alike(Reads(READS[name]).double(), Sample(torch.randn(7, WIDTH).double()))
-
-
-class Clipped(torch.autograd.Function):
-    """Divides a gradient by its norm over the batch."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(value, weight)
-        return value * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        value, weight = ctx.saved_tensors
-        gradient = gradient / gradient.norm().clamp(min=1.0)
-        return gradient * weight, (gradient * value).sum(0)
-
-
-def test_a_backward_that_mixes_rows_is_seen() -> None:
-    model = Model(lambda m, x: m.b(Clipped.apply(m.a(x), m.scale)), scale=nn.Parameter(torch.ones(WIDTH)))
-    assert full(assert_alike(model, Sample(torch.randn(ROWS, WIDTH).double())))
 
 
 # -- what may be made up -------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from autosplit.trace.borrowed import state
 from autosplit.trace.module_tree import (
     ModuleCost,
     choose_units,
-    coarsened,
     homes,
     intercept,
     stages_of_modules,
@@ -106,17 +105,6 @@ def test_units_are_opened_while_there_are_fewer_than_stages() -> None:
     assert choose_units(block, seen, least=2) == ("a.inner.0", "a.out")
 
 
-def test_a_model_without_children_is_one_unit() -> None:
-    assert choose_units(nn.Linear(2, 2), {"": ModuleCost(1.0, 0)}, least=4) == ("",)
-
-
-def test_modules_come_together_again_where_they_share_a_stage() -> None:
-    fine = {"embed": 0, "blocks.0.inner.0": 0, "blocks.0.inner.1": 0, "blocks.0.out": 1, "blocks.1.inner.0": 1}
-    called = {"blocks.0", "blocks.0.inner", "blocks.1", "blocks.1.inner"}
-    assert coarsened(fine, called=called) == {"embed": 0, "blocks.0.inner": 0, "blocks.0.out": 1, "blocks.1": 1}
-    assert coarsened(fine, called=set()) == fine
-
-
 # -- homes -----------------------------------------------------------------------------------------------------------
 def test_state_lies_with_its_unit_and_what_is_around_units_with_their_first() -> None:
     model = Model()
@@ -159,26 +147,6 @@ def test_calls_are_visited_until_the_model_is_given_back() -> None:
     model(x)
     assert seen == [("embed", 1, []), ("blocks.1", 1, []), ("embed", 0, ["input"]), ("blocks.1", 1, [])]
     assert {path: dict(module.__dict__) for path, module in model.named_modules()} == before
-
-
-def test_a_forward_of_the_modules_own_stays() -> None:
-    model, seen = Model(), []
-    own = model.embed.forward = lambda x: x * 2
-    x = torch.randn(2, 4)
-    with state.attributes(model):
-        intercept(model, ["embed"], recorder(seen))
-        assert torch.equal(model.embed(x), x * 2)
-    assert model.embed.__dict__["forward"] is own
-    assert [path for path, *_ in seen] == ["embed"]
-
-
-def test_hooks_of_the_module_stand_in_front_of_its_forward() -> None:
-    model, order = Model(), []
-    model.embed.register_forward_pre_hook(lambda module, args: order.append("before"))
-    model.embed.register_forward_hook(lambda module, args, output: order.append("after"))
-    intercept(model, ["embed"], lambda path, plain, args, kwargs: order.append("forward") or plain(*args, **kwargs))
-    model.embed(torch.ones(1, 4))
-    assert order == ["before", "forward", "after"]
 
 
 def test_a_module_that_was_compiled_in_place_is_visited_before_that() -> None:

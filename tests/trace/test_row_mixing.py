@@ -241,11 +241,6 @@ def test_an_event_that_no_row_of_the_sample_has_is_counted_over_all_rows() -> No
             torch.testing.assert_close(pipe(scale * x), model(scale * x), rtol=1e-10, atol=1e-10)
 
 
-def test_a_weighted_loss_of_a_single_class_takes_no_other() -> None:
-    model = Model(lambda m, x, y: F.cross_entropy(m.a(x)[:, :1], y, torch.ones(1).double()))
-    assert trace(model, Sample(torch.randn(ROWS, WIDTH).double(), torch.zeros(ROWS).long())).findings.probed
-
-
 def in_one_mode(body: Body, *, training: bool) -> Model:
     """An operation in training or in eval mode only."""
     return Model(lambda m, x: m.b(body(m.a(x)) if m.training is training else m.a(x)))
@@ -283,17 +278,6 @@ def test_without_values_the_dimension_says_whether_rows_mix(name: str) -> None:
         assert bool(full_nodes(model, x)) is (dim == 0)
 
 
-def test_without_values_an_operation_may_name_the_device() -> None:
-    for dim in (0, 1):
-        model = between(lambda h, dim=dim: h.to(h.device, torch.float64, copy=True).softmax(dim)).to("meta")
-        assert bool(full_nodes(model, torch.empty(ROWS, WIDTH, device="meta", dtype=torch.float64))) is (dim == 0)
-
-
-def test_without_values_a_number_has_no_batch_dimension() -> None:
-    model = between(lambda h: h + h.mean().softmax(0)).to("meta")
-    assert full_nodes(model, torch.empty(ROWS, WIDTH, device="meta"))
-
-
 class OverRows(nn.Module):
     """A softmax over the rows, by an operator that no table names."""
 
@@ -306,18 +290,6 @@ def test_rows_that_are_masked_in_the_sample_hide_no_influence() -> None:
     x = torch.randn(ROWS, WIDTH).double()
     x[1:3] = -torch.inf
     assert full_nodes(OverRows(), x)
-
-
-def test_a_sample_without_elements_is_recorded() -> None:
-    class Negated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x.bitwise_not() * self.scale
-
-    assert not full_nodes(Negated(), torch.ones(ROWS, 0, dtype=torch.long))
 
 
 def test_what_is_never_used_may_mix_rows() -> None:

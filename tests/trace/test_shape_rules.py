@@ -47,10 +47,3 @@ def test_grouped_products(one: tuple[int, ...], other: tuple[int, ...], end: int
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32], ids=str)
 def test_histograms_of_integers(dtype: torch.dtype) -> None:
     assert told(HISTC, [torch.zeros(8, dtype=dtype)], {"bins": 4, "min": 0, "max": 3}) == ((4,), dtype)
-
-
-def test_others_are_left_to_torch() -> None:
-    value = torch.zeros(4, 4)
-    assert new_tensor(torch.ops.aten.mm.default, (value, value), {}) is None
-    assert new_tensor(GROUPED_MM, (value.double(), value.double()), {}) is None
-    assert new_tensor(HISTC, (value.to(torch.uint8),), {}) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from itertools import product
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autosplit import Sample, autosplit
-from autosplit.trace.borrowed.blank import without_values
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
 from autosplit.trace.scope import is_stack, run_stack
@@ -111,34 +109,6 @@ def test_a_split_stack_equals_the_plain_model(kind: str, given: bool, lanes: str
         assert_equal_runs(runs[1], runs[0])
     assert pipe.plan.rung == "recorded"
     assert all(any(name.startswith("stack#0/") for name in stage.nodes) for stage in pipe.plan.stages[:2])
-
-
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-@pytest.mark.parametrize("values", [contextlib.nullcontext, without_values])
-def test_one_layer_stays_a_leaf(kind: str, values: Any) -> None:
-    model = Tagger(kind, num_layers=1, batch_first=True)
-    with values(model):
-        found = trace(model, Sample(batch(model.stack).detach()), made_up=True)
-    assert "stack#0" in [info.name for _, info in found.graph.compute_nodes()]
-    assert found.graph.changed == frozenset()
-
-
-def test_a_subclass_and_an_unbatched_input_stay_what_they_are() -> None:
-    class Own(nn.LSTM):
-        pass
-
-    assert not is_stack(Own(FEATURES, HIDDEN, num_layers=2), (torch.zeros(2, 3, FEATURES),))
-    assert not is_stack(nn.LSTM(FEATURES, HIDDEN, num_layers=2), (torch.zeros(3, FEATURES),))
-    assert not is_stack(nn.LSTM(FEATURES, HIDDEN, num_layers=2), ())
-    assert not is_stack(nn.Linear(3, 3), (torch.zeros(2, 3, 3),))
-
-
-def test_a_wrong_input_is_refused_as_the_module_refuses_it() -> None:
-    model = Tagger("LSTM", num_layers=2, batch_first=True)
-    with pytest.raises(RuntimeError, match=r"must be equal to input_size\. Expected 3, got 4"):
-        model(torch.zeros(ROWS, STEPS, FEATURES + 1, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match=r"must be equal to input_size\. Expected 3, got 4"):
-        autosplit(model, devices=["cpu"] * 2, sample=torch.zeros(ROWS, STEPS, FEATURES + 1, dtype=torch.float64))
 
 
 class Packed(nn.Module):

@@ -79,23 +79,6 @@ def test_a_graph_that_was_recorded_without_values_runs_on_those_that_come() -> N
         )
 
 
-def test_ties_stay_ties_without_values() -> None:
-    model = Part()
-    with without_values(model):
-        assert model.head.weight is model.words.weight
-        assert model.head.weight is model.alias[0]
-        assert isinstance(model.head.weight, nn.Parameter)
-        assert model.head.weight.is_meta
-
-
-def test_an_exception_puts_values_back() -> None:
-    model = Part()
-    before = held(model)
-    with pytest.raises(TypeError, match="must be Tensor, not NoneType"), without_values(model):
-        model(None)
-    assert all(a is b for a, b in zip(held(model), before, strict=True))
-
-
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_the_structure_alone_tells_what_attention_mixes(batch_first: bool) -> None:
     """A part that is picked out of a call's results is not indexed: on meta all runs per microbatch, as with values."""
