@@ -49,35 +49,35 @@ def tolerance(table: Mapping[torch.dtype, float], *dtypes: torch.dtype) -> float
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """The largest difference as a share of the largest expected value; infinity and what differs where it is none."""
 
     share: float
     detail: str = ""
 
 
-def difference(actual: torch.Tensor, expected: torch.Tensor, *, floor: float = _SMALLEST) -> Difference:
+def difference(actual: torch.Tensor, expected: torch.Tensor, *, floor: float = _SMALLEST) -> Deviation:
     """Compare two tensors; ``floor`` is the smallest value that a difference is measured against.
 
     NaNs and infinities are equal to themselves, and have to be in the same places.
     """
     if (actual.shape, actual.dtype, actual.layout) != (expected.shape, expected.dtype, expected.layout):
-        return Difference(math.inf, f"{kind_of(actual)} instead of {kind_of(expected)}")
+        return Deviation(math.inf, f"{kind_of(actual)} instead of {kind_of(expected)}")
     if actual.layout is not torch.strided:
         actual, expected = actual.to_dense(), expected.to_dense()
     if torch.equal(actual, expected):
-        return Difference(0.0)
+        return Deviation(0.0)
     if not (expected.is_floating_point() or expected.is_complex()):
-        return Difference(math.inf, f"{int((actual != expected).sum())} of {expected.numel()} entries differ")
+        return Deviation(math.inf, f"{int((actual != expected).sum())} of {expected.numel()} entries differ")
     actual, expected = _real(actual), _real(expected)
     apart = float((actual - expected).abs().max())
     if not math.isfinite(apart):
         outside = ~(actual.isfinite() & expected.isfinite())
         if not torch.equal(actual[outside].nan_to_num(0.5), expected[outside].nan_to_num(0.5)):
-            return Difference(math.inf, "infinities or NaNs are not where the plain model's are")
+            return Deviation(math.inf, "infinities or NaNs are not where the plain model's are")
         actual, expected = actual.masked_fill(outside, 0), expected.masked_fill(outside, 0)
         apart = float((actual - expected).abs().max())
-    return Difference(apart / max(float(expected.abs().max()), floor))
+    return Deviation(apart / max(float(expected.abs().max()), floor))
 
 
 def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -230,13 +230,13 @@ def compare(run: str, actual: Parts, plain: Parts, tolerance: Callable[[torch.dt
     return items
 
 
-def _difference(mine: Any, other: Any, floor: float) -> Difference:
+def _difference(mine: Any, other: Any, floor: float) -> Deviation:
     if isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor):
         return difference(mine, other, floor=floor)
     if isinstance(mine, Digest) and isinstance(other, Digest) and mine.kind == other.kind:
-        return Difference(distance(mine, other))
+        return Deviation(distance(mine, other))
     same = mine is other or (type(mine) is type(other) and not isinstance(mine, Digest) and bool(mine == other))
-    return Difference(0.0) if same else Difference(math.inf, f"{_told(mine)} instead of {_told(other)}")
+    return Deviation(0.0) if same else Deviation(math.inf, f"{_told(mine)} instead of {_told(other)}")
 
 
 def _told(value: Any) -> str:

@@ -76,7 +76,7 @@ class Delegating:
         return sorted({*dir(type(self)), *self.__dict__, *dir(self.__dict__["_autosplit"].model)})
 
 
-class Placed(nn.Module):
+class PlacedModule(nn.Module):
     """A module whose parts lie on the devices of a plan: told to move, they stay there."""
 
     _core: Any

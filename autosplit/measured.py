@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from autosplit.planning.plan.plan import Plan
 
 
-class Measured:
+class Profiled:
     """The part of a pipe that reports: its plan, and the steps that were profiled."""
 
     if TYPE_CHECKING:

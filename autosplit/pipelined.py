@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from autosplit.delegation import (
     Delegating,
-    Placed,
+    PlacedModule,
     forward_like,
     forward_overrides,
     free_names,
@@ -24,7 +24,7 @@ from autosplit.delegation import (
 )
 from autosplit.lower.program import STATE, emit
 from autosplit.lower.text import Locate
-from autosplit.measured import Measured
+from autosplit.measured import Profiled
 from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.request import sizes_of
@@ -81,7 +81,7 @@ class _Core:
     """The stream whose minibatches are in flight."""
 
 
-class PipelinedModule(Delegating, Measured, Streaming, Placed, fx.GraphModule):
+class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphModule):
     """A model that runs as a pipeline over several devices; made by :func:`autosplit.autosplit`.
 
     It shares the model's own tree: parameters, buffers and child modules are the same objects under the same names, so

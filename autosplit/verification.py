@@ -121,7 +121,7 @@ def verify(model: nn.Module, pipe: Any, sample: Any, *, target: Any = None, loss
                 comparison.compare(run)
         if loss_fn is not None:
             with _modes((model, pipe_model, pipe), True):
-                comparison.compare("train_step", _Loss(loss_fn, target))
+                comparison.compare("train_step", _StepLoss(loss_fn, target))
     return comparison.result()
 
 
@@ -188,7 +188,7 @@ class _Comparison:
         notes = tuple(f"{', '.join(runs)}: {text}" for text, runs in self.notes.items())
         return Verification(tuple(self.items), notes)
 
-    def compare(self, run: str, loss: _Loss | None = None) -> None:
+    def compare(self, run: str, loss: _StepLoss | None = None) -> None:
         """Compare one run of the pipe with the model in the present modes."""
         self.pipe.prepare(self.sample)
         plain = self._run_plain(loss)
@@ -212,7 +212,7 @@ class _Comparison:
 
     # -- runs ----------------------------------------------------------------------------------------------------
     def _run_plain(
-        self, loss: _Loss | None, fixed: FixedDraws | None = None, norms: CutNorms | None = None, seed: int = 0
+        self, loss: _StepLoss | None, fixed: FixedDraws | None = None, norms: CutNorms | None = None, seed: int = 0
     ) -> Left:
         none = contextlib.nullcontext()
         with stand_ins(self.model) as leaves, norms or none, fixed or none:
@@ -222,7 +222,7 @@ class _Comparison:
                 call = partial(Together(self.model, {torch.device("cpu"): None, **places}).call, call)
             return run_once(call, self.model, self.sample, leaves, None if loss is None else loss.leaves, seed)
 
-    def _run_pipe(self, loss: _Loss | None, fixed: FixedDraws | None = None, seed: int = 0) -> Left:
+    def _run_pipe(self, loss: _StepLoss | None, fixed: FixedDraws | None = None, seed: int = 0) -> Left:
         free = free_leaves(self.pipe_model)
         call = self.pipe if loss is None else loss.of(self.pipe)
         with (
@@ -278,7 +278,7 @@ class _Comparison:
         return tolerance(ROUNDING, dtype, *(parameter.dtype for parameter in self.model.parameters()))
 
 
-class _Loss:
+class _StepLoss:
     """A loss and its target, for the model and for the pipe."""
 
     def __init__(self, function: Callable[..., Any], target: Any) -> None:

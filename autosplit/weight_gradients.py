@@ -73,7 +73,7 @@ class DeferredWeightGrads:
     caught: list[Product] = field(default_factory=list)
 
     @classmethod
-    def of(cls, uses: Iterable[Use]) -> DeferredWeightGrads:
+    def of(cls, uses: Iterable[WeightUse]) -> DeferredWeightGrads:
         """Put off the weight gradients of products, before the graph's backward."""
         result = cls()
         for use in uses:
@@ -109,7 +109,7 @@ _BEFORE = 3
 """How many nodes at the end of a layer are looked at for its product: views of the result come behind it."""
 
 
-class Use(NamedTuple):
+class WeightUse(NamedTuple):
     """A product in a graph: which input its weight is, the paths to weight and bias, and its other inputs' nodes.
 
     ``enters``: whether the engine comes to it for what is asked for besides.
@@ -128,7 +128,7 @@ class Use(NamedTuple):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
-def uses_to_defer(roots: Sequence[torch.Tensor], leaves: Collection[int], asked: Collection[int]) -> list[Use]:
+def uses_to_defer(roots: Sequence[torch.Tensor], leaves: Collection[int], asked: Collection[int]) -> list[WeightUse]:
     """Return the products of a graph whose weight gradients are put off, in the order of a whole backward.
 
     ``leaves``, by identity, may be put off; ``asked`` are all whose gradients the engine is asked for, but for those
@@ -143,7 +143,7 @@ def uses_to_defer(roots: Sequence[torch.Tensor], leaves: Collection[int], asked:
     return uses[::-1]
 
 
-def located(uses: Sequence[Use], results: Sequence[Any]) -> list[tuple[Use, int, int]] | None:
+def located(uses: Sequence[WeightUse], results: Sequence[Any]) -> list[tuple[WeightUse, int, int]] | None:
     """Return uses with the places of their products: so many nodes before one of a cell's ``results``.
 
     These are the nodes of what its layers return; None where a product is not among them.
@@ -158,7 +158,7 @@ def located(uses: Sequence[Use], results: Sequence[Any]) -> list[tuple[Use, int,
     return placed if len(placed) == len(uses) else None
 
 
-def uses_at(places: Iterable[tuple[Use, int, int]], results: Sequence[Any]) -> list[Use] | None:
+def uses_at(places: Iterable[tuple[WeightUse, int, int]], results: Sequence[Any]) -> list[WeightUse] | None:
     """Return the uses of a cell by those of another cell of the same stage; None where its graph is another one."""
     located = []
     for use, number, before in places:
@@ -171,7 +171,7 @@ def uses_at(places: Iterable[tuple[Use, int, int]], results: Sequence[Any]) -> l
     return located
 
 
-def deferrable(roots: Sequence[torch.Tensor], leaves: Collection[int], *, dense: bool = False) -> list[Use]:
+def deferrable(roots: Sequence[torch.Tensor], leaves: Collection[int], *, dense: bool = False) -> list[WeightUse]:
     """Find the products in a graph whose weight gradients can wait; ``leaves``, by identity, may be put off.
 
     ``dense``: no saved tensor is sparse, so that none is looked at, which would have a checkpoint run again.
@@ -202,7 +202,7 @@ def _way(end: Any, arrivals: Counter[Any], leaves: Collection[int]) -> LeafPath 
     return None if leaf is None or id(leaf) not in leaves or leaf.is_complex() else LeafPath(end, leaf, transposed)
 
 
-def _use(node: Any, arrivals: Counter[Any], leaves: Collection[int], dense: bool) -> Use | None:
+def _use(node: Any, arrivals: Counter[Any], leaves: Collection[int], dense: bool) -> WeightUse | None:
     kind = _KINDS[type(node).__name__]
     if getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1:
         return None
@@ -216,7 +216,7 @@ def _use(node: Any, arrivals: Counter[Any], leaves: Collection[int], dense: bool
                 bias = None
             known = (index, None if bias is None else kind.bias)
             others = (end for number, end in enumerate(following) if number not in known and end is not None)
-            return Use(node, index, path, bias, tuple(others))
+            return WeightUse(node, index, path, bias, tuple(others))
     return None
 
 

@@ -4,7 +4,7 @@
 
 Every pair is a model and devices on paper; where a limit is given it is a share of the peak of the best plan without
 one. The sweep solves, cuts and replays each combination of microbatches, schedule and recompute alone, as `autosplit`
-does when all three are given; the best that fits is the reference. The search is one `Choice` over the same
+does when all three are given; the best that fits is the reference. The search is one `PlanChoice` over the same
 space. ``above`` is the search's step over the reference's, ``share`` its part of the sweep's time; seconds are of this
 process's CPU, without the recording of the model, which both start from. All pairs take about a quarter of an hour. The
 file is written after every pair.
@@ -31,7 +31,7 @@ from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.problem import RecordedModel
 from autosplit.planning.request import sizes_of
-from autosplit.planning.search.choose import Choice
+from autosplit.planning.search.choose import PlanChoice
 from autosplit.planning.search.make import make_plan
 from autosplit.planning.search.sweep import Space, Sweep
 from benchmarks import pairs
@@ -178,7 +178,7 @@ def swept(paper: OnPaper, space: Space) -> Iterator[Plan | None]:
 def searched(paper: OnPaper, space: Space) -> Plan:
     """Return the best plan of a space; nothing is known of the recording before."""
     rows = paper.recorded.rows
-    return Choice(
+    return PlanChoice(
         Sweep(RecordedModel(paper.recorded.model, paper.recorded.trace), paper.options, space, rows=rows)
     ).plan
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autosplit.memory.allocator import simulate_allocator
-from autosplit.memory.pieces import Change, StageTrace, Step
+from autosplit.memory.pieces import Change, NodeStep, StageTrace
 from autosplit.options import Sample
 from autosplit.profile.stage_trace.stage_graph import StageNodes, Stages
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
@@ -199,7 +199,7 @@ class Device:
             for storage in self.ends[id(trace)].outputs:
                 self.free(microbatch, storage)
 
-    def play(self, trace: StageTrace, steps: Sequence[Step], microbatch: int) -> None:
+    def play(self, trace: StageTrace, steps: Sequence[NodeStep], microbatch: int) -> None:
         ends = self.ends[id(trace)]
         for step in steps:
             for storage, size in step.changes:
@@ -246,7 +246,7 @@ class Device:
         self.streams[stream].append((change[0], -change[1]))
 
 
-def _of_none(steps: Sequence[Step]) -> Iterator[Change]:
+def _of_none(steps: Sequence[NodeStep]) -> Iterator[Change]:
     for step in steps:
         if not step.node:
             yield from step.changes

@@ -35,7 +35,7 @@ class PipeSequential(nn.Sequential):
         return value
 
 
-class Partition(nn.Sequential):
+class Layers(nn.Sequential):
     """Layers of one stage, which hand a tuple on as one argument; skips come in and go out beside it."""
 
     spreads: tuple[type, ...] = ()
@@ -66,7 +66,7 @@ class Partition(nn.Sequential):
         return value, tuple(held[key] for key in self.stashable())
 
 
-class PipePartition(Partition, PipeSequential):
+class PipePartition(Layers, PipeSequential):
     """Layers of one stage, which hand a tuple on as several arguments."""
 
     spreads = (tuple,)
@@ -75,7 +75,7 @@ class PipePartition(Partition, PipeSequential):
 def _called(layer: nn.Module, value: Any, held: dict[Key, Any], *, spread: bool) -> Any:
     """Run a layer or a partition; what it pops comes from, and what it stashes goes to, the skips that are ``held``."""
     args = tuple(value) if spread else (value,)
-    if not isinstance(layer, (Skippable, Partition)):
+    if not isinstance(layer, (Skippable, Layers)):
         return layer(*args)
     popped, stashable = tuple(held.pop(key) for key in layer.poppable()), tuple(layer.stashable())
     if not (popped or stashable):
@@ -100,7 +100,7 @@ class Chain(nn.Module):
         """Run the partitions; a skip goes directly from the one that stashes it to the one that pops it."""
         value: Any = inputs
         held: dict[Key, Any] = {}
-        for partition in cast(Iterable[Partition], self.partitions):
+        for partition in cast(Iterable[Layers], self.partitions):
             spread = value is inputs or (bool(partition.spreads) and isinstance(value, (tuple, list)))
             value = _called(partition, value, held, spread=spread)
             self.check(value)
@@ -128,7 +128,7 @@ class SequentialPipe(nn.Module):
 
     def __init__(
         self,
-        partitions: Iterable[Partition],
+        partitions: Iterable[Layers],
         devices: Sequence[torch.device],
         *,
         chunks: int,
@@ -195,7 +195,7 @@ class SequentialPipe(nn.Module):
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Yield the layers."""
-        for partition in cast(Iterable[Partition], self.partitions):
+        for partition in cast(Iterable[Layers], self.partitions):
             yield from partition
 
     def cuda(self, device: Any = None) -> NoReturn:

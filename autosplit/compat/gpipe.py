@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.compat.chain import BalanceError, Partition, SequentialPipe, check_options, check_rows, check_sequential
+from autosplit.compat.chain import BalanceError, Layers, SequentialPipe, check_options, check_rows, check_sequential
 from autosplit.compat.skip import verify_skippables
 from autosplit.pipelined import PipelinedModule
 
@@ -130,7 +130,7 @@ def _check_balance(balance: list[int], *, layers: int, devices: int) -> None:
         )
 
 
-def _partitions(module: nn.Sequential, balance: list[int]) -> Iterator[Partition]:
+def _partitions(module: nn.Sequential, balance: list[int]) -> Iterator[Layers]:
     layers = iter(module.named_children())
     for count in balance:
-        yield Partition(OrderedDict(next(layers) for _ in range(count)))
+        yield Layers(OrderedDict(next(layers) for _ in range(count)))

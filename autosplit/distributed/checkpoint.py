@@ -46,10 +46,10 @@ from torch.optim import Optimizer
 
 from autosplit.distributed.checksums import CheckedReader, Checksums, checksums_of, digest_of, write_checksums
 from autosplit.distributed.optimizer_state import (
+    GroupKey,
     Groups,
     OptimizedParameter,
     Optimizers,
-    Place,
     check_part,
     empty_everywhere,
     fill_empty_groups,
@@ -294,7 +294,7 @@ def _check_owners(
 
 
 # -- restoring -------------------------------------------------------------------------------------------------------
-class _Own(NamedTuple):
+class _RankState(NamedTuple):
     """What one rank has."""
 
     shapes: dict[str, Shape]
@@ -313,7 +313,7 @@ class _Restoring:
         self._empty: Groups = {}
         self.others: dict[str, Any] = {}
 
-    def own(self) -> _Own:
+    def own(self) -> _RankState:
         """Return what this rank has."""
         self._model = self._part.state_dict()
         self._rows = optimized_parameters(self._part, self._optimizer)
@@ -323,9 +323,9 @@ class _Restoring:
         planner = DefaultLoadPlanner()
         planner.set_up_planner(self._model)
         shapes = {k: tuple(v.size()) if isinstance(v, torch.Tensor) else None for k, v in planner.state_dict.items()}
-        return _Own(shapes, None if self._optimizer is None else [row.name for row in self._rows])
+        return _RankState(shapes, None if self._optimizer is None else [row.name for row in self._rows])
 
-    def prepare(self, every: Sequence[_Own]) -> Groups:
+    def prepare(self, every: Sequence[_RankState]) -> Groups:
         """Read the others and the optimizers' state; return the options of the groups that have parameters here.
 
         Raises InputError where what all ranks have together is not what was saved.
@@ -339,10 +339,10 @@ class _Restoring:
         read_checkpoint(self._path, rest)
         self._loads = state_dicts(self._rows, {key: _as_tensor(value) for key, value in rest["optimizer"].items()})
         self.others = {key: _unpickled(value) for key, value in rest["others"].items()}
-        self._empty = {Place(*key): group for row in rest["groups"].values() for key, group in _unpickled(row).items()}
+        self._empty = {GroupKey(*key): g for row in rest["groups"].values() for key, g in _unpickled(row).items()}
         return options_of_groups(self._loads)
 
-    def _check_optimized(self, every: Sequence[_Own], saved: Sequence[str]) -> None:
+    def _check_optimized(self, every: Sequence[_RankState], saved: Sequence[str]) -> None:
         had = dict.fromkeys(parameter_of(key)[1] for key in saved if key.startswith("param_groups."))
         first: dict[Any, str] = {}
         for name, value in self._part.state_dict(keep_vars=True).items():

@@ -31,7 +31,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from autosplit.distributed import constructors
-from autosplit.distributed.places import Entry, replacement
+from autosplit.distributed.places import TensorEntry, replacement
 from autosplit.errors import InputError, listed
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -63,23 +63,23 @@ class _Call(NamedTuple):
 
 def initial_values(
     model: nn.Module,
-    entries: list[Entry],
-    wanted: list[Entry],
+    entries: list[TensorEntry],
+    wanted: list[TensorEntry],
     seed: int,
     device: torch.device,
     kept: Callable[[str, Tensor], Tensor] | None = None,
-) -> dict[Entry, Tensor]:
+) -> dict[TensorEntry, Tensor]:
     """Return the initial values of ``wanted`` on a device, or what is kept of them; the model is left as it was.
 
     Raises InputError for those that are not filled, or had been written to more often than here.
     """
-    groups: dict[str, list[Entry]] = defaultdict(list)
+    groups: dict[str, list[TensorEntry]] = defaultdict(list)
     for entry in entries:
         groups[_owner(model, entry)].append(entry)
     calls = list(_calls(model))
     kinds = {kind for kind in set(map(type, model.modules())) if constructors.writes_data(kind, _INITIALISERS)}
     hidden = [name for name, module in model.named_modules() if type(module) in kinds]
-    values: dict[Entry, Tensor] = {}
+    values: dict[TensorEntry, Tensor] = {}
     unfilled: list[str] = []
     unknown: list[str] = []
     with _on_meta(entries):
@@ -104,7 +104,7 @@ def initial_values(
     return values
 
 
-def _owner(model: nn.Module, entry: Entry) -> str:
+def _owner(model: nn.Module, entry: TensorEntry) -> str:
     """Return the module whose tensors get their values together: it holds them, or they parametrize what it holds."""
     outer, separator, _ = f".{entry.name}".partition(".parametrizations.")
     if separator and parametrize.is_parametrized(model.get_submodule(outer[1:])):
@@ -162,7 +162,7 @@ def _required(module: nn.Module, method: str) -> int | None:
 class _Draft:
     """The value of a tensor while initialisers run: on the CPU, and NaN at first if its dtype has NaN."""
 
-    def __init__(self, entry: Entry, device: torch.device) -> None:
+    def __init__(self, entry: TensorEntry, device: torch.device) -> None:
         start = torch.full_like(entry.tensor, float("nan") if entry.tensor.dtype in _WITH_NAN else 0, device=device)
         self.entry, self._meta = entry, entry.places[0].get()
         self.value = self._start = replacement(entry.tensor, start)
@@ -195,7 +195,7 @@ class _Draft:
         self.entry.put(self._meta)
 
 
-def _filled(model: nn.Module, entries: list[Entry], calls: list[_Call], seed: str) -> list[_Draft]:
+def _filled(model: nn.Module, entries: list[TensorEntry], calls: list[_Call], seed: str) -> list[_Draft]:
     """Return the tensors of one module, filled by the calls that its constructor made.
 
     Whether it made the ``counted`` calls follows from how often it wrote to the tensors on meta. If it wrote as often
@@ -212,7 +212,7 @@ def _filled(model: nn.Module, entries: list[Entry], calls: list[_Call], seed: st
 
 
 def _written(
-    model: nn.Module, entries: list[Entry], calls: list[_Call], seed: str, device: torch.device = _CPU
+    model: nn.Module, entries: list[TensorEntry], calls: list[_Call], seed: str, device: torch.device = _CPU
 ) -> list[_Draft]:
     """Return the tensors of one module after calls; on meta they count their writes, and have no values."""
     drafts = [_Draft(entry, device) for entry in entries]
@@ -282,7 +282,7 @@ def _as_plain(module: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _on_meta(entries: list[Entry]) -> Iterator[None]:
+def _on_meta(entries: list[TensorEntry]) -> Iterator[None]:
     """Let the model hold stand-ins on meta, so that nothing is written to its own tensors."""
     try:
         for entry in entries:

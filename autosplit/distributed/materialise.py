@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autosplit.distributed import constructors
 from autosplit.distributed.initialisers import initial_values
-from autosplit.distributed.places import Entry, entries_of, replacement
+from autosplit.distributed.places import TensorEntry, entries_of, replacement
 from autosplit.distributed.weights import Weights, common_prefix, open_weights
 from autosplit.errors import InputError, listed
 
@@ -92,14 +92,14 @@ def materialise(
             entry.put(replacement(entry.tensor, values.get(entry, entry.tensor).to(device)))
 
 
-def _unset(entry: Entry) -> bool:
+def _unset(entry: TensorEntry) -> bool:
     """Tell whether a parameter is off meta because its constructor has no device, and was never written to."""
     tensor = entry.tensor
     fresh = isinstance(tensor, nn.Parameter) and not (tensor.is_meta or tensor.is_inference() or tensor._version)
     return fresh and constructors.leaves_unset(type(entry.places[0].module))
 
 
-def _keys(source: Weights, prefix: str, wanted: list[Entry]) -> dict[Entry, str]:
+def _keys(source: Weights, prefix: str, wanted: list[TensorEntry]) -> dict[TensorEntry, str]:
     """Return the key of each tensor that can be read; shapes are checked."""
     pairs = ((entry, prefix + holder.name) for entry in wanted for holder in reversed(entry.places))
     keys = {entry: key for entry, key in pairs if key in source.shapes}

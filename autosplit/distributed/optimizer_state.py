@@ -31,7 +31,7 @@ _OWN = ("class", "place")
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
-class Place(NamedTuple):
+class GroupKey(NamedTuple):
     """What a group is called on all ranks: the optimizer's class, its number in that class, the group's number."""
 
     kind: str
@@ -39,7 +39,7 @@ class Place(NamedTuple):
     group: int
 
 
-Groups = dict[Place, dict[str, Any]]
+Groups = dict[GroupKey, dict[str, Any]]
 """Options by group."""
 
 
@@ -186,13 +186,13 @@ def fill_empty_groups(loads: Mapping[Optimizer, dict[str, Any]], every: Sequence
             _set(group, by_key.get(key, {}))
 
 
-def _places(loads: Mapping[Optimizer, dict[str, Any]]) -> Iterator[tuple[Place, dict[str, Any]]]:
+def _places(loads: Mapping[Optimizer, dict[str, Any]]) -> Iterator[tuple[GroupKey, dict[str, Any]]]:
     counts: Counter[str] = Counter()
     for optimizer, state in loads.items():
         kind = type(optimizer).__name__
         counts[kind] += 1
         for number, group in enumerate(state["param_groups"]):
-            yield Place(kind, counts[kind], number), group
+            yield GroupKey(kind, counts[kind], number), group
 
 
 def parameter_of(key: str) -> tuple[str, str]:

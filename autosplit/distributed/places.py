@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 
-class Place(NamedTuple):
+class TensorHolder(NamedTuple):
     """A name of a parameter or buffer, and the module that holds it under ``key``."""
 
     name: str
@@ -26,11 +26,11 @@ class Place(NamedTuple):
 
 
 @dataclass(eq=False)
-class Entry:
+class TensorEntry:
     """One parameter or buffer; a tied one has several places."""
 
     tensor: Tensor
-    places: list[Place] = field(default_factory=list)
+    places: list[TensorHolder] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -54,14 +54,14 @@ class Entry:
                 holder.set(tensor)
 
 
-def entries_of(model: nn.Module) -> list[Entry]:
+def entries_of(model: nn.Module) -> list[TensorEntry]:
     """Return the parameters and buffers in the order of the model."""
-    entries: dict[int, Entry] = {}
+    entries: dict[int, TensorEntry] = {}
     for owner, module in model.named_modules(remove_duplicate=False):
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
-                holder = Place(f"{owner}.{key}".lstrip("."), module, key)
-                entries.setdefault(id(tensor), Entry(tensor)).places.append(holder)
+                holder = TensorHolder(f"{owner}.{key}".lstrip("."), module, key)
+                entries.setdefault(id(tensor), TensorEntry(tensor)).places.append(holder)
     return list(entries.values())
 
 

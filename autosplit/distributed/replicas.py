@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial
 from autosplit.backward import donate_gradients
 from autosplit.distributed.world import World
 from autosplit.parallel import BUCKET_BYTES
-from autosplit.runtime.norms import Part, Use
+from autosplit.runtime.norms import Moments, Use
 from autosplit.runtime.ops import plus
 from autosplit.runtime.step.leaves import held_back
 from autosplit.runtime.step.sums import Sums
@@ -307,7 +307,7 @@ def join(
             joined = own.setdefault(name, _unpacked(use, tensors))
             for microbatch, part in use.parts.items():
                 moments = (moment.to(joined.running[0].device) for moment in (part.mean, part.variance))
-                joined.parts[microbatch if in_turn else len(joined.parts)] = Part(part.values, *moments)
+                joined.parts[microbatch if in_turn else len(joined.parts)] = Moments(part.values, *moments)
 
 
 def _packed(use: Use, names: Mapping[int, str]) -> Use:
@@ -315,7 +315,7 @@ def _packed(use: Use, names: Mapping[int, str]) -> Use:
     running: Any = tuple(names[id(tensor)] for tensor in use.running)
     batches: Any = None if use.batches is None else names[id(use.batches)]
     cpu = partial(torch.Tensor.to, device="cpu", copy=True)
-    parts = {m: Part(part.values, *map(cpu, part[1:])) for m, part in sorted(use.parts.items())}
+    parts = {m: Moments(part.values, *map(cpu, part[1:])) for m, part in sorted(use.parts.items())}
     return replace(use, running=running, batches=batches, parts=parts, written=())
 
 

@@ -34,12 +34,12 @@ _FORMAT = {"format": "pt"}
 """The metadata that transformers asks for."""
 
 
-class _File(NamedTuple):
+class _Shard(NamedTuple):
     writer: int
     names: list[str]
 
 
-class _Entry(NamedTuple):
+class _TensorEntry(NamedTuple):
     """A tensor of a rank: all its names, and its shape."""
 
     names: list[str]
@@ -128,7 +128,7 @@ def _tensors_to_save(model: nn.Module) -> dict[str, Tensor]:
     return {names[0]: as_part(tensor.detach(), PARTS.get(tensor)) for tensor, names in _by_tensor(model)}
 
 
-def _files(sizes: Sequence[Mapping[str, int]], max_shard_size: int | str) -> dict[str, _File]:
+def _files(sizes: Sequence[Mapping[str, int]], max_shard_size: int | str) -> dict[str, _Shard]:
     """Return what each file holds and which rank writes it, the same on all ranks.
 
     What several ranks have is written by the one that has least to write.
@@ -140,7 +140,7 @@ def _files(sizes: Sequence[Mapping[str, int]], max_shard_size: int | str) -> dic
         writer = min((rank for rank, row in enumerate(sizes) if name in row), key=lambda rank: sum(out[rank].values()))
         out[writer][name] = sizes[writer][name]
     files = [
-        _File(rank, names)
+        _Shard(rank, names)
         for rank, row in enumerate(out)
         for names in split_state_dict_into_shards_factory(
             row, get_storage_size=int, filename_pattern="{suffix}", max_shard_size=max_shard_size
@@ -148,10 +148,10 @@ def _files(sizes: Sequence[Mapping[str, int]], max_shard_size: int | str) -> dic
         if names
     ]
     numbers = [f"-{number:05d}-of-{len(files):05d}" for number in range(1, len(files) + 1)] if len(files) > 1 else [""]
-    return {f"model{number}.safetensors": file for number, file in zip(numbers, files or [_File(0, [])], strict=True)}
+    return {f"model{number}.safetensors": file for number, file in zip(numbers, files or [_Shard(0, [])], strict=True)}
 
 
-def _write(folder: Path, files: Mapping[str, _File], tensors: Mapping[str, Tensor], rank: int) -> None:
+def _write(folder: Path, files: Mapping[str, _Shard], tensors: Mapping[str, Tensor], rank: int) -> None:
     """Write this rank's files; shards are gathered from ranks that all take part, also where one cannot write."""
     from safetensors.torch import save_file
 
@@ -180,7 +180,7 @@ def _whole(tensor: Tensor, *, here: bool) -> Tensor:
     return value.clone() if value.untyped_storage().nbytes() != value.nbytes else value
 
 
-def _complete(folder: Path, path: Path, files: Mapping[str, _File], sizes: Sequence[Mapping[str, int]]) -> None:
+def _complete(folder: Path, path: Path, files: Mapping[str, _Shard], sizes: Sequence[Mapping[str, int]]) -> None:
     if path.suffix == ".safetensors":
         whole = folder / "model.safetensors"
         if len(files) > 1:
@@ -213,17 +213,17 @@ class _Loading:
     def __init__(self, weights: Any, model: nn.Module) -> None:
         self._weights, self._part = weights, model
         self._source = Weights({}, lambda targets: None)
-        self._entries: list[_Entry] = []
+        self._entries: list[_TensorEntry] = []
         self._keys: dict[str, str] = {}
         """The names of what this rank loads, by their keys in the source."""
 
-    def own(self) -> list[_Entry]:
+    def own(self) -> list[_TensorEntry]:
         """Open the weights; return the tensors of this rank."""
         self._source = open_weights(self._weights)
-        self._entries = [_Entry(names, tuple(size_of(tensor))) for tensor, names in _by_tensor(self._part)]
+        self._entries = [_TensorEntry(names, tuple(size_of(tensor))) for tensor, names in _by_tensor(self._part)]
         return self._entries
 
-    def prepare(self, every: Sequence[Sequence[_Entry]], strict: bool) -> None:
+    def prepare(self, every: Sequence[Sequence[_TensorEntry]], strict: bool) -> None:
         """Find the key of each tensor; raise InputError where the weights are not the model's."""
         names = {name for row in every for entry in row for name in entry.names}
         prefix = common_prefix(self._source.shapes, names)

@@ -23,7 +23,7 @@ from autosplit.trace.rows.kinds import counts_by_microbatch, keeps_statistics
 ROOT = "model"
 
 
-class Place(NamedTuple):
+class StatePlace(NamedTuple):
     """Where a parameter or buffer is: a module's path, which of its tables, the name in that, and the module."""
 
     path: str
@@ -259,12 +259,12 @@ class RegionModule(fx.GraphModule):
         """Return the parameters and buffers that the graph uses and that require a gradient, each once."""
         return [tensor for _, tensor in self._each_once("parameters", "buffers") if tensor.requires_grad]
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[StatePlace]:
         """Yield where the parameters and buffers are that the graph uses."""
         for full, _ in self._state("parameters", "buffers"):
             path, _, name = full.rpartition(".")
-            holder = self.root.get_submodule(path)
-            yield from (Place(path, t, name, holder) for t in ("_parameters", "_buffers") if name in getattr(holder, t))
+            mod = self.root.get_submodule(path)
+            yield from (StatePlace(path, t, name, mod) for t in ("_parameters", "_buffers") if name in getattr(mod, t))
 
     def _each_once(self, *kinds: str) -> Iterator[tuple[str, torch.Tensor]]:
         seen: set[int] = set()

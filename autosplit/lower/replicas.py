@@ -21,7 +21,7 @@ from torch import nn
 
 from autosplit.errors import InputError
 from autosplit.lower.program import ending_slots
-from autosplit.lower.region import Place
+from autosplit.lower.region import StatePlace
 from autosplit.lower.split import Lowered, lower
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import transfer
@@ -43,7 +43,7 @@ class Replicas:
 
     lowered: Lowered
     lanes: Mapping[int, Lane]
-    places: Mapping[int, Sequence[Place]]
+    places: Mapping[int, Sequence[StatePlace]]
     root: nn.Module
 
     def refresh(self, lanes: Sequence[Lane]) -> None:

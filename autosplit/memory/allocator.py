@@ -21,7 +21,7 @@ from itertools import count
 from typing import NamedTuple
 
 from autosplit.memory.pieces import Change, MemoryKind, StageTraces
-from autosplit.memory.replay import Lane, StaticBytes
+from autosplit.memory.replay import ReplayedLane, StaticBytes
 from autosplit.schedule.action import Schedule
 
 _MIB = 1 << 20
@@ -150,14 +150,14 @@ def device_changes(
     ``finishes`` has what the optimizer does at the end of each step, one entry per step. Begins with what is held
     before the steps. A step's gradients are freed after it (``zero_grad``).
     """
-    lane, numbers = Lane(schedule, traces, static, device), count()
+    lane, numbers = ReplayedLane(schedule, traces, static, device), count()
     for state in lane.static.values():
         yield from ((next(numbers), size) for size in (*state.parameters, *state.optimizer))
     for finish in finishes:
         yield from _step(lane, finish, numbers)
 
 
-def _step(lane: Lane, finish: Sequence[Change], numbers: Iterator[int]) -> Iterator[Change]:
+def _step(lane: ReplayedLane, finish: Sequence[Change], numbers: Iterator[int]) -> Iterator[Change]:
     """Yield the changes of one step, allocations under the next numbers."""
     live: dict[tuple[int, ...], Change] = {}
     """By stage, microbatch and storage; of the optimizer's step by storage."""

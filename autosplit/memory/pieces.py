@@ -31,7 +31,7 @@ Change = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class NodeStep:
     """What one node did in one pass; ``node`` is its stable name, "" for what belongs to none."""
 
     node: str
@@ -39,7 +39,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class WeightNeeds:
     """What a node's weight gradient needs when it is made after the input gradient (zero bubble).
 
     Attributes:
@@ -72,17 +72,17 @@ class StageTrace:
         guessed_bytes: the most scratch of one kernel, among what is allocated and freed, that nobody measured.
     """
 
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
-    backward_later: tuple[Step, ...]
+    forward: tuple[NodeStep, ...]
+    backward: tuple[NodeStep, ...]
+    backward_later: tuple[NodeStep, ...]
     gradients: Mapping[int, str] = field(default_factory=dict)
     kept: Mapping[int, str] = field(default_factory=dict)
-    split: Mapping[str, Held] = field(default_factory=dict)
+    split: Mapping[str, WeightNeeds] = field(default_factory=dict)
     guessed_bytes: int = 0
 
 
 @dataclass(frozen=True)
-class Parts:
+class RankParts:
     """Which part of a stage's storages a rank has: by the node that makes them, or by the parameter of a gradient.
 
     ``forward`` and ``backward`` are of what a node makes in either pass, ``border`` of what arrives from other stages;
@@ -99,12 +99,12 @@ class Parts:
         """Return a rank's part of a trace."""
         share_of = {storage: self.gradients * self.states.get(name, 1.0) for storage, name in trace.gradients.items()}
 
-        def own(steps: tuple[Step, ...], nodes: Mapping[str, float]) -> tuple[Step, ...]:
+        def own(steps: tuple[NodeStep, ...], nodes: Mapping[str, float]) -> tuple[NodeStep, ...]:
             scaled = []
             for step in steps:
                 share = nodes.get(step.node, 1.0) if step.node else self.border
                 changes = ((storage, count * share_of.setdefault(storage, share)) for storage, count in step.changes)
-                scaled.append(Step(step.node, tuple((storage, round(count)) for storage, count in changes)))
+                scaled.append(NodeStep(step.node, tuple((storage, round(count)) for storage, count in changes)))
             return tuple(scaled)
 
         forward = own(trace.forward, self.forward)
@@ -164,7 +164,7 @@ class Piece:
         left: bytes by kind after the action; below zero where it freed what earlier actions left.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[NodeStep, ...]
     kinds: Mapping[int, MemoryKind]
     peak_bytes: int
     at_peak: Mapping[MemoryKind, int]
@@ -239,8 +239,8 @@ class TracePieces:
         return frozenset((new - freed - self._trace.kept.keys()) | ((freed - new) & self._trace.gradients.keys()))
 
     @cached_property
-    def _release(self) -> Step:
-        return Step("", tuple((storage, -count) for storage, count in self._saved.items()))
+    def _release(self) -> NodeStep:
+        return NodeStep("", tuple((storage, -count) for storage, count in self._saved.items()))
 
     @cached_property
     def _split(self) -> Split:
@@ -251,8 +251,8 @@ class TracePieces:
 class Split:
     """A backward in two: the input's gradient, the weights' gradients, and the storages that only wait in between."""
 
-    input: tuple[Step, ...]
-    weight: tuple[Step, ...]
+    input: tuple[NodeStep, ...]
+    weight: tuple[NodeStep, ...]
     waiting: tuple[int, ...]
 
 
@@ -289,9 +289,9 @@ def split(trace: StageTrace) -> Split:
             count = trace.split[step.node].cotangent_bytes
             stays.append((copies[step.node], count))
             frees[step.node].append((copies[step.node], -count))
-        input_steps.append(Step(step.node, tuple(stays)))
+        input_steps.append(NodeStep(step.node, tuple(stays)))
     waiting = (*moved, *copies.values())
-    return Split(tuple(input_steps), tuple(Step(node, (*makes[node], *frees[node])) for node in order), waiting)
+    return Split(tuple(input_steps), tuple(NodeStep(node, (*makes[node], *frees[node])) for node in order), waiting)
 
 
 def _cotangents(
@@ -311,9 +311,9 @@ def _cotangents(
     return cotangents
 
 
-def _added(steps: Iterable[Step], gradients: Mapping[int, str]) -> tuple[Step, ...]:
+def _added(steps: Iterable[NodeStep], gradients: Mapping[int, str]) -> tuple[NodeStep, ...]:
     """Return steps whose parameter gradients are added to those that are there, and freed."""
-    return tuple(Step(step.node, tuple(_adding(step.changes, gradients))) for step in steps)
+    return tuple(NodeStep(step.node, tuple(_adding(step.changes, gradients))) for step in steps)
 
 
 def _adding(changes: tuple[Change, ...], gradients: Mapping[int, str]) -> Iterator[Change]:
@@ -323,17 +323,17 @@ def _adding(changes: tuple[Change, ...], gradients: Mapping[int, str]) -> Iterat
     yield from (*changes[:at], *frees, *changes[at:])
 
 
-def _without(steps: Iterable[Step], storages: Mapping[int, str]) -> tuple[Step, ...]:
+def _without(steps: Iterable[NodeStep], storages: Mapping[int, str]) -> tuple[NodeStep, ...]:
     if not storages:
         return tuple(steps)
-    return tuple(Step(step.node, tuple(c for c in step.changes if c[0] not in storages)) for step in steps)
+    return tuple(NodeStep(step.node, tuple(c for c in step.changes if c[0] not in storages)) for step in steps)
 
 
-def _changes(steps: Iterable[Step]) -> Iterator[Change]:
+def _changes(steps: Iterable[NodeStep]) -> Iterator[Change]:
     return (change for step in steps for change in step.changes)
 
 
-def _alive(steps: Iterable[Step]) -> dict[int, int]:
+def _alive(steps: Iterable[NodeStep]) -> dict[int, int]:
     alive: dict[int, int] = {}
     for storage, count in _changes(steps):
         if count > 0:
@@ -343,7 +343,7 @@ def _alive(steps: Iterable[Step]) -> dict[int, int]:
     return alive
 
 
-def _measured(steps: tuple[Step, ...], kinds: dict[int, MemoryKind]) -> Piece:
+def _measured(steps: tuple[NodeStep, ...], kinds: dict[int, MemoryKind]) -> Piece:
     live: dict[MemoryKind, int] = {}
     total = peak = 0
     at_peak: dict[MemoryKind, int] = {}

@@ -96,11 +96,11 @@ def replay(
     and as the input of the other.
     """
     finish = finish or {}
-    lanes = (Lane(schedule, traces, static, device) for device in range(len(schedule.lanes)))
+    lanes = (ReplayedLane(schedule, traces, static, device) for device in range(len(schedule.lanes)))
     return tuple(_device(lane, finish.get(device, ())) for device, lane in enumerate(lanes))
 
 
-class Lane:
+class ReplayedLane:
     """One device's actions with their pieces."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Lane:
         return pieces.piece(action.kind, first=first, keeps=self._keeps)
 
 
-def _device(lane: Lane, finish: Sequence[Change]) -> DeviceReplay:
+def _device(lane: ReplayedLane, finish: Sequence[Change]) -> DeviceReplay:
     live: dict[int, Counter[MemoryKind]] = {
         stage: Counter({"parameters": sum(static.parameters), "optimizer": sum(static.optimizer)})
         for stage, static in lane.static.items()

@@ -40,7 +40,7 @@ class Costs:
     stages: tuple[StageBytes, ...]
     recompute: tuple[str, ...]
     lane: tuple[int, ...]
-    cut: _Cut = field(repr=False, compare=False)
+    cut: _CheckedCut = field(repr=False, compare=False)
 
     @property
     def device_loads_s(self) -> tuple[float, ...]:
@@ -107,7 +107,7 @@ def check(
     count = -(-(max(assignment) + 1) // problem.virtual_stages) * problem.virtual_stages
     if problem.custom_schedule is not None:
         count = problem.custom_schedule.stages
-    cut = _Cut(problem, tuple(assignment), max(count, stages or 0))
+    cut = _CheckedCut(problem, tuple(assignment), max(count, stages or 0))
     chosen = ("never",) * count if recompute is None else tuple(recompute)
     return Costs(
         loads_s=tuple(cut.load_s(stage, chosen[stage]) for stage in range(count)),
@@ -141,7 +141,7 @@ def _peak_bytes(stages: Sequence[StageBytes]) -> int:
     return held + max((stage.transient_bytes for stage in stages), default=0)
 
 
-class _Cut:
+class _CheckedCut:
     """A legal assignment, taken apart by stage."""
 
     def __init__(self, problem: Problem, assignment: tuple[int, ...], count: int) -> None:

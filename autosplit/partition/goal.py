@@ -14,7 +14,7 @@ class OutOfTime(Exception):
 
 
 @dataclass(frozen=True)
-class Clock:
+class Timer:
     """The time that a search may take: without a limit no clock is read, so the answer depends on the input alone.
 
     It runs until ``deadline`` on the clock of time.monotonic.
@@ -23,7 +23,7 @@ class Clock:
     deadline: float | None = None
 
     @classmethod
-    def start(cls, limit_s: float | None) -> Clock:
+    def start(cls, limit_s: float | None) -> Timer:
         """Return a clock that runs for so many seconds from now on, without a limit for None."""
         return cls(None if limit_s is None else time.monotonic() + limit_s)
 
@@ -38,7 +38,7 @@ class Clock:
             raise OutOfTime
 
 
-FOREVER = Clock()
+FOREVER = Timer()
 """No limit."""
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.checker import Costs, check
-from autosplit.partition.goal import FOREVER, Clock
+from autosplit.partition.goal import FOREVER, Timer
 from autosplit.partition.infeasible import no_fit
 from autosplit.partition.problem import Problem, Work
 from autosplit.progress import phase
 
 if TYPE_CHECKING:
-    from autosplit.partition.ideals.search import Answer
+    from autosplit.partition.ideals.search import Solution
 
 IDEAL_LIMIT = 20_000
 _PROVEN = 1 + 3e-9
@@ -54,10 +54,10 @@ class Partition:
         return self.value_s / self.lower_bound_s - 1.0 if self.lower_bound_s else 0.0 if not self.value_s else math.inf
 
 
-def _find(problem: Problem, **how: Any) -> Answer:
-    from autosplit.partition.ideals.search import Search
+def _find(problem: Problem, **how: Any) -> Solution:
+    from autosplit.partition.ideals.search import IdealSearch
 
-    return Search(problem, **how).run()
+    return IdealSearch(problem, **how).run()
 
 
 @phase("solving")
@@ -80,7 +80,7 @@ def solve(
     """
     if problem.ties or problem.virtual_stages > 1 or problem.custom_schedule is not None:
         raise ValueError("ties, and schedules with several stages on a device, are for cuts along a line of works")
-    clock = Clock.start(time_limit_s)
+    clock = Timer.start(time_limit_s)
     answer = _find(problem, stages=stages, least="load", empty=empty, ideal_limit=ideal_limit, clock=clock)
     if answer.assignment is None:
         raise _infeasible(problem, stages=stages, empty=empty, answer=answer, ideal_limit=ideal_limit)
@@ -98,7 +98,7 @@ def solve(
     )
 
 
-def _shortest(problem: Problem, assignment: tuple[int, ...], *, stages: int, empty: bool, clock: Clock) -> Partition:
+def _shortest(problem: Problem, assignment: tuple[int, ...], *, stages: int, empty: bool, clock: Timer) -> Partition:
     """Return the partition with the shortest step that is found from the one with the least bottleneck."""
     from autosplit.partition.line.step_time import least_step
 
@@ -115,7 +115,7 @@ def _shortest(problem: Problem, assignment: tuple[int, ...], *, stages: int, emp
     )
 
 
-def step_lower_bound(problem: Problem, *, stages: int, clock: Clock = FOREVER) -> float:
+def step_lower_bound(problem: Problem, *, stages: int, clock: Timer = FOREVER) -> float:
     """Return what no step of a cut into so many stages can be below, whatever its devices hold.
 
     It is the best of three bounds: by paths with works spread at will, by a mixture of critical paths, and by the least
@@ -134,7 +134,7 @@ def step_lower_bound(problem: Problem, *, stages: int, clock: Clock = FOREVER) -
     return max(lower_s, spread_bound(problem, stages=stages))
 
 
-def _infeasible(problem: Problem, *, stages: int, empty: bool, answer: Answer, ideal_limit: int) -> InfeasibleError:
+def _infeasible(problem: Problem, *, stages: int, empty: bool, answer: Solution, ideal_limit: int) -> InfeasibleError:
     """Return the error that says what binds, and which limit could be met."""
     assert problem.devices is not None, "without limits every graph can be cut"
     even = _find(problem, stages=stages, least="bytes", empty=empty, ideal_limit=ideal_limit)

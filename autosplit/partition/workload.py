@@ -58,7 +58,7 @@ class _Node(_Record):
 _Edge = tuple[int, int, int, Ms, Literal["f", "b", "o"]]
 
 
-class _File(_Header):
+class _WorkloadFile(_Header):
     name: str = ""
     unit: Literal["ms"] = "ms"
     mem_cap: Annotated[float, Field(ge=0)] | None = None
@@ -108,7 +108,7 @@ def parse_workload(text: str, *, source: str = "the workload") -> Workload:
         file_format = _Header.model_validate_json(text).format
         if file_format != FORMAT:
             raise InputError(f"{source} has the format {_short(file_format)}; this autosplit reads {FORMAT!r}")
-        file = _File.model_validate_json(text)
+        file = _WorkloadFile.model_validate_json(text)
     except ValidationError as error:
         raise InputError(f"{source} is no workload: {_first_error(error)}; the format is {FORMAT}") from error
     try:
@@ -121,7 +121,7 @@ class _Refused(Exception):
     """Why a file of the right shape cannot be used."""
 
 
-def _workload(file: _File) -> Workload:
+def _workload(file: _WorkloadFile) -> Workload:
     _check_spelling("the file", file.model_extra, known=("mem_cap", "unit", "nodes", "edges"))
     if not file.nodes:
         raise _Refused("nodes is empty; a workload has at least one")
@@ -167,7 +167,7 @@ def _check_id(nodes: Sequence[_Node], index: int) -> None:
     raise _Refused(f"the id of nodes[{index}] is {_number(id_)}{again}; an id is the node's place in the list, {index}")
 
 
-def _nets(file: _File) -> tuple[tuple[TensorEdge, ...], tuple[tuple[int, int], ...]]:
+def _nets(file: _WorkloadFile) -> tuple[tuple[TensorEdge, ...], tuple[tuple[int, int], ...]]:
     """Return the tensors, each one net whatever the kinds of its edges, and the pairs that only order demands.
 
     Where only some of a tensor's edges set an order, the net is without one, and these edges are pairs: so the tensor

@@ -40,7 +40,7 @@ import torch
 from torch import fx
 
 from autosplit.memory.allocator import device_changes, simulate_allocator
-from autosplit.memory.pieces import Change, Parts, Recompute, StageTraces
+from autosplit.memory.pieces import Change, RankParts, Recompute, StageTraces
 from autosplit.memory.replay import DeviceReplay, StaticBytes, optimizer_changes, replay
 from autosplit.options import Options
 from autosplit.parallel import largest_bucket
@@ -172,7 +172,7 @@ def _replayed(cut: Cut, stage: int, memo: TraceMemo) -> ReplayedStage:
     return ReplayedStage(traces, _static(cut, stage, nodes))
 
 
-def _parts(cut: Cut, nodes: StageNodes) -> Parts | None:
+def _parts(cut: Cut, nodes: StageNodes) -> RankParts | None:
     """Return what a rank has of a stage's storages; None where it has all of them."""
     parallel, shares = cut.options.parallel, cut.profile.shares
     if parallel.ranks == parallel.pp:
@@ -181,7 +181,7 @@ def _parts(cut: Cut, nodes: StageNodes) -> Parts | None:
     border = min((shares.of(name).held for name in ends), default=1.0)  # of the loss too: it is the output's
     held = {name: share.held for name, share in shares.nodes.items()}
     work = {name: share.work for name, share in shares.nodes.items()}
-    return Parts(held, work, shares.states, border, 1 / parallel.dp if parallel.zero >= 2 else 1.0)
+    return RankParts(held, work, shares.states, border, 1 / parallel.dp if parallel.zero >= 2 else 1.0)
 
 
 def _gathered(cut: Cut, stage: int) -> int:

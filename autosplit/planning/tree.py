@@ -38,7 +38,7 @@ def plan_tree(model: nn.Module, sample: Sample, options: Options, *, reason: str
     """
     costs = module_costs(model, sample)
     units = tuple(options.cut or choose_units(model, costs, least=len(options.devices)))
-    return _Writer(model, options, costs, units, _rows(model, sample, options), reason).plan()
+    return _TreeWriter(model, options, costs, units, _rows(model, sample, options), reason).plan()
 
 
 def _rows(model: nn.Module, sample: Sample, options: Options) -> int:
@@ -50,7 +50,7 @@ def _rows(model: nn.Module, sample: Sample, options: Options) -> int:
         return 1
 
 
-class _Writer:
+class _TreeWriter:
     """Cuts the units and writes the answer down as a plan."""
 
     def __init__(

@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.memory.pieces import StageTrace
-from autosplit.profile.expand import Run, Traces, Uneven, expanded_costs
+from autosplit.profile.expand import BlockRun, Traces, Uneven, expanded_costs
 from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
@@ -37,7 +37,7 @@ _DEEPEST = 4
 """How many numbered components of a module's path may name its block."""
 
 
-Runs = tuple[Run, ...]
+Runs = tuple[BlockRun, ...]
 """The runs of blocks of which a graph has but three: the first, a template, and the last."""
 
 
@@ -73,7 +73,7 @@ def shorten_graph(traced: TracedGraph) -> tuple[fx.Graph, Runs]:
 
 
 def _copied(
-    nodes: Iterable[fx.Node], runs: Sequence[Run], graph: fx.Graph, copies: dict[fx.Node, fx.Node]
+    nodes: Iterable[fx.Node], runs: Sequence[BlockRun], graph: fx.Graph, copies: dict[fx.Node, fx.Node]
 ) -> tuple[fx.Node, ...]:
     """Copy nodes into a graph, but for those of blocks that others stand for; enter the copies and return them."""
     like = templates(runs)
@@ -84,7 +84,7 @@ def _copied(
     return tuple(copies[node] for node in kept)
 
 
-def templates(runs: Sequence[Run]) -> dict[fx.Node, fx.Node]:
+def templates(runs: Sequence[BlockRun]) -> dict[fx.Node, fx.Node]:
     """Map the nodes of the blocks that others stand for to those of their templates."""
     blocks = ((run.nodes[1], block) for run in runs for block in run.nodes[2:-1])
     return {node: like for template, block in blocks for like, node in zip(template, block, strict=True)}
@@ -142,7 +142,7 @@ def block_trace(stage: StageNodes, how: How) -> StageTrace:
 
 
 # -- finding -----------------------------------------------------------------------------------------------------------
-def find_runs(nodes: Sequence[fx.Node], root: nn.Module, *, outputs: Iterable[fx.Node] = ()) -> Iterator[Run]:
+def find_runs(nodes: Sequence[fx.Node], root: nn.Module, *, outputs: Iterable[fx.Node] = ()) -> Iterator[BlockRun]:
     """Yield the runs of at least four equal blocks: modules whose paths end in a number, such as ``layers.7``.
 
     ``outputs`` are values that somebody else takes.
@@ -167,7 +167,7 @@ class _Blocks:
             counts[path] = counts.get(path, 0) + 1
         self.groups = [(p if counts[p] == 1 and taken.isdisjoint(block) else "", block) for p, block in groups]
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[BlockRun]:
         """Yield maximal runs: every block like the one before it, but for the first, whose inputs may be others."""
         blocks: list[tuple[str, tuple[fx.Node, ...]]] = []
         like: Hashable = None
@@ -182,9 +182,9 @@ class _Blocks:
                 blocks.append((path, block))
 
     @staticmethod
-    def _run(blocks: Sequence[tuple[str, tuple[fx.Node, ...]]]) -> Iterator[Run]:
+    def _run(blocks: Sequence[tuple[str, tuple[fx.Node, ...]]]) -> Iterator[BlockRun]:
         if len(blocks) >= _FEWEST:
-            yield Run(tuple(path for path, _ in blocks), tuple(block for _, block in blocks))
+            yield BlockRun(tuple(path for path, _ in blocks), tuple(block for _, block in blocks))
 
     def _leaks(self, block: Sequence[fx.Node], following: Sequence[fx.Node]) -> bool:
         """Tell whether anybody but the block itself and the next one takes its values."""

@@ -46,7 +46,7 @@ _SHORT_S = 1e-4
 
 
 @dataclass(frozen=True)
-class Sample:
+class TimedSample:
     """The operations of a case that do the same work, and the median of their kernels' seconds."""
 
     work: OpWork
@@ -61,7 +61,7 @@ class Timing:
     """
 
     name: str
-    samples: tuple[Sample, ...]
+    samples: tuple[TimedSample, ...]
     longest_s: float
     extra_s: float
     host_s: float = 0.0
@@ -202,7 +202,7 @@ def _timed(case: Case, device: torch.device, *, most: int, low: bool) -> Timing:
     readings: dict[OpWork, list[float]] = {}
     for operation, *times in zip(operations, *runs, strict=True):
         readings.setdefault(work_of(operation), []).append(statistics.median(times))
-    samples = [Sample(work, statistics.median(times)) for work, times in readings.items() if any(times)]
+    samples = [TimedSample(work, statistics.median(times)) for work, times in readings.items() if any(times)]
     extra_s = (min(whole) - min(map(sum, runs))) / len(operations)
     longest_s = max(sample.seconds for sample in samples)
     name, host_s = f"{case.name}, bf16" if low else case.name, statistics.median(host) / len(operations)

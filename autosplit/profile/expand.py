@@ -12,7 +12,7 @@ from itertools import groupby
 
 from torch import fx
 
-from autosplit.memory.pieces import Change, Held, StageTrace, Step
+from autosplit.memory.pieces import Change, NodeStep, StageTrace, WeightNeeds
 from autosplit.profile.types import NodeProfile
 from autosplit.trace.graph import INFO
 
@@ -22,7 +22,7 @@ class Uneven(Exception):
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """Equal blocks one after the other: their paths, and the nodes of each, in order."""
 
     paths: tuple[str, ...]
@@ -33,10 +33,10 @@ class Run:
         """How many blocks the template stands for."""
         return len(self.paths) - 2
 
-    def without(self, behind: int) -> Run:
+    def without(self, behind: int) -> BlockRun:
         """Return the run without its last blocks."""
         count = len(self.paths) - behind
-        return Run(self.paths[:count], self.nodes[:count])
+        return BlockRun(self.paths[:count], self.nodes[:count])
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Origin:
 class _Names:
     """Storage ids of the whole graph: those of the short one, and new ones for the blocks that it lacks."""
 
-    def __init__(self, runs: Sequence[Run], labels: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, runs: Sequence[BlockRun], labels: Mapping[str, tuple[int, int]]) -> None:
         self.runs, self.labels = runs, labels
         self.origins: dict[int, _Origin] = {}
         self.templates: dict[_Origin, int] = {}
@@ -105,7 +105,7 @@ class _Names:
         return self._made[key]
 
 
-def _labels(runs: Sequence[Run]) -> dict[str, tuple[int, int]]:
+def _labels(runs: Sequence[BlockRun]) -> dict[str, tuple[int, int]]:
     """Map the stable names of the short graph's block nodes to run and block."""
     labels: dict[str, tuple[int, int]] = {}
     for number, run in enumerate(runs):
@@ -114,14 +114,14 @@ def _labels(runs: Sequence[Run]) -> dict[str, tuple[int, int]]:
     return labels
 
 
-def _renames(runs: Sequence[Run]) -> dict[tuple[int, int], dict[str, str]]:
+def _renames(runs: Sequence[BlockRun]) -> dict[tuple[int, int], dict[str, str]]:
     """Map runs and positions to the names of that block by those of the template."""
     return {
         (n, position): _renamed(run, position) for n, run in enumerate(runs) for position in range(1, run.copies + 1)
     }
 
 
-def _renamed(run: Run, position: int) -> dict[str, str]:
+def _renamed(run: BlockRun, position: int) -> dict[str, str]:
     """Map the template's stable names to those of a block."""
     pairs = zip(run.nodes[1], run.nodes[position], strict=True)
     return {template.meta[INFO].name: other.meta[INFO].name for template, other in pairs if INFO in template.meta}
@@ -130,7 +130,7 @@ def _renamed(run: Run, position: int) -> dict[str, str]:
 class Traces:
     """A short stage's trace, on its way to be the whole stage's."""
 
-    def __init__(self, runs: Sequence[Run], short: StageTrace) -> None:
+    def __init__(self, runs: Sequence[BlockRun], short: StageTrace) -> None:
         self.runs, self.short = runs, short
         self.labels = _labels(runs)
         self.renames = _renames(runs)
@@ -159,7 +159,7 @@ class Traces:
         _check_balance(trace)
         return trace
 
-    def _steps(self, steps: Sequence[Step], *, backward: bool) -> Iterator[Step]:
+    def _steps(self, steps: Sequence[NodeStep], *, backward: bool) -> Iterator[NodeStep]:
         """Yield the steps of all blocks; a pass over a run begins at its first block or at its last."""
         came_from: dict[int, int] = {}
         for where, group in groupby(steps, key=lambda step: self.labels.get(step.node)):
@@ -179,7 +179,7 @@ class Traces:
             for position in positions if before == 0 else reversed(positions):
                 yield from self._copies(group_steps, run, position, renames=True)
 
-    def _outside(self, step: Step) -> Step:
+    def _outside(self, step: NodeStep) -> NodeStep:
         """Return a step outside the blocks; what it frees of the template's, it frees of all that it stands for."""
         changes: list[Change] = []
         for storage, count in step.changes:
@@ -189,13 +189,13 @@ class Traces:
                 continue
             copies = self.runs[origin.run].copies
             changes += ((self.names.at(storage, origin.run, position), count) for position in range(1, copies + 1))
-        return Step(step.node, tuple(changes))
+        return NodeStep(step.node, tuple(changes))
 
-    def _copies(self, steps: Sequence[Step], run: int, position: int, *, renames: bool) -> Iterator[Step]:
+    def _copies(self, steps: Sequence[NodeStep], run: int, position: int, *, renames: bool) -> Iterator[NodeStep]:
         names = self.renames[run, position] if renames else {}
         for step in steps:
             changes = tuple((self.names.at(storage, run, position), count) for storage, count in step.changes)
-            yield Step(names.get(step.node, step.node), changes)
+            yield NodeStep(names.get(step.node, step.node), changes)
 
     def _held(self, held: Mapping[int, str], *, parameter: bool) -> dict[int, str]:
         expanded = dict(held)
@@ -212,7 +212,7 @@ class Traces:
                 expanded[self.names.at(storage, origin.run, position)] = renamed
         return expanded
 
-    def _split(self) -> Iterator[tuple[str, Held]]:
+    def _split(self) -> Iterator[tuple[str, WeightNeeds]]:
         for name, held in self.short.split.items():
             where = self.labels.get(name)
             if where is None or where[1] != 1:
@@ -241,7 +241,7 @@ def _check_balance(trace: StageTrace) -> None:
             raise Uneven
 
 
-def expanded_costs(runs: Sequence[Run], short: Mapping[str, NodeProfile]) -> dict[str, NodeProfile]:
+def expanded_costs(runs: Sequence[BlockRun], short: Mapping[str, NodeProfile]) -> dict[str, NodeProfile]:
     """Return the costs of all nodes by those of a short graph: each run one after the other. Raises Uneven."""
     names, renames = _Names(runs, _labels(runs)), _renames(runs)
     entered: set[int] = set()

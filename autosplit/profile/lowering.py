@@ -46,22 +46,22 @@ _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 
 @dataclass(frozen=True)
-class Call:
+class LoweredCall:
     """What runs instead, and whether CUDA's autocast casts its operands to the lower type."""
 
     run: Callable[..., Any]
     in_lower_type: bool = False
 
 
-def lowered_calls() -> Mapping[Any, Call]:
+def lowered_calls() -> Mapping[Any, LoweredCall]:
     """Return what stands for a torch function on CUDA, by function."""
-    recurrent = {getattr(torch, name): Call(_recurrent(name), in_lower_type=True) for name in _MODES}
+    recurrent = {getattr(torch, name): LoweredCall(_recurrent(name), in_lower_type=True) for name in _MODES}
     return {
-        F.scaled_dot_product_attention: Call(attention, in_lower_type=True),
-        F.dropout: Call(_dropout),
-        torch.dropout: Call(_dropout),
-        F.rms_norm: Call(_rms_norm),
-        torch.rms_norm: Call(_rms_norm),
+        F.scaled_dot_product_attention: LoweredCall(attention, in_lower_type=True),
+        F.dropout: LoweredCall(_dropout),
+        torch.dropout: LoweredCall(_dropout),
+        F.rms_norm: LoweredCall(_rms_norm),
+        torch.rms_norm: LoweredCall(_rms_norm),
         **recurrent,
     }
 
@@ -253,7 +253,7 @@ class CudaKernels(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lowered: Mapping[Any, Call] = lowered_calls()
+        self._lowered: Mapping[Any, LoweredCall] = lowered_calls()
         self._opened: dict[Any, Callable[..., Any]] = {}
         self._inside: list[Any] = []
 

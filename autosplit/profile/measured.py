@@ -74,7 +74,7 @@ def measure(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _TimedRun:
     forward_s: float
     backward_s: float
     forward_peak_bytes: int | None
@@ -85,7 +85,7 @@ class _Run:
 
 @dataclass
 class _Samples:
-    runs: list[_Run] = field(default_factory=list)
+    runs: list[_TimedRun] = field(default_factory=list)
     splits: list[SplitBackward] = field(default_factory=list)
 
     def summary(self) -> MeasuredNode:
@@ -191,7 +191,7 @@ class _Timing(BorderInterpreter):
             samples.splits = [self._split(node) for _ in range(max(1, affordable))]
         return samples
 
-    def _once(self, node: fx.Node, *, private: bool) -> tuple[Any, _Run]:
+    def _once(self, node: fx.Node, *, private: bool) -> tuple[Any, _TimedRun]:
         """Run a node; return its result, and what that took."""
         call, clock = self.prepare(node, private=private), self._clock
         before = clock.held_bytes() or 0
@@ -202,7 +202,7 @@ class _Timing(BorderInterpreter):
             ones = [torch.ones_like(target) for target in targets]
             backward = clock.timed(lambda: _backward(call, targets, ones))
             backward_s, backward_peak = backward.seconds, backward.peak_bytes
-        return call.settle(forward.result), _Run(
+        return call.settle(forward.result), _TimedRun(
             forward.seconds,
             backward_s,
             None if forward.peak_bytes is None else forward.peak_bytes - before,

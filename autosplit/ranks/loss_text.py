@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autosplit.distributed.facts import checksum
 from autosplit.trace.borrowed.holders import Holder, Holders
-from autosplit.trace.borrowed.names import Changes, changes_in
+from autosplit.trace.borrowed.names import Assigned, changes_in
 from autosplit.trace.borrowed.values import ATOMIC, CACHED, ENTRIES, is_apart, parts_of, referent
 
 _MODULES = 64
@@ -130,11 +130,11 @@ class LossText:
                 self.lines.append((f"{name}.{key}", _text_of(tensor)))
 
 
-def _changes_of(functions: Iterable[Any]) -> Changes:
+def _changes_of(functions: Iterable[Any]) -> Assigned:
     """Return what functions change when they are called; an object is made once, before."""
     called = (f for f in functions if isinstance(f, types.FunctionType) and f.__name__ != "__init__")
     every = [changes_in(function.__code__) for function in called]
-    return Changes(*(frozenset().union(*(getattr(changes, field) for changes in every)) for field in Changes._fields))
+    return Assigned(*(frozenset().union(*(getattr(changes, field) for changes in every)) for field in Assigned._fields))
 
 
 def _digest(code: types.CodeType) -> int:

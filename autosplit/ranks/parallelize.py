@@ -57,7 +57,7 @@ class Parallelize:
         """Return the paths of the modules that the graph calls."""
         return block_paths(model, [path for path, _ in model.named_modules()]) if self.whole else ()
 
-    def check(self, step: PreparedStep, model: nn.Module, wrapped: Part | None) -> None:
+    def check(self, step: PreparedStep, model: nn.Module, wrapped: WrappedPart | None) -> None:
         """Raise InputError where the part has given its parameters back, TraceError for what it may not do wrapped."""
         if wrapped is not None and wrapped.given_back:
             raise InputError("unsplit() gave the model plain parameters again, in the place of shards; split it anew")
@@ -91,7 +91,7 @@ class _Place(NamedTuple):
     key: str
 
 
-class Part:
+class WrappedPart:
     """What this rank has of a model, wrapped.
 
     Attributes:

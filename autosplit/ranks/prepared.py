@@ -11,7 +11,7 @@ from typing import Any
 from autosplit.distributed.messages import Descriptions
 from autosplit.distributed.step import RankStep
 from autosplit.ranks.loss import ReadsHere
-from autosplit.ranks.parallelize import Part
+from autosplit.ranks.parallelize import WrappedPart
 from autosplit.recorded import PreparedStep, Recorded
 
 
@@ -58,7 +58,7 @@ class PreparedRankStep(RankStep, PreparedStep):
 
     agreed: Agreed
     elsewhere: Callable[[], Mapping[int, str]] | None = None
-    part: Part | None = None
+    part: WrappedPart | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -33,7 +33,7 @@ from autosplit.lower.split import Lowered, named_state, owners, used_by
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
 from autosplit.ranks.guard import ModelGuard
-from autosplit.ranks.parallelize import Parallelize, Part
+from autosplit.ranks.parallelize import Parallelize, WrappedPart
 from autosplit.ranks.tensors import TensorParallel
 from autosplit.recorded import FoundCall, PreparedStep, Recorded
 from autosplit.recordings import Recordings
@@ -83,7 +83,7 @@ class RankRecordings(Recordings):
         self.group: Any = None
         self.sample: Sample | None = None
         self.parallelize: Parallelize | None = None
-        self.part: Part | None = None
+        self.part: WrappedPart | None = None
         self._on_meta, self._weights = has_meta(model), weights
         self._findings: Findings | None = None
         self._placed: set[str] = set()
@@ -155,7 +155,7 @@ class RankRecordings(Recordings):
         parallelize = self.parallelize
         if parallelize is not None and self.part is None:
             names = {n for n, _ in named_state(self.model) if self.owner_of(n) == self.world.rank}
-            part, error = attempt(lambda: Part(self.model, names, parallelize, self.world))
+            part, error = attempt(lambda: WrappedPart(self.model, names, parallelize, self.world))
             self.world.agree("wraps its part of the model", {}, error)
             assert part is not None
             part.check()

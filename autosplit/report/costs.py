@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.errors import listed
-from autosplit.planning.plan.fields import Record
+from autosplit.planning.plan.fields import FrozenFields
 from autosplit.profile.stage_trace.stage_graph import users_of
 from autosplit.profile.types import Profile
 from autosplit.report.document import DEFAULT_WIDTH, Column, Section, as_text, column, room_beside
@@ -31,7 +31,7 @@ _NARROWEST_NAME = 16
 Basis = Literal["measured", "modelled"]
 
 
-class NodeCost(Record):
+class NodeCost(FrozenFields):
     """One node, for one microbatch (``full`` and ``shared`` nodes: for one step).
 
     Attributes:
@@ -68,7 +68,7 @@ class NodeCost(Record):
     users: tuple[str, ...]
 
 
-class Totals(Record):
+class Totals(FrozenFields):
     """The model as a whole: times and FLOPs of all nodes once, and of a step with all its microbatches."""
 
     forward_s: float
@@ -83,7 +83,7 @@ class Totals(Record):
     buffer_bytes: int
 
 
-class CostReport(Record):
+class CostReport(FrozenFields):
     """What `autosplit profile` says: ``model_validate_json`` reads what ``model_dump_json`` wrote.
 
     Attributes:

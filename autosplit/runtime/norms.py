@@ -42,7 +42,7 @@ _COUNTING = (torch.Tensor.add_, torch.Tensor.add, torch.Tensor.__float__)
 """What a module does with its counter."""
 
 
-class Part(NamedTuple):
+class Moments(NamedTuple):
     """What a norm saw in one microbatch: values per channel, and their mean and unbiased variance, [channels] each."""
 
     values: int
@@ -68,10 +68,10 @@ class Use:
     momentum: float | None = None
     batches: torch.Tensor | None = None
     kind: str = "sums"
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, Moments] = field(default_factory=dict)
     written: Sequence[torch.Tensor] = ()
 
-    def updates(self, *, each: bool) -> list[list[Part]]:
+    def updates(self, *, each: bool) -> list[list[Moments]]:
         """Return the parts of each update: of all microbatches in order, or one by one."""
         parts = [seen for _, seen in sorted(self.parts.items())]
         return [[seen] for seen in parts] if each else [parts]
@@ -98,7 +98,7 @@ def update_statistics(state: CallState, lanes: Sequence[Lane]) -> None:
 has_side_effect(update_statistics)
 
 
-def _together(updates: Iterable[tuple[Use, list[Part]]]) -> list[list[tuple[Use, list[Part]]]]:
+def _together(updates: Iterable[tuple[Use, list[Moments]]]) -> list[list[tuple[Use, list[Moments]]]]:
     """Return updates by those that can be one: of one kind, by as many values, and of different tensors."""
     groups, turns = defaultdict[Any, list[Any]](list), defaultdict[int, int](int)
     memory: Callable[[Any], int] = id if is_transformed() else torch.Tensor.data_ptr
@@ -111,7 +111,7 @@ def _together(updates: Iterable[tuple[Use, list[Part]]]) -> list[list[tuple[Use,
     return [groups[key] for key in sorted(groups, key=itemgetter(0))]
 
 
-def _update(uses: Sequence[Use], parts: Sequence[Sequence[Part]]) -> None:
+def _update(uses: Sequence[Use], parts: Sequence[Sequence[Moments]]) -> None:
     """Update running statistics by what their norms saw, or counters."""
     first, counters = uses[0], [use.batches for use in uses if use.batches is not None]
     running = [use.running[which].data for which in (0, 1) for use in uses]
@@ -186,7 +186,7 @@ def tally(key: CellContext, name: str, add: Any, counter: torch.Tensor, *args: A
     """Note what an in-place addition adds to a counter on a microbatch; ``name`` is that of the call."""
     added = add(torch.zeros_like(counter), *args, **kwargs)
     use = key.state.statistics.setdefault(name, Use((counter, counter)))
-    use.parts.setdefault(key.microbatch, Part(1, added, added))
+    use.parts.setdefault(key.microbatch, Moments(1, added, added))
     return counter
 
 
@@ -224,5 +224,5 @@ def _call(key: CellContext, name: str, counter: Any, function: Any, arguments: I
             use = state.statistics[name] = Use((mean, var), momentum, counter, "rows" if by_rows else "values")
             use.written = mean.new_zeros(2 * state.microbatches, mean.numel()).unbind()
         mean, var = use.written[2 * microbatch : 2 * microbatch + 2]
-        use.parts[microbatch] = Part(len(value) if by_rows else value.numel() // value.shape[1], mean, var)
+        use.parts[microbatch] = Moments(len(value) if by_rows else value.numel() // value.shape[1], mean, var)
     return function(value, mean, var, weight, bias, True, 1.0, eps)

@@ -28,7 +28,7 @@ from autosplit.schedule.orders import forward_only, gpipe, interleaved, looped_b
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogEntry:
     """How a schedule is built from stages and microbatches, and how many stages a device may hold.
 
     ``virtual_stages`` is None where that may be any number from 2 on; ``build`` then takes it as a keyword.
@@ -38,15 +38,15 @@ class Entry:
     virtual_stages: int | None = 1
 
 
-SCHEDULES: Mapping[str, Entry] = MappingProxyType(
+SCHEDULES: Mapping[str, CatalogEntry] = MappingProxyType(
     {
-        "gpipe": Entry(gpipe),
-        "1f1b": Entry(one_f_one_b),
-        "interleaved": Entry(interleaved, virtual_stages=None),
-        "looped_bfs": Entry(looped_bfs, virtual_stages=None),
-        "zb_h1": Entry(zb_h1),
-        "zb_v": Entry(zb_v, virtual_stages=2),
-        "forward": Entry(forward_only),
+        "gpipe": CatalogEntry(gpipe),
+        "1f1b": CatalogEntry(one_f_one_b),
+        "interleaved": CatalogEntry(interleaved, virtual_stages=None),
+        "looped_bfs": CatalogEntry(looped_bfs, virtual_stages=None),
+        "zb_h1": CatalogEntry(zb_h1),
+        "zb_v": CatalogEntry(zb_v, virtual_stages=2),
+        "forward": CatalogEntry(forward_only),
     }
 )
 
@@ -107,7 +107,7 @@ def stages_per_device(name: str, virtual_stages: int = 1) -> int:
     return virtual_stages
 
 
-def _entry(name: str) -> Entry:
+def _entry(name: str) -> CatalogEntry:
     if name not in SCHEDULES:
         raise ScheduleError(f"there is no schedule {name!r}; choose one of {', '.join(map(repr, SCHEDULES))}")
     return SCHEDULES[name]

@@ -35,7 +35,7 @@ _TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePosition:
     """Where a cell is in its file, counted from 1."""
 
     line: int
@@ -75,11 +75,11 @@ def read_actions(path: str | Path) -> Schedule:
 def parse_actions(text: str, *, name: str) -> Schedule:
     """Return the legal schedule that the text of an action file lists; raises ScheduleError as `read_actions` does."""
     lanes: list[tuple[Action, ...]] = []
-    places: list[tuple[Place, ...]] = []
+    places: list[tuple[FilePosition, ...]] = []
     for line, row in enumerate(_rows(text), start=1):
-        cells: list[tuple[Action, Place]] = []
+        cells: list[tuple[Action, FilePosition]] = []
         for column, cell in enumerate(row, start=1):
-            position = Place(line, column)
+            position = FilePosition(line, column)
             try:
                 cells += [(action, position) for action in _actions(cell)]
             except ScheduleError as error:
@@ -180,7 +180,7 @@ def _ascending(schedule: Schedule) -> Schedule:
     return replace(schedule, lanes=lanes) if falling else schedule
 
 
-def _where(places: Sequence[Sequence[Place]], cell: Cell) -> str:
+def _where(places: Sequence[Sequence[FilePosition]], cell: Cell) -> str:
     row = places[cell.lane]
     return str(row[cell.position]) if cell.position < len(row) else f"end of line {row[-1].line}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autosplit.memory.pieces import Step
+from autosplit.memory.pieces import NodeStep
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Extent:
     left_bytes: int
 
 
-def extent(steps: Iterable[Step]) -> Extent:
+def extent(steps: Iterable[NodeStep]) -> Extent:
     live = peak = 0
     for step in steps:
         for _, count in step.changes:

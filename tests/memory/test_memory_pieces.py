@@ -6,25 +6,25 @@ from collections import Counter
 
 import pytest
 
-from autosplit.memory.pieces import Held, Recompute, StageTrace, Step, TracePieces, split
+from autosplit.memory.pieces import NodeStep, Recompute, StageTrace, TracePieces, WeightNeeds, split
 from tests.memory.stages import stage, traces
 
 X, Y, DY, DX, WEIGHT = range(5)
 
 LINEAR = StageTrace(
-    forward=(Step("", ((X, 10),)), Step("linear", ((Y, 20),))),
+    forward=(NodeStep("", ((X, 10),)), NodeStep("linear", ((Y, 20),))),
     backward=(
-        Step("", ((DY, 20),)),
-        Step("linear", ((DX, 10), (WEIGHT, 300), (DY, -20))),
-        Step("", ((DX, -10), (Y, -20), (X, -10))),
+        NodeStep("", ((DY, 20),)),
+        NodeStep("linear", ((DX, 10), (WEIGHT, 300), (DY, -20))),
+        NodeStep("", ((DX, -10), (Y, -20), (X, -10))),
     ),
     backward_later=(
-        Step("", ((DY, 20),)),
-        Step("linear", ((DX, 10), (WEIGHT, 300), (WEIGHT, -300), (DY, -20))),
-        Step("", ((DX, -10), (Y, -20), (X, -10))),
+        NodeStep("", ((DY, 20),)),
+        NodeStep("linear", ((DX, 10), (WEIGHT, 300), (WEIGHT, -300), (DY, -20))),
+        NodeStep("", ((DX, -10), (Y, -20), (X, -10))),
     ),
     gradients={WEIGHT: "weight"},
-    split={"linear": Held(saved=(X,), cotangent_bytes=20, gradients=(WEIGHT,))},
+    split={"linear": WeightNeeds(saved=(X,), cotangent_bytes=20, gradients=(WEIGHT,))},
 )
 
 
@@ -43,41 +43,41 @@ def test_a_linear_in_four_pieces() -> None:
 def test_i_keeps_the_input_and_the_output_gradient_for_w() -> None:
     halves = split(LINEAR)
     assert halves.input == (
-        Step("", ((DY, 20),)),
-        Step("linear", ((DX, 10),)),
-        Step("", ((DX, -10), (Y, -20))),
+        NodeStep("", ((DY, 20),)),
+        NodeStep("linear", ((DX, 10),)),
+        NodeStep("", ((DX, -10), (Y, -20))),
     )
-    assert halves.weight == (Step("linear", ((WEIGHT, 300), (DY, -20), (X, -10))),)
+    assert halves.weight == (NodeStep("linear", ((WEIGHT, 300), (DY, -20), (X, -10))),)
     pieces = TracePieces(LINEAR)
     assert pieces.piece("I", first=True).peak_bytes == 30
     assert pieces.piece("W", first=True).left == {"gradients": 300, "activations": -30}
     later = pieces.piece("W", first=False)
-    assert later.steps == (Step("linear", ((WEIGHT, 300), (WEIGHT, -300), (DY, -20), (X, -10))),)
+    assert later.steps == (NodeStep("linear", ((WEIGHT, 300), (WEIGHT, -300), (DY, -20), (X, -10))),)
     assert (later.peak_bytes, later.at_peak) == (300, {"transient": 300})
 
 
 def test_an_output_gradient_that_lives_on_elsewhere_is_held_beside_it() -> None:
     """Along a residual the gradient is not freed in the linear's step: W holds as many bytes from then on."""
     backward = (
-        Step("", ((DY, 20),)),
-        Step("linear", ((WEIGHT, 300),)),
-        Step("add", ((DY, -20),)),
-        Step("", ((X, -10),)),
+        NodeStep("", ((DY, 20),)),
+        NodeStep("linear", ((WEIGHT, 300),)),
+        NodeStep("add", ((DY, -20),)),
+        NodeStep("", ((X, -10),)),
     )
-    own = StageTrace((Step("", ((X, 10),)),), backward, (), {WEIGHT: "weight"}, {}, LINEAR.split)
+    own = StageTrace((NodeStep("", ((X, 10),)),), backward, (), {WEIGHT: "weight"}, {}, LINEAR.split)
     halves = split(own)
     copy = halves.input[1].changes[0]
     assert copy[1] == 20
     assert copy[0] not in (X, Y, DY, DX, WEIGHT)
-    assert halves.input[2] == Step("add", ((DY, -20),))
-    assert halves.weight == (Step("linear", ((WEIGHT, 300), (copy[0], -20), (X, -10))),)
+    assert halves.input[2] == NodeStep("add", ((DY, -20),))
+    assert halves.weight == (NodeStep("linear", ((WEIGHT, 300), (copy[0], -20), (X, -10))),)
 
 
 def test_a_storage_that_two_nodes_saved_waits_for_the_later_one() -> None:
-    backward = (Step("b", ((X, -10),)), Step("a", ()), Step("", ()))
-    held = {"a": Held((X,), 0, ()), "b": Held((X,), 0, ())}
-    halves = split(StageTrace((Step("", ((X, 10),)),), backward, (), {}, {}, held))
-    assert halves.weight == (Step("b", ()), Step("a", ((X, -10),)))
+    backward = (NodeStep("b", ((X, -10),)), NodeStep("a", ()), NodeStep("", ()))
+    held = {"a": WeightNeeds((X,), 0, ()), "b": WeightNeeds((X,), 0, ())}
+    halves = split(StageTrace((NodeStep("", ((X, 10),)),), backward, (), {}, {}, held))
+    assert halves.weight == (NodeStep("b", ()), NodeStep("a", ((X, -10),)))
 
 
 def test_gradients_that_w_does_not_make_come_with_i() -> None:
@@ -90,7 +90,7 @@ def test_gradients_that_w_does_not_make_come_with_i() -> None:
 
 def test_new_sums_take_the_place_of_the_old_ones() -> None:
     """`torch.autograd.grad` returns new tensors: a later backward frees the gradients of the one before it."""
-    later = (Step("linear", ((9, 300),)), Step("", ((WEIGHT, -300), (Y, -20), (X, -10))))
+    later = (NodeStep("linear", ((9, 300),)), NodeStep("", ((WEIGHT, -300), (Y, -20), (X, -10))))
     own = StageTrace(LINEAR.forward, LINEAR.backward, later, LINEAR.gradients)
     piece = TracePieces(own).piece("B", first=False)
     assert (piece.peak_bytes, piece.at_peak, piece.left) == (300, {"gradients": 300}, {"activations": -30})

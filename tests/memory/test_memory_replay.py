@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autosplit.memory.allocator import device_changes, simulate_allocator
-from autosplit.memory.pieces import Recompute, StageTrace, StageTraces, Step
+from autosplit.memory.pieces import NodeStep, Recompute, StageTrace, StageTraces
 from autosplit.memory.replay import StaticBytes, optimizer_changes, replay
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
@@ -15,14 +15,14 @@ from tests.pairwise import in_turn
 
 X, Y, DY, DX, WEIGHT, SCRATCH = range(6)
 
-BACK = (Step("", ((DX, -10), (Y, -20), (X, -10))),)
+BACK = (NodeStep("", ((DX, -10), (Y, -20), (X, -10))),)
 SMALL = StageTraces(
     never=StageTrace(
-        forward=(Step("", ((X, 10),)), Step("mm", ((Y, 20), (SCRATCH, 5), (SCRATCH, -5)))),
-        backward=(Step("", ((DY, 20),)), Step("mm", ((DX, 10), (WEIGHT, 100), (DY, -20))), *BACK),
+        forward=(NodeStep("", ((X, 10),)), NodeStep("mm", ((Y, 20), (SCRATCH, 5), (SCRATCH, -5)))),
+        backward=(NodeStep("", ((DY, 20),)), NodeStep("mm", ((DX, 10), (WEIGHT, 100), (DY, -20))), *BACK),
         backward_later=(
-            Step("", ((DY, 20),)),
-            Step("mm", ((DX, 10), (WEIGHT, 100), (WEIGHT, -100), (DY, -20))),
+            NodeStep("", ((DY, 20),)),
+            NodeStep("mm", ((DX, 10), (WEIGHT, 100), (WEIGHT, -100), (DY, -20))),
             *BACK,
         ),
         gradients={WEIGHT: "weight"},
@@ -125,7 +125,7 @@ def test_replay_changes_and_a_plain_count_agree(case: tuple[str, int, int, int],
     for device in range(len(schedule.lanes)):
         changes = list(device_changes(schedule, how, static, device=device))
         assert len({storage for storage, count in changes if count > 0}) == sum(count > 0 for _, count in changes)
-        played = extent([Step("", tuple(changes))])
+        played = extent([NodeStep("", tuple(changes))])
         assert (played.left_bytes, played.peak_bytes) == (66 * virtual, full[device].peak_bytes)
         if schedule.kinds == {"F", "B"}:
             assert bare[device].peak_bytes == plain_count(schedule, how, device=device)
@@ -159,7 +159,9 @@ def test_what_stages_hold_adds_up_to_the_devices_peak(name: str) -> None:
 
 def test_storages_without_bytes_are_no_changes() -> None:
     """A batch norm has one on the CPU: what comes and what goes cannot be told apart by the sign of nothing."""
-    empty = StageTrace((Step("", ((X, 10), (Y, 0), (Y, 0))),), (Step("", ((X, -10),)),), (Step("", ((X, -10),)),))
+    empty = StageTrace(
+        (NodeStep("", ((X, 10), (Y, 0), (Y, 0))),), (NodeStep("", ((X, -10),)),), (NodeStep("", ((X, -10),)),)
+    )
     one = StageTraces(never=empty)
     changes = device_changes(build("gpipe", stages=1, microbatches=2), {0: one}, [StaticBytes()], device=0)
     assert [count for _, count in changes] == [10, 10, -10, -10]
@@ -171,5 +173,5 @@ def test_steps_follow_each_other() -> None:
     finishes = [((10, 100), (11, 100), *step), step]
     schedule = build("gpipe", stages=1, microbatches=2)
     changes = list(device_changes(schedule, {0: SMALL}, [StaticBytes((100,))], device=0, finishes=finishes))
-    found = extent([Step("", tuple(changes))])
+    found = extent([NodeStep("", tuple(changes))])
     assert (found.left_bytes, found.peak_bytes) == (300, 300 + 30 + 100 + 130)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autosplit.devices import Allocations
-from autosplit.memory.pieces import Step
+from autosplit.memory.pieces import NodeStep
 from autosplit.memory.replay import optimizer_changes
 from autosplit.options import Options
 from autosplit.planning.profiled.formulate import state_bytes
@@ -79,7 +79,7 @@ def real(name: str, *, foreach: bool) -> Allocations:
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
 def test_what_torch_allocates_in_a_step(name: str, *, foreach: bool) -> None:
     updated = [4 * count for count in ELEMENTS]
-    predicted = extent([Step("", optimizer_changes(updated, name=name, foreach=foreach))])
+    predicted = extent([NodeStep("", optimizer_changes(updated, name=name, foreach=foreach))])
     found = real(name, foreach=foreach)
     assert predicted.left_bytes == found.left_bytes
     assert abs(predicted.peak_bytes - found.peak_bytes) <= SLACK_BYTES

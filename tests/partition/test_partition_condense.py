@@ -15,7 +15,7 @@ from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals.chains import best_chain
 from autosplit.partition.ideals.condense import lossless, without_small
 from autosplit.partition.ideals.enumerate import list_ideals
-from autosplit.partition.ideals.table import Table
+from autosplit.partition.ideals.table import IdealTable
 from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Work, devices_of
 from tests.properties import examples
 
@@ -75,7 +75,7 @@ def thin(seed: int) -> Problem:
 def value(graph: Graph, goal: Goal) -> float:
     ideals = list_ideals(graph, limit=10**6)
     assert ideals is not None
-    chain = best_chain(Table(graph, list(ideals), by_bytes=goal.least == "bytes"), goal=goal)
+    chain = best_chain(IdealTable(graph, list(ideals), by_bytes=goal.least == "bytes"), goal=goal)
     return math.inf if chain is None else chain.value
 
 

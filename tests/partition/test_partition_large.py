@@ -14,7 +14,7 @@ from autosplit.partition.ideals import thresholds as large
 from autosplit.partition.ideals import thresholds as lattice_module
 from autosplit.partition.ideals.chains import best_chain
 from autosplit.partition.ideals.enumerate import list_ideals
-from autosplit.partition.ideals.table import Table
+from autosplit.partition.ideals.table import IdealTable
 from autosplit.partition.ideals.thresholds import Lattice, lattice, threshold_search
 from autosplit.partition.problem import Problem, TensorEdge, Work
 
@@ -45,7 +45,7 @@ def narrow_graph(seed: int) -> Graph:
 def optimum(graph: Graph, stages: int) -> float:
     ideals = list_ideals(graph, limit=10**6)
     assert ideals is not None
-    chain = best_chain(Table(graph, list(ideals)), goal=Goal((1,) * stages, empty=True))
+    chain = best_chain(IdealTable(graph, list(ideals)), goal=Goal((1,) * stages, empty=True))
     assert chain is not None
     return chain.value
 

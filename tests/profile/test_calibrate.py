@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cost_models
 from autosplit.devices import Timed
 from autosplit.profile import calibrate as calibrating
-from autosplit.profile.calibrate import Sample, Timing, calibrate, cases_for, default_path, issue_s, time_cases
+from autosplit.profile.calibrate import TimedSample, Timing, calibrate, cases_for, default_path, issue_s, time_cases
 from autosplit.profile.calibration_cases import Case, Program, cases
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.node_costs.work import work_of
@@ -80,7 +80,7 @@ def test_the_machine_is_left_as_it_was(ticking):
 def test_what_an_operation_costs_besides_its_kernel_comes_from_short_kernels():
     def timing(longest_s: float, extra_s: float) -> Timing:
         work = OpWork(kind="copy", flops=0, bytes=1, dtype="fp32")
-        return Timing("any", (Sample(work, longest_s),), longest_s, extra_s)
+        return Timing("any", (TimedSample(work, longest_s),), longest_s, extra_s)
 
     assert issue_s([timing(1e-5, 3e-6), timing(2e-5, 5e-6), timing(3e-5, 4e-6), timing(1.0, 9.0)]) == 4e-6
     assert issue_s([timing(1e-5, -3e-6)]) == 0

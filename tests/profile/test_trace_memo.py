@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.memory.pieces import Parts, Recompute, StageTrace, StageTraces
+from autosplit.memory.pieces import RankParts, Recompute, StageTrace, StageTraces
 from autosplit.options import Options, Sample
 from autosplit.planning.memory import Cut, fullest_moments
 from autosplit.profile import blocks
@@ -36,7 +36,7 @@ class Plain(TraceMemo):
         *,
         never: How | None,
         recomputed: How | None,
-        parts: Parts | None = None,
+        parts: RankParts | None = None,
     ) -> StageTraces:
         assert parts is None
         one, other = (None if how is None else trace_stage(stage, how) for how in (never, recomputed))

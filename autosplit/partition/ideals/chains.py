@@ -14,27 +14,27 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.goal import FOREVER, PLAIN, Clock, CostBasis, Goal
-from autosplit.partition.ideals.table import Floats, Ints, Table
+from autosplit.partition.goal import FOREVER, PLAIN, CostBasis, Goal, Timer
+from autosplit.partition.ideals.table import Floats, IdealTable, Ints
 
 
 @dataclass(frozen=True)
-class Chain:
+class IdealChain:
     """The best value, and the ideals from the empty set to everything, one more than there are stages."""
 
     value: float
     ideals: tuple[int, ...]
 
 
-def best_chain(table: Table, *, goal: Goal, clock: Clock = FOREVER) -> Chain | None:
+def best_chain(table: IdealTable, *, goal: Goal, clock: Timer = FOREVER) -> IdealChain | None:
     """Return the best chain within the goal's limits, or None when there is none; OutOfTime where ``clock`` is over."""
-    return _Search(table, goal).run(clock)
+    return _ChainSearch(table, goal).run(clock)
 
 
-class _Search:
+class _ChainSearch:
     """The tables ``best[ideal, used]`` and ``back[ideal, used]``, the ideal at which the last stage began."""
 
-    def __init__(self, table: Table, goal: Goal) -> None:
+    def __init__(self, table: IdealTable, goal: Goal) -> None:
         self.table, self.goal = table, goal
         self.costs = _StageCosts(table, goal)
         self.best: Floats = np.full((len(table), goal.stages + 1), np.inf)
@@ -53,7 +53,7 @@ class _Search:
             return self.total
         return math.ceil(most / self.table.quantum) + self.table.graph.size
 
-    def run(self, clock: Clock) -> Chain | None:
+    def run(self, clock: Timer) -> IdealChain | None:
         self.best[0, 0] = 0.0
         for ideal in range(len(self.table)):
             clock.check()
@@ -99,20 +99,20 @@ class _Search:
             start = max(start, last)
         return self.table.supersets(ideal, start=start, stop=stop) if start < stop else np.empty(0, dtype=np.int64)
 
-    def _trace(self) -> Chain:
+    def _trace(self) -> IdealChain:
         """Return the chain that all stages make."""
         position = len(self.table) - 1
         chain = [self.table.ideals[position]]
         for used in range(self.goal.stages, 0, -1):
             position = int(self.back[position, used])
             chain.append(self.table.ideals[position])
-        return Chain(float(self.best[-1, -1]), tuple(chain[::-1]))
+        return IdealChain(float(self.best[-1, -1]), tuple(chain[::-1]))
 
 
 class _StageCosts:
     """Costs of the stages from one ideal to larger ones, for one goal."""
 
-    def __init__(self, table: Table, goal: Goal) -> None:
+    def __init__(self, table: IdealTable, goal: Goal) -> None:
         self.table, self.goal = table, goal
         self._needs_loads = goal.least == "load" or math.isfinite(goal.load_limit_s)
 
@@ -151,7 +151,7 @@ class _StageCosts:
         return np.where(needed <= capacity, needed, np.inf)
 
 
-def _most(table: Table, goal: Goal) -> list[float]:
+def _most(table: IdealTable, goal: Goal) -> list[float]:
     """Return what each stage may weigh at most."""
     if table.by_bytes:
         return list(goal.capacity_bytes or (math.inf,) * goal.stages)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from autosplit.partition.goal import FOREVER, Clock
+from autosplit.partition.goal import FOREVER, Timer
 from autosplit.partition.graph import Graph, merge
 
 _MOST_GROUPS = 2_000
@@ -20,7 +20,7 @@ _RANDOM, _DRAWN = 8, 1_000
 """Pairs of random orders: at most, and how many groups they have in all where that leaves more than two."""
 
 
-def list_ideals(graph: Graph, *, limit: int, quantum: float = 1.0, clock: Clock = FOREVER) -> dict[int, int] | None:
+def list_ideals(graph: Graph, *, limit: int, quantum: float = 1.0, clock: Timer = FOREVER) -> dict[int, int] | None:
     """Return every ideal of the graph and its time, or None when there are more than ``limit``.
 
     Times are in whole numbers of ``quantum`` seconds. Raises OutOfTime when the ``clock`` is over.

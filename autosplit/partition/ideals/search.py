@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from autosplit.partition.goal import FOREVER, PLAIN, Clock, Goal, OutOfTime
+from autosplit.partition.goal import FOREVER, PLAIN, Goal, OutOfTime, Timer
 from autosplit.partition.graph import Graph, base_graph, merge
-from autosplit.partition.ideals.chains import Chain, best_chain
+from autosplit.partition.ideals.chains import IdealChain, best_chain
 from autosplit.partition.ideals.condense import labels, lossless, without_small
 from autosplit.partition.ideals.enumerate import in_runs, list_ideals, neighbourhood, prefix_ideals, some_orders
-from autosplit.partition.ideals.table import Table
+from autosplit.partition.ideals.table import IdealTable
 from autosplit.partition.ideals.thresholds import lattice, threshold_search
 from autosplit.partition.problem import Problem
 
@@ -50,7 +50,7 @@ _POOL = 8_000
 class Found:
     """A chain within the limits, and the graph whose ideals it consists of."""
 
-    chain: Chain
+    chain: IdealChain
     graph: Graph
 
     @property
@@ -64,7 +64,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Solution:
     """The best assignment that was found, None when nothing fits; a valid lower bound.
 
     ``exhaustive``: nothing better, or nothing that fits, was left out.
@@ -75,7 +75,7 @@ class Answer:
     exhaustive: bool
 
 
-class Search:
+class IdealSearch:
     """The search for the best cut into ``stages`` non-empty stages, or as many as the graph has groups, if fewer.
 
     ``least="load"`` keeps the problem's capacities; ``least="bytes"`` has no limit. ``empty`` allows empty stages.
@@ -89,7 +89,7 @@ class Search:
         least: Literal["load", "bytes"],
         empty: bool,
         ideal_limit: int,
-        clock: Clock = FOREVER,
+        clock: Timer = FOREVER,
     ) -> None:
         self.problem, self.least, self.ideal_limit, self.clock = problem, least, ideal_limit, clock
         self.base = base_graph(problem)
@@ -103,7 +103,7 @@ class Search:
         self.lower = self._first_bound()
         self.loads_known = False
 
-    def run(self) -> Answer:
+    def run(self) -> Solution:
         """Search until the gap is closed, all was searched, or the time is over; return the best so far."""
         try:
             self._prefixes()
@@ -116,7 +116,7 @@ class Search:
             self._settle()
         except OutOfTime:
             pass
-        return Answer(None if self.best is None else self.best.assignment, self.lower, self.closed)
+        return Solution(None if self.best is None else self.best.assignment, self.lower, self.closed)
 
     @property
     def closed(self) -> bool:
@@ -129,7 +129,7 @@ class Search:
         """Find a first solution, whatever the time."""
         condensed = self._condensed(loads=self.loads, bytes_=self.bytes)
         start = in_runs(condensed if condensed.size >= self.goal.stages else self.base)
-        table = Table(start, prefix_ideals([range(start.size)]), by_bytes=self.least == "bytes")
+        table = IdealTable(start, prefix_ideals([range(start.size)]), by_bytes=self.least == "bytes")
         self._take(best_chain(table, goal=self._limited()), start)
         self.clock.check()
 
@@ -170,7 +170,7 @@ class Search:
         """
         if self.best is not None or self.capacity is None or self.closed:
             return
-        lean = Search(
+        lean = IdealSearch(
             self.problem,
             stages=self.goal.stages,
             least="bytes",
@@ -236,7 +236,7 @@ class Search:
         if chain is not None:
             self.best = Found(replace(chain, value=self.best.chain.value), graph)
 
-    def _solve(self, table: Table) -> None:
+    def _solve(self, table: IdealTable) -> None:
         """Bound by the best chain with empty stages, and take it, or the best without, where these are not allowed."""
         chain = best_chain(table, goal=replace(self._limited(), empty=True), clock=self.clock)
         self._raise(chain)
@@ -247,7 +247,7 @@ class Search:
             if table.graph.size == self.base.size:
                 self.lower = self.best.chain.value if self.best is not None else math.inf
 
-    def _is_legal(self, chain: Chain) -> bool:
+    def _is_legal(self, chain: IdealChain) -> bool:
         return self.goal.empty or all(begin != end for begin, end in pairwise(chain.ideals))
 
     def _ideals(self, graph: Graph, *, most: float = math.inf) -> list[int]:
@@ -263,12 +263,12 @@ class Search:
         if ideals:
             self._take(best_chain(self._table(graph, ideals), goal=self._limited(), clock=self.clock), graph)
 
-    def _take(self, chain: Chain | None, graph: Graph) -> None:
+    def _take(self, chain: IdealChain | None, graph: Graph) -> None:
         """Take a chain that is better than the best so far."""
         if chain is not None and (self.best is None or chain.value < self.best.chain.value):
             self.best = Found(chain, graph)
 
-    def _raise(self, chain: Chain | None) -> None:
+    def _raise(self, chain: IdealChain | None) -> None:
         """Raise the lower bound to the value of the best chain of a relaxation, none where all are above the limit."""
         value = math.inf if chain is None else chain.value
         self.lower = max(self.lower, value if self.best is None else min(value, self.best.chain.value))
@@ -289,9 +289,9 @@ class Search:
             self.merged[loads, bytes_] = lossless(self.base, goal=self.goal, loads=loads, bytes_=bytes_)
         return self.merged[loads, bytes_]
 
-    def _table(self, graph: Graph, ideals: Sequence[int]) -> Table:
+    def _table(self, graph: Graph, ideals: Sequence[int]) -> IdealTable:
         self.clock.check()
-        return Table(graph, ideals, by_bytes=self.least == "bytes")
+        return IdealTable(graph, ideals, by_bytes=self.least == "bytes")
 
     def _first_bound(self) -> float:
         """Return what the devices need at least for the works together, and for the largest alone."""

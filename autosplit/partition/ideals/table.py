@@ -104,7 +104,7 @@ class Worst:
         return self.values[word * 64 + lowest]
 
 
-class Table:
+class IdealTable:
     """The ideals of a pool, sorted so that subsets come first, with what each costs."""
 
     def __init__(self, graph: Graph, pool: Sequence[int], *, by_bytes: bool = False) -> None:

@@ -37,9 +37,9 @@ from operator import and_, or_
 import numpy as np
 from numpy.typing import NDArray
 
-from autosplit.partition.goal import FOREVER, Clock, OutOfTime
+from autosplit.partition.goal import FOREVER, OutOfTime, Timer
 from autosplit.partition.graph import Graph, reach
-from autosplit.partition.ideals.chains import Chain
+from autosplit.partition.ideals.chains import IdealChain
 from autosplit.partition.ideals.enumerate import list_ideals
 from autosplit.partition.ideals.table import Floats, Ints
 
@@ -53,7 +53,7 @@ _NONE, _ALL = -1, -2
 
 
 @dataclass(frozen=True)
-class _Block:
+class _LatticeBlock:
     """Neighbouring ideals: ``row[group]`` is its row in ``member``, ``_NONE`` or ``_ALL``.
 
     ``tensors`` are those across at least one of the ideals, ``inside`` the number of pins that each ideal holds.
@@ -135,11 +135,11 @@ class Lattice:
             loads[where] -= self._cost[block.tensors[theirs]] @ twice
         return np.where(self.supersets(position, start=start, stop=stop), loads, np.inf)
 
-    def _spans(self, start: int, stop: int) -> Iterator[tuple[_Block, slice]]:
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[_LatticeBlock, slice]]:
         for block in self._blocks[start // _BLOCK : (stop - 1) // _BLOCK + 1]:
             yield block, slice(max(start, block.start) - block.start, min(stop, block.stop) - block.start)
 
-    def _block(self, start: int) -> _Block:
+    def _block(self, start: int) -> _LatticeBlock:
         stop = min(start + _BLOCK, len(self))
         ideals = self.ideals[start:stop]
         every, some_of = reduce(and_, ideals), reduce(or_, ideals)
@@ -158,7 +158,7 @@ class Lattice:
         member = np.ascontiguousarray(member[groups])
         tensors, inside = self._inside(row, member, base=base, end=base + width)
         self.cut_s[start:stop] = self._cost[tensors] @ ((inside > 0) & (inside < self._pin_counts[tensors, None]))
-        return _Block(start, stop, row, base + groups, member, tensors, inside)
+        return _LatticeBlock(start, stop, row, base + groups, member, tensors, inside)
 
     def _inside(self, row: NDArray[np.int32], member: Flags, *, base: int, end: int) -> tuple[Ints, NDArray[np.int32]]:
         """Return the tensors that are across some ideal of a block, and the pins that each ideal holds."""
@@ -171,7 +171,7 @@ class Lattice:
         return near[kept], inside[kept]
 
 
-def lattice(graph: Graph, *, limit: int, clock: Clock = FOREVER) -> Lattice | None:
+def lattice(graph: Graph, *, limit: int, clock: Timer = FOREVER) -> Lattice | None:
     """Return the lattice of all ideals of the graph, or None when there are more than ``limit``.
 
     Raises OutOfTime when the ``clock`` is over.
@@ -199,10 +199,10 @@ class Improved:
     """
 
     lower_bound: float
-    chain: Chain | None
+    chain: IdealChain | None
 
 
-def threshold_search(lattice: Lattice, *, stages: int, lower: float, upper: float, clock: Clock = FOREVER) -> Improved:
+def threshold_search(lattice: Lattice, *, stages: int, lower: float, upper: float, clock: Timer = FOREVER) -> Improved:
     """Return how far the bounds ``lower`` and ``upper`` of the largest load can be brought together.
 
     First it is asked whether anything is better than ``upper`` at all, which settles most cases; then by bisection.
@@ -228,13 +228,13 @@ def threshold_search(lattice: Lattice, *, stages: int, lower: float, upper: floa
 class _Thresholds:
     """The search for one threshold after another in one lattice."""
 
-    def __init__(self, lattice: Lattice, *, stages: int, clock: Clock) -> None:
+    def __init__(self, lattice: Lattice, *, stages: int, clock: Timer) -> None:
         self.lattice, self.stages, self.clock = lattice, stages, clock
         self.head_start = lattice.time_s - lattice.cut_s
         self.aside = _Aside(lattice.graph)
         self.rules: dict[int, float] = {}
 
-    def chain(self, threshold: float) -> Chain | None:
+    def chain(self, threshold: float) -> IdealChain | None:
         """Return a chain without a load above the threshold, or None when there is none."""
         lattice, last = self.lattice, len(self.lattice) - 1
         frontier = np.zeros(1, dtype=np.int64)
@@ -254,7 +254,7 @@ class _Thresholds:
             positions.append(parent_of[positions[-1]])
         positions = positions[::-1] + [last] * (self.stages - len(parents))
         value = max(self._load(first, second) for first, second in pairwise(positions))
-        return Chain(value, tuple(lattice.ideals[position] for position in positions))
+        return IdealChain(value, tuple(lattice.ideals[position] for position in positions))
 
     def _reached(self, frontier: Ints, threshold: float, *, left: int) -> tuple[Ints, Ints]:
         """Return the ideals that one more stage reaches, and from where, if ``left`` more can do the rest."""

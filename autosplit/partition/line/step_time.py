@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autosplit.partition.checker import check
-from autosplit.partition.goal import FOREVER, Clock
+from autosplit.partition.goal import FOREVER, Timer
 from autosplit.partition.graph import Graph, base_graph
 from autosplit.partition.ideals.enumerate import some_orders
 from autosplit.partition.line.coarse import coarsened, runs
@@ -49,7 +49,7 @@ Stages = NDArray[np.int64]
 
 
 def least_step(
-    problem: Problem, *, stages: int, empty: bool, assignment: Sequence[int], clock: Clock = FOREVER
+    problem: Problem, *, stages: int, empty: bool, assignment: Sequence[int], clock: Timer = FOREVER
 ) -> tuple[int, ...]:
     """Return the assignment with the shortest simulated step that is found, starting from a cut that fits.
 
@@ -70,7 +70,7 @@ class _Cut:
 
 
 class _Search:
-    def __init__(self, problem: Problem, graph: Graph, *, stages: int, empty: bool, clock: Clock) -> None:
+    def __init__(self, problem: Problem, graph: Graph, *, stages: int, empty: bool, clock: Timer) -> None:
         self.problem, self.graph, self.stages, self.empty, self.clock = problem, graph, stages, empty, clock
         self.model = StepModel(problem, graph.group_of, stages=stages)
         self.group_of = np.array(graph.group_of)

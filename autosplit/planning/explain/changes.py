@@ -19,7 +19,7 @@ from autosplit.planning.explain.verdicts import binding
 from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Change
-from autosplit.planning.search.choose import Choice, Search
+from autosplit.planning.search.choose import PlanChoice, Search
 from autosplit.planning.search.finish import Finished
 from autosplit.planning.search.sweep import Space
 from autosplit.units import format_bytes, format_seconds
@@ -34,7 +34,7 @@ _ORDER = {"recompute": 0, "chunks": 0, "schedule": 0, "batch": 1, "devices": 2, 
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ChangeCandidate:
     """One change, or two: what they are called, and the arguments of `plan` that say it."""
 
     kind: Kind
@@ -57,7 +57,7 @@ class Request:
         Where nothing fits it is the one that comes closest, its verdict "no". Raises InputError where no entry of the
         space can be built for the devices.
         """
-        return Choice(self.paper.sweep(self.space, rows=self.rows)).plan
+        return PlanChoice(self.paper.sweep(self.space, rows=self.rows)).plan
 
     def search(self) -> Search:
         """Return the search for a cut."""
@@ -149,17 +149,17 @@ class _Trials:
         """The candidates of each kind that has some."""
         self._leanest: dict[str, tuple[Search, Finished | None] | None] = {}
 
-    def least_of(self, candidates: Sequence[Candidate]) -> Change | None:
+    def least_of(self, candidates: Sequence[ChangeCandidate]) -> Change | None:
         """Return the least change of several that surely fits; else the last, where that may."""
         index = least(lambda index: self.fits(candidates[index]), guess=0, low=0, high=len(candidates) - 1)
         return self._change(candidates[-1 if index is None else index])
 
-    def fits(self, candidate: Candidate) -> bool:
+    def fits(self, candidate: ChangeCandidate) -> bool:
         """Tell whether a change makes some cut fit for sure."""
         tried = self._min_memory_cut(candidate)
         return tried is not None and tried[1] is not None and tried[1].sure
 
-    def _min_memory_cut(self, candidate: Candidate) -> tuple[Search, Finished | None] | None:
+    def _min_memory_cut(self, candidate: ChangeCandidate) -> tuple[Search, Finished | None] | None:
         """Return the search with a change, and the cut of it that needs the least; None where it cannot be recorded."""
         words = candidate.words
         if words not in self._leanest:
@@ -170,7 +170,7 @@ class _Trials:
                 self._leanest[words] = None
         return self._leanest[words]
 
-    def _change(self, candidate: Candidate) -> Change | None:
+    def _change(self, candidate: ChangeCandidate) -> Change | None:
         """Return a change that may fit and its price: by the formula the fastest cut's, else the replayed one's."""
         tried = self._min_memory_cut(candidate)
         search, leanest = tried or (None, None)
@@ -190,7 +190,7 @@ class _Trials:
             verdict=leanest.verdict,
         )
 
-    def _longer(self, candidate: Candidate, step_s: float, rows: int) -> str:
+    def _longer(self, candidate: ChangeCandidate, step_s: float, rows: int) -> str:
         """Return the price in time; of a batch of another size, per row."""
         before_s = self.plan.step_s / sum(self.plan.microbatch_rows)
         ratio = step_s / rows / before_s if before_s else 1.0
@@ -212,12 +212,12 @@ def _pair(trials: _Trials) -> Change | None:
     return None
 
 
-def _joined(first: Candidate, second: Candidate) -> Candidate | None:
+def _joined(first: ChangeCandidate, second: ChangeCandidate) -> ChangeCandidate | None:
     """Return two changes as one; None where both change the same."""
     arguments = {**first.arguments, **second.arguments}
     if len(arguments) < 2 or arguments.keys() == {"batch", "chunks"}:
         return None
-    return Candidate("pair", f"{first.words} and {second.words}", arguments, first.note + second.note)
+    return ChangeCandidate("pair", f"{first.words} and {second.words}", arguments, first.note + second.note)
 
 
 def _asks(arguments: Arguments) -> int:
@@ -229,29 +229,29 @@ def _price(change: Change, rows: int) -> tuple[int, bool, float]:
     return _asks(change.arguments), change.verdict != "fits", change.step_s / int(change.arguments.get("batch", rows))
 
 
-def _recompute(plan: Plan, request: Request) -> Iterator[Candidate]:
+def _recompute(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:
     if request.space.recompute is not None:
         for kind in ("block", "always"):
-            yield Candidate("recompute", f'recompute="{kind}"', {"recompute": kind})
+            yield ChangeCandidate("recompute", f'recompute="{kind}"', {"recompute": kind})
 
 
-def _chunks(plan: Plan, request: Request) -> Iterator[Candidate]:
+def _chunks(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:
     chunks = len(plan.microbatch_rows) * 2
     while len(request.space.chunks) == 1 and not plan.actions and chunks <= request.rows:
-        yield Candidate("chunks", f"chunks={chunks}", {"chunks": chunks})
+        yield ChangeCandidate("chunks", f"chunks={chunks}", {"chunks": chunks})
         chunks *= 2
 
 
-def _schedule(plan: Plan, request: Request) -> Iterator[Candidate]:
+def _schedule(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:
     if len(request.space.schedules) == 1 and plan.schedule not in ("1f1b", "forward"):
-        yield Candidate("schedule", 'schedule="1f1b"', {"schedule": "1f1b"})
+        yield ChangeCandidate("schedule", 'schedule="1f1b"', {"schedule": "1f1b"})
 
 
-def _batch(plan: Plan, request: Request) -> Iterator[Candidate]:
+def _batch(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:
     """A smaller microbatch, as many of them."""
     for rows in range(max(plan.microbatch_rows) - 1, 0, -1):
         total = rows * len(plan.microbatch_rows)
-        yield Candidate("batch", f"a batch of {total} rows", {"batch": total})
+        yield ChangeCandidate("batch", f"a batch of {total} rows", {"batch": total})
 
 
 def _kinds_of_device(request: Request) -> list[str]:
@@ -259,24 +259,24 @@ def _kinds_of_device(request: Request) -> list[str]:
     return [] if machine is None else list(dict.fromkeys(spec.name for spec in machine.devices))
 
 
-def _devices(plan: Plan, request: Request) -> Iterator[Candidate]:
+def _devices(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:
     names, planned = _kinds_of_device(request), len(request.paper.options.devices)
     if plan.actions or request.paper.options.replicas or len(names) != 1 or len(request.space.recompute or ()) > 1:
         return
     most = sum(len(stage.nodes) for stage in plan.stages)
     for count, text in takewhile(lambda pair: pair[0] <= most, device_counts(names[0], more_than=planned)):
-        yield Candidate("devices", text, {"devices": text}, f", {count / planned:.3g} times the devices")
+        yield ChangeCandidate("devices", text, {"devices": text}, f", {count / planned:.3g} times the devices")
 
 
-def _device(plan: Plan, request: Request) -> Iterator[Candidate]:
+def _device(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:
     options = request.paper.options
     if options.machine is not None and options.memory_limit is None and len(_kinds_of_device(request)) == 1:
         for spec in larger(options.machine.devices[0]):
             text = f"{len(options.devices)}x{spec.name}"
-            yield Candidate("device", text, {"devices": text})
+            yield ChangeCandidate("device", text, {"devices": text})
 
 
-def _optimizer(plan: Plan, request: Request) -> Iterator[Candidate]:
+def _optimizer(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:
     if plan.optimizer in ("adam", "adamw"):
         names: tuple[tuple[str | int, str], ...] = (
             (2, "optimizer=2 (bytes per parameter: Adam with 8-bit states)"),
@@ -284,15 +284,15 @@ def _optimizer(plan: Plan, request: Request) -> Iterator[Candidate]:
             ("sgd", 'optimizer="sgd"'),
         )
         for value, words in names:
-            yield Candidate("optimizer", words, {"optimizer": value}, "; it trains otherwise")
+            yield ChangeCandidate("optimizer", words, {"optimizer": value}, "; it trains otherwise")
 
 
-def _precision(plan: Plan, request: Request) -> Iterator[Candidate]:
+def _precision(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:
     names: tuple[str, ...] = ("bf16_fp32_master", "bf16")
     if plan.precision in names or plan.dtype in ("bfloat16", "float16"):
         names = ("bf16",) if plan.precision == "bf16_fp32_master" else ()
     for name in names if plan.parameters and not request.paper.by_values else ():
-        yield Candidate("precision", f'precision="{name}"', {"precision": name}, "; other rounding")
+        yield ChangeCandidate("precision", f'precision="{name}"', {"precision": name}, "; other rounding")
 
 
 _KINDS = (_recompute, _chunks, _schedule, _batch, _devices, _device, _optimizer, _precision)

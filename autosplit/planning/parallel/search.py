@@ -26,7 +26,7 @@ from autosplit.planning.plan.fields import MeshAlternative, MeshDegrees
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.formulate import state_bytes
 from autosplit.planning.request import sizes_of
-from autosplit.planning.search.choose import Choice, Search
+from autosplit.planning.search.choose import PlanChoice, Search
 from autosplit.planning.search.finish import Finished
 from autosplit.planning.search.sweep import Space
 from autosplit.profile.types import Profile
@@ -86,7 +86,7 @@ def plan_mesh(request: MeshRequest) -> Plan:
     """
     search = MeshSearch(request)
     best = search.run()
-    plan = Choice(best.sweep, None).plan
+    plan = PlanChoice(best.sweep, None).plan
     others = [other for other in search.alternatives() if other.mesh != plan.mesh]
     compared = plan.model_copy(update={"meshes": tuple(others)})
     why = mesh_reasons(compared) if request.given is None else ()

@@ -19,14 +19,14 @@ Degree = Annotated[int, Field(ge=1, le=2**20)]
 """How many ranks there are along a dimension of a mesh."""
 
 
-class Record(BaseModel):
+class FrozenFields(BaseModel):
     """What all parts of a plan are: frozen, and nothing but what is named here."""
 
     # JSON has no NaN and no infinity: a plan with one would not come back as it was.
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class MeshDegrees(Record):
+class MeshDegrees(FrozenFields):
     """How many ranks share the model in each way, and what the data-parallel ones shard."""
 
     dp: Degree
@@ -53,7 +53,7 @@ class MeshDegrees(Record):
         return f"dp={self.dp}, tp={self.tp}, pp={self.pp}{shards}{sequence}"
 
 
-class MeshAlternative(Record):
+class MeshAlternative(FrozenFields):
     """The best plan found for other degrees, by its figures; a step that is not replayed is a lower bound."""
 
     mesh: MeshDegrees

@@ -26,7 +26,7 @@ _REASONS = {"extra_forbidden": "there is no such field", "missing": "this field 
 FITS = {"fits": True, "borderline": None, "no": False}
 
 
-class _Header(BaseModel):
+class _PlanHeader(BaseModel):
     """What every version of a plan has, read before the rest so that a foreign version is called that."""
 
     version: int
@@ -105,7 +105,7 @@ class Plan(PlanRecord):
         except UnicodeDecodeError as error:
             raise PlanError(f"{str(path)!r} is no plan: it is no UTF-8 text; {_WAY_OUT}") from error
         try:
-            version = _Header.model_validate_json(text).version
+            version = _PlanHeader.model_validate_json(text).version
             if version != VERSION:
                 raise PlanError(
                     f"{str(path)!r} is a plan of version {version}, this autosplit reads {VERSION}; plan again"

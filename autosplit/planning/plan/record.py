@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, computed_field
 
 from autosplit.checks import OPTIMIZER_COPIES, PRECISIONS
-from autosplit.planning.plan.fields import Count, MeshAlternative, MeshDegrees, Record, Seconds, Size, Verdict
+from autosplit.planning.plan.fields import Count, FrozenFields, MeshAlternative, MeshDegrees, Seconds, Size, Verdict
 from autosplit.planning.request import schedule_of
 from autosplit.schedule.action import Schedule
 from autosplit.trace.rows.findings import Proof
@@ -20,7 +20,7 @@ NEAR = 1.05
 """A peak without a range that is above its capacity by less than this is borderline."""
 
 
-class StageMemory(Record):
+class StageMemory(FrozenFields):
     """Bytes of one stage at the moment of the step at which its device holds the most.
 
     The peak is the device's; the parts of all stages on it add up to that. Gradients are None when the step begins: at
@@ -64,7 +64,7 @@ def judged(
     return "fits" if high <= capacity - reserve else "borderline" if low <= capacity else "no"
 
 
-class StagePlan(Record):
+class StagePlan(FrozenFields):
     """One stage: its device, the stable names of its nodes in model order, its times per microbatch and its memory."""
 
     index: Count
@@ -92,7 +92,7 @@ class StagePlan(Record):
     """That of the replica that holds the most."""
 
 
-class Boundary(Record):
+class Boundary(FrozenFields):
     """A value that crosses a cut: its producer stage (-1: a model input), its consumer stages, bytes per microbatch."""
 
     value: str
@@ -103,7 +103,7 @@ class Boundary(Record):
     """Sent once per step (a shared value or a tied parameter), not once per microbatch."""
 
 
-class Fingerprint(Record):
+class Fingerprint(FrozenFields):
     """What a plan was made for."""
 
     model: str
@@ -119,7 +119,7 @@ class Fingerprint(Record):
     """Hash over what the plan chose, so that an edit of that shows; older files have none."""
 
 
-class Transfer(Record):
+class Transfer(FrozenFields):
     """How long one microbatch's values between two stages travel, and their gradients back."""
 
     producer: Count
@@ -128,7 +128,7 @@ class Transfer(Record):
     backward_s: Seconds
 
 
-class Unit(Record):
+class Unit(FrozenFields):
     """A run of nodes of one module in model order, the smallest that is moved by hand, and its costs per microbatch.
 
     ``static_bytes`` are parameters, gradients, buffers and optimizer state; ``kept_bytes`` are what it keeps from its
@@ -149,7 +149,7 @@ class Unit(Record):
     """Units of one number are recomputed together under "block"; None is a block of its own."""
 
 
-class LaneCurve(Record):
+class LaneCurve(FrozenFields):
     """What one device holds over a step: at the fullest moment of each of its actions, in order, the bytes by kind.
 
     Every tuple has one entry per action and a last one for the optimizer's step.
@@ -167,7 +167,7 @@ class LaneCurve(Record):
         return tuple(values for _, values in self)
 
 
-class Alternative(Record):
+class Alternative(FrozenFields):
     """Another plan that the search weighed: what it chose, its step and its largest peak."""
 
     chunks: Count
@@ -194,7 +194,7 @@ def recompute_of(stages: Sequence[str]) -> tuple[str, ...]:
     return tuple(stages if len(set(stages)) > 1 else stages[:1])
 
 
-class Change(Record):
+class Change(FrozenFields):
     """What would make a plan fit that does not, or fit better, and its price."""
 
     kind: Literal["recompute", "chunks", "schedule", "devices", "batch", "optimizer", "precision", "device", "pair"]
@@ -214,7 +214,7 @@ MOST_CHUNKS = 2**16
 """More microbatches than this are no plan that anybody could follow."""
 
 
-class PlanRecord(Record):
+class PlanRecord(FrozenFields):
     """What a plan holds, and what follows from that alone; `Plan` adds what is done with it."""
 
     version: int = VERSION

@@ -28,7 +28,7 @@ from autosplit.planning.profiled.apply import assign, cut_sent_s
 from autosplit.planning.profiled.between import note_on_inside
 from autosplit.planning.profiled.units import units_of
 from autosplit.planning.search.finish import Finished, finish, refined
-from autosplit.planning.search.sweep import Entry, Sweep
+from autosplit.planning.search.sweep import Setup, Sweep
 from autosplit.progress import phase, update
 
 _REPLAYS = 10
@@ -41,7 +41,7 @@ _NEAR = 1.05
 """A peak by the formula is borderline up to so much above the capacity."""
 
 
-class Choice:
+class PlanChoice:
     """The best plan of a sweep's space: ``finished`` is its cut."""
 
     def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None = update) -> None:
@@ -85,7 +85,7 @@ class Choice:
 class Candidate:
     """A cut of one configuration and what it costs by the formula; ``limits`` are those it was found for, if any."""
 
-    entry: Entry
+    entry: Setup
     policy: Policy
     cut: LineCut
     limits: tuple[float, ...] | None
@@ -104,11 +104,11 @@ class Search:
         self.candidates: list[Candidate] = []
         self.finished: list[Finished] = []
         self.above: dict[frozenset[str], float] = {}
-        self.cut_of: dict[Alternative, tuple[Entry, LineCut]] = {}
+        self.cut_of: dict[Alternative, tuple[Setup, LineCut]] = {}
         self.sent: dict[tuple[int, LineCut], float] = {}
 
     @cached_property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[Setup]:
         """Every configuration whose schedule can be built."""
         return [entry for entry in self.sweep.entries() if entry.has_schedule]
 
@@ -127,7 +127,7 @@ class Search:
                 "schedules can be built; give others"
             )
 
-    def _cuts(self, entry: Entry, enough_s: float) -> list[Candidate]:
+    def _cuts(self, entry: Setup, enough_s: float) -> list[Candidate]:
         """Return the best cut of a configuration for each policy to recompute, until one fits without limits."""
         limits = self.sweep.memory_limits(entry.problem)
         cuts: list[Candidate] = []
@@ -208,7 +208,7 @@ class Search:
         self._replay_min_memory_cuts(fullest, first=first)
         return min(self.finished, key=lambda each: each.rank, default=None)
 
-    def _finish(self, entry: Entry, cut: LineCut) -> Finished:
+    def _finish(self, entry: Setup, cut: LineCut) -> Finished:
         """Replay a cut, and keep by how much at least cuts of its kind come out above the formula."""
         finished = finish(self.sweep, entry, cut)
         self.finished.append(finished)
@@ -292,7 +292,7 @@ class Search:
         """Return what was weighed with what its cut sends once per step, which a plan's step has in it too."""
         return each.model_copy(update={"step_s": each.step_s + self._sent_s(*self.cut_of[each])})
 
-    def _sent_s(self, entry: Entry, cut: LineCut) -> float:
+    def _sent_s(self, entry: Setup, cut: LineCut) -> float:
         """Return how long a cut's values that all microbatches share travel, and its replicas sum their gradients."""
         if (id(entry), cut) not in self.sent:
             sized, index = entry.sized, entry.sized.case.index
@@ -305,7 +305,7 @@ class Search:
 
     def _alternative(
         self,
-        entry: Entry,
+        entry: Setup,
         cut: LineCut,
         step_s: float,
         held: Sequence[int],

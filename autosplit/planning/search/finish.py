@@ -20,7 +20,7 @@ from autosplit.planning.plan.record import judged
 from autosplit.planning.plan.write import Writer
 from autosplit.planning.profiled.between import INSIDE, WIDE
 from autosplit.planning.profiled.problem import ProfiledProblem
-from autosplit.planning.search.sweep import Entry, Sweep
+from autosplit.planning.search.sweep import Setup, Sweep
 
 _MOST = 1_000
 """Boundaries are moved node by node where no more pieces come of it."""
@@ -32,7 +32,7 @@ _GAIN = 1e-4
 class Finished:
     """A cut that was replayed: what its plan is written from, and each device's peak and limit."""
 
-    entry: Entry
+    entry: Setup
     cut: LineCut
     """The cut of the units that it comes from, and what its stages recompute."""
     writer: Writer
@@ -117,7 +117,7 @@ class Finished:
         return (3.0, round(self.worst, 2), step_s)
 
 
-def finish(sweep: Sweep, entry: Entry, cut: LineCut) -> Finished:
+def finish(sweep: Sweep, entry: Setup, cut: LineCut) -> Finished:
     """Return a cut of the units as one of the nodes, replayed."""
     case = entry.case
     return _replayed(sweep, entry, cut, case, entry.sized.coarse.assignment(cut.bounds))
@@ -193,7 +193,7 @@ def _bounds(fine: Coarse, partition: Partition) -> tuple[int, ...]:
     return tuple(ends)
 
 
-def _replayed(sweep: Sweep, entry: Entry, cut: LineCut, case: ProfiledProblem, assignment: tuple[int, ...]) -> Finished:
+def _replayed(sweep: Sweep, entry: Setup, cut: LineCut, case: ProfiledProblem, assignment: tuple[int, ...]) -> Finished:
     partition = as_cut(case.problem, assignment, cut.recompute)
     limits = sweep.memory_limits(case.problem) or [float("inf")] * len(sweep.options.devices)
     return Finished(entry, cut, Writer(case, partition), tuple(limits))

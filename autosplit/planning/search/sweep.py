@@ -57,7 +57,7 @@ class Sized:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Setup:
     """One configuration but for what is recomputed, and the search for its cuts."""
 
     sized: Sized
@@ -104,7 +104,7 @@ class Sweep:
         options = replace(self.options, cut_between="operations")
         return Sweep(self.recorded, options, self.space, rows=self.rows)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[Setup]:
         """Yield every configuration that may have a schedule, each pair of sizes and schedule once."""
         every: dict[tuple[int, ...], list[tuple[str, int]]] = {}
         for chunks in self.space.chunks:
@@ -166,7 +166,7 @@ class Sweep:
         stages = max(virtual_stages for _, virtual_stages in self.space.schedules) * len(self.options.devices)
         return max(_UNITS, 4 * stages)
 
-    def _entry(self, sized: Sized, schedule: str, virtual_stages: int, replicas: tuple[int, ...]) -> Entry | None:
+    def _entry(self, sized: Sized, schedule: str, virtual_stages: int, replicas: tuple[int, ...]) -> Setup | None:
         if replicas and schedule != "1f1b":
             return None
         as_asked = schedule == self.options.schedule
@@ -187,7 +187,7 @@ class Sweep:
                 return None  # what a backward in two parts takes is not known
             if settled.warning is not None and self._wide():
                 return None
-            return Entry(sized, options, settled, problem)
+            return Setup(sized, options, settled, problem)
         except ScheduleError:
             if len(self.space.schedules) == 1 and (len(self.space.chunks) == 1 or not replicas):
                 raise

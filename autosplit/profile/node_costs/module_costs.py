@@ -46,11 +46,11 @@ def module_costs(model: nn.Module, sample: Sample) -> dict[str, ModuleCost]:
 def _run(model: nn.Module, sample: Sample) -> dict[str, ModuleCost]:
     """Run a model once; return what was seen."""
     try:
-        return _Run(model).seen_with(sample)
+        return _ModuleRun(model).seen_with(sample)
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):
             raise
-    return _Run(model).seen_with(sample, saved=False)  # torch.func.grad in its forward takes no such hooks
+    return _ModuleRun(model).seen_with(sample, saved=False)  # torch.func.grad in its forward takes no such hooks
 
 
 def _by_size(model: nn.Module) -> dict[str, ModuleCost]:
@@ -68,7 +68,7 @@ def saved_below(costs: Mapping[str, ModuleCost], path: str) -> int:
     return sum(cost.saved_bytes for cost in inside)
 
 
-class _Run:
+class _ModuleRun:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.seen: dict[str, ModuleCost] = {}

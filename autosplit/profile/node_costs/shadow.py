@@ -32,7 +32,7 @@ def shadow(
     Whatever runs on the twin - counters that move, buffers that are assigned, weights that a hook computes - stays on
     the twin, also when it raises. Attributes that are no tensor, module or container are shared.
     """
-    builder = _Builder(replace)
+    builder = _ShadowBuilder(replace)
     if nodes is not None:
         unused = {id(module) for module in root.modules()} - _used(root, nodes)
         builder.modules |= {module: nn.Module() for module in unused}
@@ -52,7 +52,7 @@ def _used(root: nn.Module, nodes: Iterable[fx.Node]) -> set[int]:
     return used
 
 
-class _Builder:
+class _ShadowBuilder:
     def __init__(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.replace = replace
         self.modules: dict[int, nn.Module] = {}

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from autosplit.backward import begin_at_sums
 from autosplit.errors import ProfileError, is_internal
-from autosplit.memory.pieces import Change, Held, StageTrace, Step
+from autosplit.memory.pieces import Change, NodeStep, StageTrace, WeightNeeds
 from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.node_costs.border import BorderInterpreter, Picks, alias, tensors_of
 from autosplit.profile.node_costs.fake import as_recorded, empty_value, fake_mode, on_fakes
@@ -140,13 +140,13 @@ class _Run:
             self.steps.append((name, []))
         self.steps[-1][1].append(change)
 
-    def _taken(self) -> tuple[Step, ...]:
-        steps = tuple(Step(name, tuple(changes)) for name, changes in self.steps)
+    def _taken(self) -> tuple[NodeStep, ...]:
+        steps = tuple(NodeStep(name, tuple(changes)) for name, changes in self.steps)
         self.steps = []
         return steps
 
     # -- one microbatch ------------------------------------------------------------------------------------------
-    def _microbatch(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    def _microbatch(self) -> tuple[tuple[NodeStep, ...], tuple[NodeStep, ...]]:
         self.labels.begin()
         self.goes_back = False
         env: dict[fx.Node, Any] = dict.fromkeys(self.stage.numbers, None)
@@ -266,14 +266,14 @@ class _Run:
                 names[storage.id] = self.parameters[id(leaf)]
         return names
 
-    def _split(self, gradients: Mapping[int, str], saved: Mapping[str, Mapping[int, None]]) -> dict[str, Held]:
+    def _split(self, gradients: Mapping[int, str], saved: Mapping[str, Mapping[int, None]]) -> dict[str, WeightNeeds]:
         storages = {name: storage for storage, name in gradients.items()}
         split = {}
         for _, info in self.stage.computing():
             late = tuple(storages[name] for name in info.reads if name in storages and name in self.late)
             if late:
                 size = sum(tensor.bytes_at(self.how.rows) for tensor in info.tensors)
-                split[info.name] = Held(tuple(saved.get(info.name, ())), size, late)
+                split[info.name] = WeightNeeds(tuple(saved.get(info.name, ())), size, late)
         return split
 
     # -- nodes ---------------------------------------------------------------------------------------------------
@@ -304,14 +304,14 @@ class _Run:
         return as_recorded(node, outputs, self.how.rows)
 
 
-def _kept(steps: Sequence[Step], gradients: Collection[int]) -> dict[int, str]:
+def _kept(steps: Sequence[NodeStep], gradients: Collection[int]) -> dict[int, str]:
     """Name the storages that a first microbatch leaves beside gradients; those without bytes are never seen to go."""
     alive = {storage for step in steps for storage, _ in step.changes}
     freed = {storage for step in steps for storage, count in step.changes if count < 0}
     return {storage: f"kept{n}" for n, storage in enumerate(sorted(alive - freed - set(gradients)))}
 
 
-def _as_first(again: Sequence[Step], forward: Sequence[Step], kept: Collection[int]) -> dict[int, int]:
+def _as_first(again: Sequence[NodeStep], forward: Sequence[NodeStep], kept: Collection[int]) -> dict[int, int]:
     """Map the storages of a second forward to those of the first, of which it is a repetition."""
     earlier = [(s, count) for step in forward for s, count in step.changes if count > 0 and s not in kept]
     two = [(s, count) for step in again for s, count in step.changes if count > 0]
@@ -323,8 +323,8 @@ def _as_first(again: Sequence[Step], forward: Sequence[Step], kept: Collection[i
     return {second: first for (first, _), (second, _) in zip(earlier, two, strict=True)}
 
 
-def _renamed(steps: Sequence[Step], names: Mapping[int, int]) -> tuple[Step, ...]:
-    return tuple(Step(step.node, tuple((names.get(s, s), count) for s, count in step.changes)) for step in steps)
+def _renamed(steps: Sequence[NodeStep], names: Mapping[int, int]) -> tuple[NodeStep, ...]:
+    return tuple(NodeStep(step.node, tuple((names.get(s, s), count) for s, count in step.changes)) for step in steps)
 
 
 def _lent(node: fx.Node, value: Any) -> Any:

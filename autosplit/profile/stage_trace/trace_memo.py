@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from autosplit.memory.pieces import Parts, Recompute, StageTraces
+from autosplit.memory.pieces import RankParts, Recompute, StageTraces
 from autosplit.profile.blocks import block_trace
 from autosplit.profile.stage_trace.stage_graph import StageNodes, Stages
 from autosplit.profile.stage_trace.stage_trace import How
@@ -33,7 +33,7 @@ class TraceMemo:
         *,
         never: How | None,
         recomputed: How | None,
-        parts: Parts | None = None,
+        parts: RankParts | None = None,
     ) -> StageTraces:
         """Return the traces of a stage whose microbatches of both kinds run in the given ways; None: there are none.
 

@@ -172,7 +172,7 @@ def used_outputs(loss_fn: Callable[..., Any], outputs: Outputs, target: Any) -> 
         id(leaf): node.name for node, leaf in zip(outputs.nodes, leaves, strict=True) if isinstance(leaf, torch.Tensor)
     }
     blank = pytree.tree_map_only(torch.Tensor, mode.from_tensor, target)
-    uses = _Uses(names)
+    uses = _OutputUses(names)
     try:
         with mode, torch.no_grad(), torch.random.fork_rng([]), uses:
             loss = call_loss(loss_fn, outputs.step.lowered.traced.unflatten(leaves), blank)
@@ -182,7 +182,7 @@ def used_outputs(loss_fn: Callable[..., Any], outputs: Outputs, target: Any) -> 
     return None if used == set(names.values()) else frozenset(used)
 
 
-class _Uses(TorchFunctionMode):
+class _OutputUses(TorchFunctionMode):
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
         self.names = names

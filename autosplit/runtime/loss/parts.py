@@ -10,7 +10,7 @@ torch's own losses are found where they are called, so a lambda, a ``functools.p
 (``scaler.scale(F.cross_entropy(...))``) are as exact as the loss itself:
 
     whole batch    Count: which losses are called, and what each one's mean divides by   divisor 37 (of 64 targets)
-    microbatch m   Share: the same calls give their part of that mean                    sum over m / 37
+    microbatch m   LossShare: the same calls give their part of that mean                sum over m / 37
 
 A mean over elements counts elements, ``batchmean`` the first dimension, cross entropy and NLL the targets that are not
 ignored or their class weights.
@@ -158,7 +158,7 @@ class Parts:
         if not self.kind.startswith("counted"):
             return call_loss(self.loss_fn, output, self.targets[microbatch]) * share
         try:
-            with Share(self._whole, times=1.0 / share) as mode:
+            with LossShare(self._whole, times=1.0 / share) as mode:
                 loss = call_loss(self.loss_fn, output, self.targets[microbatch]) * share
         except NotAdditive:
             raise _other_calls(microbatch, len(self.counted)) from None
@@ -268,7 +268,7 @@ class Count(TorchFunctionMode):
         return torch.zeros((), dtype=call.first.dtype, device=self.device)
 
 
-class Share(TorchFunctionMode):
+class LossShare(TorchFunctionMode):
     """Makes torch's losses give ``times`` a microbatch's part of the whole batch's value.
 
     ``values`` has one entry per call. Raises NotAdditive when there are more calls than on the whole batch.

@@ -13,7 +13,7 @@ import torch
 
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.threads import forwards
-from autosplit.runtime.norms import Part
+from autosplit.runtime.norms import Moments
 from autosplit.runtime.ops import Bundle, CallState, enter, leave, on_lane, transfer
 from autosplit.runtime.step.attributes import StandInAttributes
 from autosplit.runtime.step.sums import Held
@@ -129,7 +129,7 @@ class Step:
                 own = state.statistics.setdefault(name, use)
                 for microbatch, part in use.parts.items():
                     moved = (self.brought(held, moment) for moment in part[1:])
-                    own.parts[microbatch] = Part(part.values, *moved)
+                    own.parts[microbatch] = Moments(part.values, *moved)
 
     def perform(self, schedule: Schedule, cells: Any) -> None:
         """Perform a schedule's actions in the calling thread."""

@@ -23,7 +23,7 @@ from autosplit.backward import begin_at_sums
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import plus
 from autosplit.runtime.step.attributes import StandInAttributes
-from autosplit.weight_gradients import Use
+from autosplit.weight_gradients import WeightUse
 
 
 class Held(NamedTuple):
@@ -58,7 +58,7 @@ class Sums:
         self.leaves: list[torch.Tensor] = []
         self.free: list[torch.Tensor] = []
         self.by_engine, self.added = True, 0
-        self.products: list[tuple[Use, int, int]] | None = None
+        self.products: list[tuple[WeightUse, int, int]] | None = None
         self._stand_ins: list[torch.Tensor] = []
         """What stands for each parameter: a leaf of its memory, or itself."""
         self._in_slots: list[torch.Tensor | None] = []

@@ -45,7 +45,7 @@ class Names(NamedTuple):
         return not self.mentioned.isdisjoint(_BY_TEXT)
 
 
-class Changes(NamedTuple):
+class Assigned(NamedTuple):
     """What a function's code may change of the values that it reaches.
 
     Attributes:
@@ -79,7 +79,7 @@ def names_in(code: types.CodeType) -> Names:
 
 
 @functools.lru_cache(maxsize=1024)
-def changes_in(code: types.CodeType) -> Changes:
+def changes_in(code: types.CodeType) -> Assigned:
     """Return what a function's code may change; its own variables do not count."""
     values, containers = set[str](), set[str]()
     for inner in _codes(code):
@@ -95,7 +95,7 @@ def changes_in(code: types.CodeType) -> Changes:
                     values.add(before.argval)
                 elif name in _METHODS and before.opname.startswith(("LOAD_FAST", "BINARY_SUBSCR")):
                     containers |= names
-    return Changes(frozenset(values), frozenset(containers))
+    return Assigned(frozenset(values), frozenset(containers))
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -39,7 +39,7 @@ _BY_VALUES = frozenset("nonzero argwhere where unique unique_consecutive masked_
 
 
 @dataclass(frozen=True)
-class _Like:
+class _TensorLike:
     """A tensor that an opaque module gave: a new one, or input number ``source`` (with ``view``: a view of it)."""
 
     shape: tuple[int, ...]
@@ -293,20 +293,20 @@ def _registered(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _like(tensor: torch.Tensor, inputs: list[torch.Tensor]) -> _Like:
+def _like(tensor: torch.Tensor, inputs: list[torch.Tensor]) -> _TensorLike:
     shape = tuple(tensor.shape)
     for position, other in enumerate(inputs):
         if other is tensor:
-            return _Like(shape, tensor.dtype, position)
+            return _TensorLike(shape, tensor.dtype, position)
     for position, other in enumerate(inputs):
         if storage_key(other) == storage_key(tensor):
             offset = int(tensor.storage_offset() - other.storage_offset())
-            return _Like(shape, tensor.dtype, position, (tuple(tensor.stride()), offset))
-    return _Like(shape, tensor.dtype)
+            return _TensorLike(shape, tensor.dtype, position, (tuple(tensor.stride()), offset))
+    return _TensorLike(shape, tensor.dtype)
 
 
 def _made(leaf: Any, inputs: list[torch.Tensor], needs_grad: bool) -> Any:
-    if not isinstance(leaf, _Like):
+    if not isinstance(leaf, _TensorLike):
         return leaf
     if leaf.source is not None:
         source = inputs[leaf.source]

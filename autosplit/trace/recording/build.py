@@ -48,7 +48,7 @@ def build(model: nn.Module, merged: MergedRecording, *, keep: Collection[int] | 
 
     ``keep`` are the indices of the calls to emit; None: all of them.
     """
-    builder = _Builder(merged, (*model._parameters, *model._buffers))
+    builder = _GraphBuilder(merged, (*model._parameters, *model._buffers))
     for index, call in enumerate(merged.calls):
         if keep is None or index in keep:
             builder.emit(index, call)
@@ -67,7 +67,7 @@ _PRINTED = {*_TORCHS, int, float, bool, str, complex, type(None), range, slice, 
 """What generated code has as it is printed."""
 
 
-class _Builder:
+class _GraphBuilder:
     def __init__(self, merged: MergedRecording, state: Iterable[str]) -> None:
         """``state`` are the names of the model's own tensors, which no value may have: layouts tell both by name."""
         self.graph = fx.Graph()

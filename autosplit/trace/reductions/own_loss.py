@@ -61,7 +61,7 @@ class Half:
     weight: Any = None
 
 
-class _Refused(Exception):
+class _LossRefused(Exception):
     """Why only the whole batch gives a loss."""
 
 
@@ -87,16 +87,16 @@ class Form:
                 if info.node_class is NodeClass.FULL:
                     _check_pure(node)
             self._linear(loss)
-        except _Refused as refusal:
+        except _LossRefused as refusal:
             self.why = str(refusal)
 
     def _linear(self, node: fx.Node) -> None:
-        """Take a node that is linear in sums over rows; raise _Refused for any other."""
+        """Take a node that is linear in sums over rows; raise _LossRefused for any other."""
         if node in self.halves or node in self.chain:
             return
         info = node.meta.get(INFO)
         if info is None or info.node_class is not NodeClass.FULL or len(info.tensors) != 1 or info.tensors[0].shape:
-            raise _Refused(f"{_name(node)} is no scalar that rows add up to")
+            raise _LossRefused(f"{_name(node)} is no scalar that rows add up to")
         half = self._half(node)
         if half is not None:
             self.halves[node] = half
@@ -112,7 +112,7 @@ class Form:
             and (not name.startswith(("div", "true")) or arguments(node)[0] is varying[0])
         )
         if not (adds or scales) or not varying or node.kwargs or not info.tensors[0].differentiable:
-            raise _Refused(f"{_name(node)} is not linear in the rows")
+            raise _LossRefused(f"{_name(node)} is not linear in the rows")
         for operand in node.all_input_nodes:
             if operand in varying:
                 self._linear(operand)
@@ -129,7 +129,7 @@ class Form:
         rows = args[0]
         info = rows.meta.get(INFO) if isinstance(rows, fx.Node) else None
         if info is None or info.node_class is not NodeClass.MICRO or rows.op == "placeholder":
-            raise _Refused(f"{_name(node)} takes no values of the rows")
+            raise _LossRefused(f"{_name(node)} takes no values of the rows")
         if kind != "ratio":
             return Half(kind, rows)
         _, target, _, _, ignore_index, _, weight = arguments(rows)
@@ -150,7 +150,7 @@ class Form:
         """Take an operand that the batch gives without the model's parameters."""
         behind = _behind(node)
         if self._varies(node):
-            raise _Refused(f"{_name(node)} is known only behind the model's layers")
+            raise _LossRefused(f"{_name(node)} is known only behind the model's layers")
         for operand in behind:
             _check_pure(operand)
         behind |= set(self.fixed)
@@ -195,7 +195,7 @@ def _behind(node: fx.Node) -> set[fx.Node]:
 def _check_pure(node: fx.Node) -> None:
     info = node.meta.get(INFO)
     if info is not None and (info.writes or info.random or info.mutated):
-        raise _Refused(f"{info.name} draws, or changes a value in place, once per batch")
+        raise _LossRefused(f"{info.name} draws, or changes a value in place, once per batch")
 
 
 def _name(node: fx.Node) -> str:

@@ -19,19 +19,19 @@ from autosplit.trace.graph import TensorInfo
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowMap:
     """The row of each entry along a tensor's batch dimension."""
 
     dim: int
     rows: tuple[int, ...]
 
     @classmethod
-    def stack(cls, dim: int, size: int, rows: int) -> Layout:
+    def stack(cls, dim: int, size: int, rows: int) -> RowMap:
         """Return the layout of a stack of ``rows`` rows."""
         return cls(dim, tuple(entry * rows // size for entry in range(size)))
 
     @classmethod
-    def of(cls, numbers: torch.Tensor, info: TensorInfo, rows: int) -> Layout | None:
+    def of(cls, numbers: torch.Tensor, info: TensorInfo, rows: int) -> RowMap | None:
         """Return the layout of a tensor of row numbers; None where rows do not lie along the batch dimension alone."""
         dim = info.batch_dim
         if dim is None:
@@ -67,15 +67,15 @@ class Layout:
         shape[self.dim] = len(self.rows)
         return torch.tensor(self.rows, dtype=torch.int32, device=tensor.device).reshape(shape).expand(tensor.shape)
 
-    def after(self, dim: int, size: int) -> Layout | None:
+    def after(self, dim: int, size: int) -> RowMap | None:
         """Return the layout of a result with this batch dimension, computed entry by entry; None for another size."""
         if size % len(self.rows):
             return None
-        return Layout(dim, tuple(row for row in self.rows for _ in range(size // len(self.rows))))
+        return RowMap(dim, tuple(row for row in self.rows for _ in range(size // len(self.rows))))
 
 
 def from_layout(
-    tensor: torch.Tensor, few: Layout | None, many: Layout | None, rows: int, sources: Sequence[int]
+    tensor: torch.Tensor, few: RowMap | None, many: RowMap | None, rows: int, sources: Sequence[int]
 ) -> torch.Tensor:
     """Return the given rows of a tensor on ``rows`` rows, laid out as ``many``; without a layout, a copy."""
     if few is None or many is None:

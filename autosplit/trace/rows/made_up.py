@@ -74,7 +74,7 @@ class MadeUp:
 
     def interpreter(self) -> fx.Interpreter:
         """Return an interpreter that reads values on the CPU in the places of the model's own elsewhere."""
-        return _Run(self)
+        return _MadeUpRun(self)
 
     @contextlib.contextmanager
     def at(self, node: fx.Node) -> Iterator[None]:
@@ -165,7 +165,7 @@ class MadeUp:
         return torch.randn(count, generator=generator) * (1.0 if is_input else 0.1 if small else max(fan, 1) ** -0.5)
 
 
-class _Run(OnCpu):
+class _MadeUpRun(OnCpu):
     def __init__(self, made_up: MadeUp) -> None:
         super().__init__(made_up.raw.root, graph=made_up.raw.graph)
         self.made_up = made_up

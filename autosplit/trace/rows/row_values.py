@@ -21,7 +21,7 @@ from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, TensorInfo, size_at
 from autosplit.trace.inputs.objects import leaves_of, take_apart
 from autosplit.trace.rows.kinds import moved_and_index
-from autosplit.trace.rows.layout import Layout, from_sources
+from autosplit.trace.rows.layout import RowMap, from_sources
 
 Values = dict[fx.Node, Any]
 KINDS = ("other rows", "equal rows", "far", "random", "all random", "far", "other rows", "all random")
@@ -42,20 +42,20 @@ class Layouts:
 
     def __init__(self, root: nn.Module, run: fx.Interpreter, *, rows: int, valued: Collection[fx.Node]) -> None:
         self.root, self.run, self.rows, self.valued = root, run, rows, valued
-        self.noted: dict[fx.Node, list[Layout | None]] = {}
+        self.noted: dict[fx.Node, list[RowMap | None]] = {}
         """How rows lie in nodes that are no stacks; None: in no order along the batch dimension."""
 
     def value_of(self, node: fx.Node) -> Any:
         """Return a node's value on this number of rows."""
         return self.run.env[node]
 
-    def of(self, node: fx.Node) -> list[Layout | None]:
+    def of(self, node: fx.Node) -> list[RowMap | None]:
         """Return how rows lie in each tensor of a node that has been run; None for tensors without rows."""
         if node in self.noted or INFO not in node.meta:
             return self.noted.get(node, [])
         return self.stacks(tensors_of(self.value_of(node)), node.meta[INFO].tensors)
 
-    def of_result(self, node: fx.Node, result: Sequence[torch.Tensor]) -> list[Layout | None]:
+    def of_result(self, node: fx.Node, result: Sequence[torch.Tensor]) -> list[RowMap | None]:
         """Return how rows lie in what a node that has been asked made, or in what it changed."""
         infos = node.meta[INFO].tensors
         if not infos:
@@ -70,10 +70,10 @@ class Layouts:
         """Tell whether rows lie in no order along the batch dimension of a node or of one of its operands."""
         return any(None in self.noted.get(n, ()) for n in (node, *node.all_input_nodes))
 
-    def stacks(self, tensors: Sequence[torch.Tensor], infos: Sequence[TensorInfo]) -> list[Layout | None]:
+    def stacks(self, tensors: Sequence[torch.Tensor], infos: Sequence[TensorInfo]) -> list[RowMap | None]:
         """Return the layouts of stacks of rows; None for tensors without rows."""
         pairs = zip(tensors, infos, strict=True)
-        return [None if (d := i.batch_dim) is None else Layout.stack(d, t.shape[d], self.rows) for t, i in pairs]
+        return [None if (d := i.batch_dim) is None else RowMap.stack(d, t.shape[d], self.rows) for t, i in pairs]
 
     def computed(self, node: fx.Node, operands: Sequence[fx.Node], shapes: Sequence[tuple[int, ...]]) -> bool:
         """Note how rows lie in what is computed from operands; False where they lie in several orders."""
@@ -148,9 +148,9 @@ class Layouts:
                 nodes.add(node)
         return nodes
 
-    def _after(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Layout | None]:
+    def _after(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> list[RowMap | None]:
         pairs = zip(result_of(node, self.run, values, self.value_of), node.meta[INFO].tensors, strict=True)
-        return [Layout.of(tensor, info, self.rows) for tensor, info in pairs]
+        return [RowMap.of(tensor, info, self.rows) for tensor, info in pairs]
 
     def _numbers(self, node: fx.Node) -> Any:
         """Return a node's value with row numbers in the place of its values; -1 where there are no rows."""
@@ -227,14 +227,14 @@ def changed_by(node: fx.Node) -> list[fx.Node]:
 
 
 def with_neighbours(
-    value: Any, layouts: Sequence[Layout | None], rows: int, *, kept: int | None, kind: str, generator: torch.Generator
+    value: Any, layouts: Sequence[RowMap | None], rows: int, *, kept: int | None, kind: str, generator: torch.Generator
 ) -> Any:
     """Return a value in which all rows but the kept one are made up; see `KINDS`."""
     sources = torch.randint(rows, (rows,), generator=generator).tolist()
     if kept is not None:
         sources = [kept if kind == "equal rows" or row == kept else source for row, source in enumerate(sources)]
 
-    def made_up(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def made_up(tensor: torch.Tensor, layout: RowMap) -> torch.Tensor:
         if kind in ARRANGEMENTS and _is_discrete(tensor):
             others = layout.numbers(tensor) != (-1 if kept is None else kept)
             return tensor.clone().masked_scatter_(others, _arranged(tensor[others], kind, generator))
@@ -255,7 +255,7 @@ def with_neighbours(
     return rebuild([one(leaf) for leaf in flat])
 
 
-def _from_rows(tensor: torch.Tensor, layout: Layout, sources: Sequence[int]) -> torch.Tensor:
+def _from_rows(tensor: torch.Tensor, layout: RowMap, sources: Sequence[int]) -> torch.Tensor:
     result = tensor.clone()
     for row, source in enumerate(sources):
         layout.put(result, row, layout.select(tensor, source))
