@@ -358,7 +358,7 @@ def _followed(plan: Plan | str | Path | None, *, find: str, processes: bool) -> 
 
 
 def _of_plan(pinned: Plan | None, devices: Any, precision: str | None, processes: bool) -> tuple[Any, str | None, bool]:
-    """Return devices, precision and processes: a plan's own where they are left out."""
+    """Return devices, precision and processes; those that are not given are the plan's."""
     if pinned is None:
         return devices, precision, processes
     devices = (pinned.machine if devices == MACHINE else None) or devices

@@ -37,7 +37,7 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 COMPILE_ARGUMENTS = ("backend", "mode", "options", "dynamic")
 """What ``torch.compile`` is given by the caller; a stage is always one graph."""
 RECOMPUTE = ("never", "always", "except_last", "block")
-"""What a stage does again in its backward: nothing, all, all but for the last microbatch, each of its blocks alone."""
+"""What a stage recomputes in its backward: nothing, all, all except for the last microbatch, or block by block."""
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master", "fp8")
 """How training computes and what it keeps, for what it costs: it sets no dtype of what runs."""
 MASTERS = ("bf16_fp32_master", "fp8")

@@ -33,7 +33,7 @@ _OTHER_DEVICES = 1e-6
 _SMALLEST = 1e-9
 """The smallest scale of a tensor: what is far below it is rounding of larger values."""
 _SMALL = 0.1
-"""A gradient far below the model's largest one is rounding: it is measured against this share of that one."""
+"""Gradients below this share of the model's largest one are rounding errors, and compared relative to that share."""
 _SMALLEST_OF_RUNS = 1e-6
 _MISSING = object()
 Parts = Mapping[tuple[str, str], Any]
@@ -50,7 +50,7 @@ def tolerance(table: Mapping[torch.dtype, float], *dtypes: torch.dtype) -> float
 
 @dataclass(frozen=True)
 class Deviation:
-    """The largest difference as a share of the largest expected value; infinity and what differs where it is none."""
+    """The largest difference relative to the largest expected value; infinity, with the reason, for other kinds."""
 
     share: float
     detail: str = ""

@@ -215,7 +215,7 @@ _WINDOW = 64
 
 @dataclass(frozen=True, slots=True)
 class OperationMemory:
-    """Which changes one operation made that was called.
+    """The changes of memory that one call of an operation made.
 
     Attributes:
         name: as the profiler names it: ``aten::mm``, or a backward node.

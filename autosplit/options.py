@@ -73,7 +73,7 @@ class Options:
     actions: tuple[tuple[str, ...], ...] = ()
     """A schedule of the caller's own, device by device, in text form; ``schedule`` is then what errors call it."""
     replicas: tuple[int, ...] | None = ()
-    """How many devices each stage has, which follow each other; empty: one each. None: what is best."""
+    """The number of consecutive devices of each stage; empty: one each. None: the fastest choice."""
     memory_limit: int | None = None
     optimizer: str | int = "adamw"
     batch_dims: Any = None

@@ -345,7 +345,7 @@ class PythonRuns:
         return self._leave_out(self._outside.changed())
 
     def run(self, recorded: Recorded, key: Key, sample: Sample) -> PythonRun | None:
-        """Return what a call changes in Python, put back; None where that Python is not what was recorded."""
+        """Run a call's Python, undo its changes and return them; None if it differs from the recording."""
         with self.watched():
             flat = replace(recorded.trace.inputs, leaves=tuple(leaves_of((sample.args, sample.kwargs))))
             return recorded.trace.gathered.run_python(self.model, flat, recorded.kind.rows_in(key))

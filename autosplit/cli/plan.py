@@ -191,7 +191,7 @@ def _find(*, smallest: bool, largest_batch: bool, pinned: Plan | None) -> str:
 def _planned(
     spec: ModelSpec, *, machine: MachineSpec, loss: str | None, **choices: Any
 ) -> tuple[Plan, Sequence[InputSpec]]:
-    """Return the plan of a model without values, and its inputs; where that cannot be followed, of one with them."""
+    """Return the plan of a model on meta, and its inputs; a model that cannot be recorded there gets real values."""
     with phase("importing"):
         from autosplit.cli.models import load_loss, make_model
 

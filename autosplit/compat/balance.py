@@ -122,7 +122,7 @@ def _left_bytes(layer: nn.Module, inputs: Any) -> tuple[Any, int]:
 
 
 def _called(layer: nn.Module, inputs: Any) -> Any:
-    """Call a layer as the pipe will: with a tuple as one argument, or with its parts where it takes several."""
+    """Call a layer as the pipe will: with a tuple as one argument, or unpacked for a layer of several arguments."""
     if not isinstance(inputs, tuple):
         return layer(inputs)
     try:

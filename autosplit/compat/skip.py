@@ -23,7 +23,7 @@ Own = TypeVar("Own", bound="Skippable")
 
 
 class Namespace:
-    """Keeps skips of equal names apart: each pair that is isolated by one of these is a pair of its own.
+    """Keeps skips of equal names apart: pairs in different namespaces are different pairs.
 
     A copy is equal to its original, so that a copied model pops what it stashed.
     """

@@ -50,9 +50,9 @@ def write_checksums(folder: Path, every: Sequence[Checksums]) -> None:
 
 
 class CheckedReader(FileSystemReader):
-    """Reads a folder of torch.distributed.checkpoint; where that has checksums, only what agrees with them.
+    """Reads a folder of torch.distributed.checkpoint, and verifies checksums if the folder has them.
 
-    Raises CheckpointError for bytes that are others than were written.
+    Raises CheckpointError for bytes that differ from those that were written.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -48,8 +48,8 @@ def exit_now() -> None:
 def call_on_sigterm(call: Callable[[], None]) -> None:
     """Have a thread call something on SIGTERM: a handler runs when the main thread does, not while that waits in gloo.
 
-    It is called in place of what was given before. Does nothing where somebody else is woken by signals, asyncio for
-    one. Signals to forked processes are theirs.
+    Replaces the function of an earlier call. Does nothing if other code has set a wakeup descriptor for signals, as
+    asyncio does. Forked processes handle their signals themselves.
     """
     if _on_sigterm:
         _on_sigterm[:] = [call]

@@ -105,7 +105,7 @@ def initial_values(
 
 
 def _owner(model: nn.Module, entry: TensorEntry) -> str:
-    """Return the module whose tensors get their values together: it holds them, or they parametrize what it holds."""
+    """Return the module that initialises a tensor: the one that holds it, or the one that it parametrizes."""
     outer, separator, _ = f".{entry.name}".partition(".parametrizations.")
     if separator and parametrize.is_parametrized(model.get_submodule(outer[1:])):
         return outer[1:]

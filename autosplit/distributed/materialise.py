@@ -49,11 +49,11 @@ def materialise(
 ) -> None:
     """Give the parameters and buffers ``names`` their values on ``device``; the others stay on meta.
 
-    They are new objects with the attributes of the old; a tied one is one object under all its names. What ``weights``
-    hold is read from there, in the model's dtype; :func:`~autosplit.distributed.weights.open_weights` tells what they
-    may be. All else that is on meta is initialised as by :func:`initialise`: on the CPU, so that it does not depend on
-    the device either, and the tensors of one module at a time. ``kept``, given a name and a value, returns what is kept
-    of it; then no more is held at once than what is kept, and a module's values.
+    They are new objects with the attributes of the old ones; tied tensors stay one object. Tensors in ``weights`` (see
+    :func:`~autosplit.distributed.weights.open_weights`) are read from there, in the model's dtype. Other tensors on
+    meta are initialised as by :func:`initialise`: on the CPU, so that their values do not depend on the device, and
+    module by module. ``kept(name, value)`` returns the part of a value to keep; then memory holds no more than the kept
+    parts and the values of one module.
 
     Raises InputError, before anything changes, for a name that the model lacks, a parameter or persistent buffer that
     ``weights`` lack, another shape, and a tensor that cannot be initialised.

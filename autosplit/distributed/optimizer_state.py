@@ -87,7 +87,7 @@ def flattened(rows: Sequence[OptimizedParameter]) -> dict[str, Any]:
 
 
 def _of_whole(value: Any, parameter: torch.Tensor, name: str) -> Any:
-    """Return an entry of a parameter's state: of one that is a part, as a part."""
+    """Return an entry of a parameter's state; for a parameter that is a part of a whole one, as the same part."""
     shard = PARTS.get(parameter)
     if shard is None or not isinstance(value, torch.Tensor) or value.numel() == 1:
         return value
@@ -105,7 +105,7 @@ def check_part(name: str, shape: torch.Size, expected: torch.Size) -> None:
 
 
 def state_dicts(rows: Sequence[OptimizedParameter], flat: Mapping[str, Any]) -> dict[Optimizer, dict[str, Any]]:
-    """Return what each optimizer has to load; InputError where one is not as the saved one."""
+    """Return the state dict that each optimizer loads; raise InputError if an optimizer differs from the saved one."""
     saved: dict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
     for key, value in flat.items():
         saved[parameter_of(key)][key.rpartition(".")[2]] = value

@@ -25,7 +25,7 @@ class Ranks:
     """The processes that save or load together, in a group of their own; a process alone is rank 0 of 1."""
 
     def __init__(self, doing: str, what: object = "") -> None:
-        """``what`` they save or load is said where one of them ends."""
+        """``what`` the ranks save or load is named in the error when one of them ends."""
         self._world, self._doing = meet(doing), f"{doing} {what}".strip()
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo") if several else None

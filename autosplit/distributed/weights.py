@@ -72,10 +72,10 @@ def open_weights(weights: Mapping[str, Any] | str | PathLike[str] | TrustedCheck
 
 
 def common_prefix(keys: Collection[str], names: Collection[str]) -> str:
-    """Return what stands before a model's names in a file: nothing, or for instance ``model.``.
+    """Return the prefix of a model's names in a file, such as ``model.``; "" if there is none.
 
-    The prefix under which most of ``names`` are found; nothing where that does as well as others. Raises InputError
-    where several others do equally well.
+    It is the prefix under which most of ``names`` are found, and "" if no other finds more. Raises InputError if
+    several prefixes find equally many.
     """
     counts: Counter[str] = Counter()
     for key in keys:

@@ -42,13 +42,13 @@ class StageCode:
 
     Attributes:
         function: takes what the stage takes, and computes with what :meth:`fill` was given.
-        is_entered: whether that is code of its own; else it is what was given to run the stage.
+        is_entered: whether ``function`` is generated code; otherwise it is the ``run`` that was passed.
     """
 
     def __init__(self, region: RegionModule, run: Callable[..., Any]) -> None:
-        """``run`` runs the stage: the ``region`` itself, or what compiles it or runs it again in its backward."""
+        """``run`` runs the stage: the ``region`` itself, or a wrapper that compiles or recomputes it."""
         self._slots: list[tuple[Callable[[Any], None], Mapping[str, Any], str]] = []
-        """What fills each slot, and where the model has the value."""
+        """For each slot the function that fills it, and the table and name of its value in the model."""
         self._modules: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}
         """The modules on the way to what is called: the table of children, the name in it, and the module."""
         self._hooks: list[Mapping[Any, Any]] = []

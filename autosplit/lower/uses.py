@@ -21,7 +21,7 @@ _ONCE = frozenset(
 )
 """Functions of torch, methods of tensors and operators that send each tensor among their arguments one gradient.
 
-What may return its argument itself, as ``contiguous`` does, sends it those of all its uses.
+Not those that may return their argument itself, as ``contiguous`` does: it gets a gradient per use of the result.
 """
 _PASSING = (nn.Identity, nn.Flatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 """Layers that may return their input itself."""

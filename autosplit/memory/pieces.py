@@ -194,7 +194,7 @@ class TracePieces:
         Args:
             kind: of the action.
             first: it belongs to the stage's first microbatch, which finds no gradients and makes what is ``kept``.
-            keeps: a backward follows; without one the forward frees all it made.
+            keeps: whether a backward follows; otherwise the forward frees all that it allocated.
         """
         key = (kind, first, keeps)
         if key not in self._made:

@@ -160,7 +160,7 @@ def _close_cycles(labels: Sequence[int], edges: frozenset[tuple[int, int]]) -> l
 
 
 def reach(neighbours: Sequence[set[int]], order: Iterable[int]) -> list[int]:
-    """Return for each group, as bits, itself and all that it reaches; ``order`` has its neighbours before a group."""
+    """Return for each group a bit mask of the groups that it reaches, itself included; ``order`` is topological."""
     reached = [0] * len(neighbours)
     for group in order:
         mask = 1 << group

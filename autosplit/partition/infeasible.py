@@ -63,9 +63,9 @@ def no_fit(
 
 
 def over_capacity(problem: Problem, assignment: Sequence[int], *, stage_bytes: Sequence[int]) -> InfeasibleError:
-    """Return the error for stages that need more than their devices have by a count that the search does not see.
+    """Return the error for stages whose exact bytes exceed their devices, which the search's formula did not show.
 
-    ``assignment`` uses memory most evenly; its stages need ``stage_bytes``, each alone on its device.
+    ``assignment`` balances memory best; its stages need ``stage_bytes``, each alone on its device.
     """
     with_limits = zip(stage_bytes, problem.capacity_bytes or (), strict=False)
     pairs = [(needed, needed if capacity is None else capacity) for needed, capacity in with_limits]
@@ -130,9 +130,9 @@ def _held(problem: Problem, group: _Group) -> str:
 
 
 def _holding(problem: Problem, works: Sequence[int]) -> list[Hashable]:
-    """Return the colocation groups that hold works together: one that does so alone if there is one, else all.
+    """Return the colocation groups that keep works together: a single one if it suffices, otherwise all.
 
-    The largest come first; one with a single work holds nothing.
+    The largest come first; groups of a single work are left out.
     """
     counts = Counter(name for work in works if (name := problem.works[work].colocation_group) is not None)
     several = [name for name, count in counts.most_common() if count > 1]

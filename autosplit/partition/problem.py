@@ -9,7 +9,7 @@ from autosplit.schedule.action import Schedule
 from autosplit.schedule.catalog import build
 
 RECOMPUTE = ("never", "except_last", "always", "block")
-"""What a stage may do again in its backward so as not to keep it: nothing, all but the last microbatch, all, blocks."""
+"""What a stage may recompute in its backward to save memory: nothing, all but the last microbatch, all, or blocks."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Problem:
 
     @property
     def capacity_bytes(self) -> tuple[int | None, ...] | None:
-        """Bytes of each device, None where there is no limit; None altogether where no device has one."""
+        """The limit in bytes of each device (None: no limit); None if no device has a limit."""
         if self.devices is None or all(device.capacity_bytes is None for device in self.devices):
             return None
         return tuple(device.capacity_bytes for device in self.devices)

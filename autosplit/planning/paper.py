@@ -60,7 +60,7 @@ class OnPaper:
 def stand_ins(machine: MachineSpec) -> tuple[torch.device, ...]:
     """Return a torch device for each device on paper, none of which has to be there.
 
-    What issues its own work is a CPU lane; everything else counts as a CUDA device of its own.
+    Devices that issue their own work are CPU lanes; each other one is a CUDA device.
     """
     return tuple(
         torch.device("cuda", n) if spec.issue_s else torch.device("cpu") for n, spec in enumerate(machine.devices)
@@ -103,11 +103,11 @@ def prepare(model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any 
 
 
 def search_space(options: Options, *, rows: int, free_chunks: bool) -> Space:
-    """Return what is searched: what was asked for, and all that is worth a look where that was left open.
+    """Return the space to search: the choices that were given, and for open ones all values that are worth trying.
 
-    As many microbatches as devices, twice, four times, ... as many, as far as there are rows; behind 16 times as many a
-    step gets little shorter, and one more is for what only fits in smaller ones. A backward in two parts is left to
-    those who ask for it: what splitting costs is known of measured times only.
+    The numbers of microbatches are 1, 2, 4, ... times the number of devices, as far as the rows suffice. Beyond 16
+    times a step hardly gets shorter; one larger number is added for models that fit only then. Schedules that split the
+    backward are used only on request, since the cost of splitting is known for measured times only.
     """
     lanes = len(options.devices)
     chunks: tuple[int, ...] = (options.chunks,)

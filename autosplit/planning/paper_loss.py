@@ -84,7 +84,7 @@ def paper_loss(function: Any, traced: TracedGraph) -> PaperLoss:
 
 
 def note_on_no_loss(traced: TracedGraph) -> str | None:
-    """Return what stands for the loss where none is given; None where the model makes one, or gives no gradients."""
+    """Return a note on the loss that is assumed; None if the model returns a loss, or nothing with a gradient."""
     node = first_output(traced)
     if node is None or not node.meta[INFO].tensors[0].shape_at(_TRIED_ROWS):
         return None

@@ -144,9 +144,9 @@ class ResolvedSchedule:
 def settle(options: Options, *, parts: int, microbatches: int) -> ResolvedSchedule:
     """Return the schedule for a model of so many separable parts.
 
-    Every device gets its stages where there are parts enough. Else devices hold fewer stages each, as far as the
-    schedule allows that; then there are fewer devices; a single part is one stage under 1F1B. A schedule of the
-    caller's own is never changed: ScheduleError where it has more stages than there are parts.
+    With fewer parts than stages, devices get fewer stages each, as far as the schedule allows that; then fewer devices
+    are used; a single part is one stage under 1F1B. A schedule from an action file is never changed: raises
+    ScheduleError if it has more stages than there are parts.
     """
     name = "1f1b" if options.schedule == "auto" else options.schedule
     devices = len(options.devices)

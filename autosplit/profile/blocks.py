@@ -237,7 +237,7 @@ def _known(node: fx.Node, path: str) -> Hashable:
 
 
 def called(node: fx.Node, root: nn.Module, places: Mapping[fx.Node, Hashable]) -> Hashable:
-    """Return what a node calls, and on what, as a key; ``places`` are what stands for the nodes that it takes."""
+    """Return a key of what a node calls and of its arguments, in which ``places`` replace nodes."""
     target = attrgetter(str(node.target))(root) if node.op in ("call_module", "get_attr") else node.target
     return node.op, _described(target, {}), _described(node.args, places), _described(node.kwargs, places)
 

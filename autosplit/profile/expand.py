@@ -180,7 +180,7 @@ class Traces:
                 yield from self._copies(group_steps, run, position, renames=True)
 
     def _outside(self, step: NodeStep) -> NodeStep:
-        """Return a step outside the blocks; what it frees of the template's, it frees of all that it stands for."""
+        """Return a step outside the blocks; a storage of the template that it frees is freed of all its copies."""
         changes: list[Change] = []
         for storage, count in step.changes:
             origin = self.names.origins.get(storage)

@@ -270,7 +270,7 @@ class _Like:
 
 
 def _cpu_kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Kernel | None:
-    """Return what an operation's kernel holds on this machine; None where it holds nothing, or cannot run here."""
+    """Return the scratch memory of an operation's kernel on this machine; None if it has none, or cannot run here."""
     listed = func._opname in _HOLDS_SCRATCH or (func._opname in _PRODUCTS and _in_blocks(args))
     if not listed and torch.Tag.pointwise not in func.tags:
         return None

@@ -164,7 +164,7 @@ def _whole(step: RankStep) -> Callable[[], Any]:
 
 
 def _added_divisors(words: Sequence[Word]) -> list[float]:
-    """Return what a loss divides by on the rows of all replicas; raise InputError where it is not one of them all."""
+    """Return the divisors of a loss on the rows of all replicas; raise InputError if the losses do not add up."""
     if not all(word.in_cells for word in words):
         raise as_known(
             InputError(

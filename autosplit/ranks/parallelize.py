@@ -41,12 +41,12 @@ _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 @dataclass(frozen=True)
 class Parallelize:
-    """What is asked for.
+    """The ``parallelize=`` of the caller.
 
     Attributes:
-        name: what it is called where ranks compare it.
-        wrap: takes this rank's part, and returns it as it is to run.
-        whole: whether the graph calls the model's blocks as modules, as what is wrapped runs by its call.
+        name: the text that ranks compare.
+        wrap: returns this rank's part of the model, wrapped.
+        whole: whether the graph calls the model's blocks as modules, since wrappers act in a module's call.
     """
 
     name: str

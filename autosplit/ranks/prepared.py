@@ -22,16 +22,16 @@ def is_checked(number: int) -> bool:
 
 @dataclass(eq=False)
 class Agreed:
-    """In what the ranks have agreed of calls of one kind.
+    """What the ranks have agreed on for calls of one kind.
 
     Attributes:
-        kind: what tells it from others here.
+        kind: the key of the kind on this rank.
         recorded: its recording.
-        texts: what it is as text, on its rows and on any; empty: not asked for yet.
-        calls: how many of them there were.
-        number: that of the meeting since which all ranks of the pipeline have known it, 0: they have not.
-        words: what the ranks said in the last one.
-        messages: what travels in such a call.
+        texts: descriptions for its number of rows and for any number; empty: not computed yet.
+        calls: how many calls there were.
+        number: of the meeting since which all ranks of the pipeline know the kind; 0: not yet.
+        words: what the ranks said in the last meeting.
+        messages: the messages of such a call.
         scaled: whether a ``GradScaler`` scales its loss.
     """
 

@@ -170,7 +170,7 @@ class Row:
         return sum(getattr(node, figure) for node in self.nodes)
 
     def largest(self, figure: str) -> int | None:
-        """Return the largest of a figure over the nodes, forward and backward; None where it is not known of any."""
+        """Return the maximum of a figure over all nodes, forward and backward; None if no node has it."""
         sizes = [getattr(node, f"{phase}_{figure}") for node in self.nodes for phase in ("forward", "backward")]
         return max((size for size in sizes if size is not None), default=None)
 

@@ -120,8 +120,8 @@ def _joined(pieces: Sequence[torch.Tensor], dim: int, layout: Sequence[int] | No
 def transfer(bundle: Bundle, source: Lane, target: Lane, done: Any = None) -> Bundle:
     """Bring a bundle from one lane to another: a copy between devices, on one device the tensors themselves.
 
-    The target waits for ``done``, the event behind the cell that made the bundle, and not for later cells; without one
-    for all that the source was given so far. Gradients come back the same way, and so on.
+    The target waits for ``done``, the event behind the cell that made the bundle, and not for later cells; without it
+    for all work of the source so far. Gradients return by a transfer too, and so do their gradients.
     """
     if not (source.asynchronous or target.asynchronous):
         return bundle

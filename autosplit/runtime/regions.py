@@ -117,11 +117,11 @@ class Recomputed(nn.Module):
     Attributes:
         region: the GraphModule; ``region.parameters()`` are those that it reads.
         root: where its modules, parameters and buffers are.
-        rewritten: names of the buffers that it reads or writes and that the same forward writes, anywhere, each with
-            whether the region writes it: they are copied for the second run.
-        aliased: names of all such buffers: what is given that is a part of one is copied too.
-        written: names of what the forward may change without an error: those, and what norms and tables write.
-        copied: positions in the bundle "inputs" of what the model changes in place, which is copied too.
+        rewritten: names of the buffers that it uses and that any part of the forward writes, each with whether the
+            region itself writes it. They are copied for the second run.
+        aliased: names of all such buffers; inputs that share memory with one are copied too.
+        written: names of the tensors that the forward may change: those, and what norms and tables write.
+        copied: positions in the bundle "inputs" that the model changes in place, and that are copied too.
         label: what to call the region in a note on an exception of the second run.
         run: what runs the region: itself, or what compiles it.
     """

@@ -28,14 +28,14 @@ Table = dict[str, Any]
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What one region found in its first run.
+    """The state that one region used in its first run, to restore it for the second.
 
     Attributes:
-        tables: dictionaries of the modules that it calls, and their entries.
-        places: other entries that it takes: a dictionary, a name and the value there.
-        rewritten: the same of buffers that the forward writes, with copies, and whether the region itself writes them.
-        steady: parameters, buffers and inputs that must not change: what each is, its version, and whether it requires
-            a gradient.
+        tables: dictionaries of the modules that it calls, and copies of their entries.
+        places: other values that it reads: a dictionary, a name, and the value.
+        rewritten: buffers that the forward writes: likewise, with a copy, and whether the region itself writes them.
+        steady: parameters, buffers and inputs that must not change: a description, the tensor, its version, and whether
+            it requires a gradient.
     """
 
     tables: tuple[tuple[Table, Table], ...]
@@ -120,7 +120,7 @@ class Surroundings:
             yield
 
     def _others(self) -> Iterator[tuple[Table, str, Any]]:
-        """Yield where something else is now, and what was found there."""
+        """Yield the entries that have changed since: the dictionary, the name, and the value of the first run."""
         for table, before in self.tables:
             if not is_same_content(before, table):
                 yield from ((table, name, before.get(name, GONE)) for name in {**table, **before})

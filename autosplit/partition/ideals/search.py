@@ -65,9 +65,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Solution:
-    """The best assignment that was found, None when nothing fits; a valid lower bound.
+    """The best assignment that was found (None if none fits), and a valid lower bound.
 
-    ``exhaustive``: nothing better, or nothing that fits, was left out.
+    ``exhaustive``: the search was complete, so no better assignment exists, or none that fits.
     """
 
     assignment: tuple[int, ...] | None
@@ -251,11 +251,11 @@ class IdealSearch:
         return self.goal.empty or all(begin != end for begin, end in pairwise(chain.ideals))
 
     def _ideals(self, graph: Graph, *, most: float = math.inf) -> list[int]:
-        """Return all ideals, none where these are too many."""
+        """Return all ideals, or an empty list if there are too many."""
         return list(list_ideals(graph, limit=int(min(self.ideal_limit, _ENTRIES // graph.size, most))) or ())
 
     def _around(self, graph: Graph, ideals: Sequence[int], *, width: int) -> list[int]:
-        """Return the ideals together with those around them, none where these would be too many."""
+        """Return the ideals and their neighbours, or an empty list if there are too many."""
         few = width * len(ideals) <= min(_POOL, _ENTRIES // graph.size)
         return neighbourhood(graph, ideals, width=width) if few else []
 

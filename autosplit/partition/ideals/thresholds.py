@@ -49,7 +49,7 @@ _BLOCK = 2048
 _QUANTA = 2**52
 """Times are whole numbers of about this many parts of the total: sums are exact, so subsets come first."""
 _NONE, _ALL = -1, -2
-"""Where a block has no row for a group: none of its ideals holds it, or all do."""
+"""In place of a row, for a group that is in none, or in all, of a block's ideals."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ _TIES = 1e-9
 class StageSlot:
     """Where a stage may lie: how slow its device is, what it holds, and what it may recompute, the fastest first.
 
-    Each of ``options`` is a name and which part of its forwards the stage does again. ``limit`` is in bytes, None where
-    there is none.
+    Each of ``options`` is a name and the share of the forward that is recomputed. ``limit`` is in bytes, None if there
+    is no limit.
     """
 
     scale: float

@@ -54,7 +54,7 @@ class Request:
     def plan(self) -> Plan:
         """Return the best plan, with the others that are worth a look as its ``frontier``.
 
-        Where nothing fits it is the one that comes closest, its verdict "no". Raises InputError where no entry of the
+        If none fits, returns the plan that comes closest, with the verdict "no". Raises InputError if no entry of the
         space can be built for the devices.
         """
         return PlanChoice(self.paper.sweep(self.space, rows=self.rows)).plan

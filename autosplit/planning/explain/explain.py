@@ -21,7 +21,7 @@ from autosplit.units import format_bytes, format_seconds
 MOST_ROWS = 2**20
 """Of one microbatch."""
 _GUESSES, _GRAINS = 4, 128
-"""How often the cuts that need the least say where the largest batch is; it is found to about so many parts."""
+"""How many guesses for the largest batch use the cuts of least memory; the batch is found to about 1 / _GRAINS."""
 
 SpaceOf = Callable[[OnPaper], Space]
 

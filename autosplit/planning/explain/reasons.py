@@ -97,7 +97,7 @@ def _uneven(plan: Plan) -> Iterator[str]:
 
 
 def _span(texts: Sequence[str]) -> str:
-    """Return the first and the last of some figures: ``10% to 40%``, or the one that they all are."""
+    """Return the range of some figures, ``10% to 40%``, or the figure itself if all are equal."""
     return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
 
 
@@ -122,7 +122,7 @@ def _links(plan: Plan) -> Iterator[str]:
 
 
 def _host(plan: Plan) -> Iterator[str]:
-    """Yield that the host binds, with its time and the devices'; or a process that issues for its own device alone."""
+    """Yield a sentence if the host, or each process for its own device, issues kernels slower than devices run them."""
     if (waiting := host_step(plan)) is None:
         return
     step_s = plan.step_s + waiting.step_s - simulated(plan).step_s

@@ -102,7 +102,7 @@ class _Mesh:
 
     @cached_property
     def space(self) -> Space:
-        """What is searched where nothing is left out."""
+        """The whole space of the mesh's pipeline."""
         if not self.request.free_chunks:
             return search_space(self.options, rows=self.rows, free_chunks=False)
         least = self.request.paper.recorded.trace.graph.min_rows

@@ -49,9 +49,9 @@ def update_s(timeline: Timeline, states: Mapping[int, Sequence[StateProfile]], o
 
 
 def summed_s(schedule: Schedule, states: Mapping[int, Sequence[StateProfile]], options: Options) -> list[float]:
-    """Return how long the replicas of each stage sum its gradients; 0 where it has one.
+    """Return the seconds in which the replicas of each stage sum its gradients; 0 for a single replica.
 
-    Processes send each other theirs, so that all add them in one order.
+    Processes exchange their gradients, so that all of them add in the same order.
     """
     if not schedule.replicas or (options.machine is None and not options.processes):
         return [0.0] * schedule.stages
@@ -75,7 +75,7 @@ def cut_summed_s(schedule: Schedule, costs: Profile, stage_of: Mapping[str, int]
 
 
 def _behind_s(trained: Sequence[StateProfile], options: Options, lane: int, *, hidden_s: Sequence[float]) -> float:
-    """Return what one device does behind its last action; ``hidden_s`` are the times of a forward and a backward."""
+    """Return the seconds that one device works after its last action, beside ``hidden_s`` of a forward and backward."""
     assert options.placed is not None
     assert options.machine is not None
     group, zero = options.placed.dp, options.placed.parallel.zero

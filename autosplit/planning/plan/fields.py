@@ -20,7 +20,7 @@ Degree = Annotated[int, Field(ge=1, le=2**20)]
 
 
 class FrozenFields(BaseModel):
-    """What all parts of a plan are: frozen, and nothing but what is named here."""
+    """The base of all parts of a plan: frozen data without unknown fields."""
 
     # JSON has no NaN and no infinity: a plan with one would not come back as it was.
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -88,7 +88,7 @@ def model_flops(traced: TracedGraph, costs: Profile, sizes: Sequence[int], *, ba
 
 
 def peak_flops_per_s(options: Options, dtype: str | None) -> float | None:
-    """Return the peak rate of all devices in what the step computes in; None where one has no data sheet for that."""
+    """Return the peak rate of all devices in the step's arithmetic; None if a device's data sheet does not have it."""
     kind = _COMPUTES.get(options.precision or "") or _RATES.get(dtype or "")
     if kind is None or options.kernels == "cpu":
         return None

@@ -215,7 +215,7 @@ MOST_CHUNKS = 2**16
 
 
 class PlanRecord(FrozenFields):
-    """What a plan holds, and what follows from that alone; `Plan` adds what is done with it."""
+    """The data of a plan, and properties derived from it; `Plan` adds the methods that act on it."""
 
     version: int = VERSION
     fingerprint: Fingerprint
@@ -358,7 +358,7 @@ class PlanRecord(FrozenFields):
 
     @property
     def alternative(self) -> Alternative:
-        """What was chosen and what it costs, as for other plans."""
+        """This plan as an `Alternative`, to compare with those that were not chosen."""
         return Alternative(
             chunks=self.chunks,
             schedule=self.schedule,

@@ -33,7 +33,7 @@ class Outline:
         micro, full: the nodes that run per microbatch, a work each, and those that run once per step.
         count: how many works there are.
         names: the stable names that each work stands for.
-        sources: what the tensors that each micro node takes are called, and then each full one.
+        sources: the names of the tensors that each node takes, of the micro nodes first, then of the full ones.
         consumers: the works that take the result of each micro node, once per use.
         inputs: the works that take each input with a batch dimension.
         first: every node's work: itself, or for a shared node the first that it serves.

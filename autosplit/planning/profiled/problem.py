@@ -205,7 +205,7 @@ def _seconds(costs: Profile) -> float:
 
 
 def _lies_on(lead: torch.device, model: nn.Module, inputs: Sequence[torch.Tensor]) -> bool:
-    """Tell whether a model is measured on devices of the leading one's kind: where it lies, or else its inputs do."""
+    """Tell whether a model, or one without state its inputs, lies on devices of the same kind as ``lead``."""
     tensors = (*model.parameters(), *model.buffers()) or tuple(inputs)
     places = {tensor.device for tensor in tensors}
     places = {device for device in places if device.type != "cpu"} or places

@@ -98,10 +98,9 @@ def link_seconds(options: Options, count: int) -> float:
 
 
 def link_factors(options: Options) -> tuple[float, ...] | None:
-    """Return how many times as long as by `link_seconds` a transfer takes between each two neighbours.
+    """Return the factor between a transfer's time on each link of neighbours and that of `link_seconds`.
 
-    None where it is the same for all of them, or one process here has them. Latencies are taken as they are for values
-    of 32 MiB.
+    None if all links are equal, or all devices are one. Latencies count as in a transfer of 32 MiB.
     """
     times_s = [link.transfer_s(_TYPICAL_BYTES) for link in options.links]
     if len(set(times_s)) < 2 or len(set(options.places)) == 1:

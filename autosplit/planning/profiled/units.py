@@ -46,7 +46,7 @@ def units_of(case: ProfiledProblem, unit_of: Sequence[int], assignment: Sequence
 
 
 def _block(works: Sequence[Work]) -> int | None:
-    """Return the one block that works lie in; None where they lie in several, or outside any."""
+    """Return the block that contains all works; None if they are in several blocks, or in none."""
     blocks = {work.block for work in works}
     only = blocks.pop() if len(blocks) == 1 else None
     return only if isinstance(only, int) else None

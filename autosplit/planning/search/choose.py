@@ -83,7 +83,7 @@ class PlanChoice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A cut of one configuration and what it costs by the formula; ``limits`` are those it was found for, if any."""
+    """A cut of one configuration, costed by the formula; ``limits`` are the memory limits of its search, if any."""
 
     entry: Setup
     policy: Policy
@@ -229,9 +229,9 @@ class Search:
         return [held * above for held in candidate.cut.device_bytes]
 
     def _less_room(self, candidate: Candidate, over: Sequence[float]) -> Iterator[Candidate]:
-        """Yield the next cuts of a configuration: with as much less room as devices come out above the formula.
+        """Yield the next cuts of a configuration, with the room reduced by what the replay found above the formula.
 
-        Where nothing was recomputed all ways follow, else the same one.
+        All recompute policies are tried if nothing was recomputed, otherwise the same policy.
         """
         limits = self.sweep.memory_limits(candidate.entry.problem)
         assert limits is not None, "what is over a limit has one"

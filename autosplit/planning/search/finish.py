@@ -145,7 +145,7 @@ def refined(sweep: Sweep, finished: Finished) -> Finished:
 
 
 def _between(sweep: Sweep, best: Finished, pieces: tuple[int, ...]) -> Finished | None:
-    """Return the fastest cut of the same configuration between some pieces; None where none fits as the best does."""
+    """Return the configuration's fastest cut between ``pieces``; None if none fits as well as the best."""
     stages, case = best.entry.settled.stages, best.writer.case
     if max(pieces) + 1 < stages:
         return None

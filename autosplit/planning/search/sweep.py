@@ -119,10 +119,10 @@ class Sweep:
             yield from (entry for entry in entries if entry is not None)
 
     def _layouts(self, sized: Sized) -> list[tuple[int, ...]]:
-        """Return the replicas of each stage that come into question; empty: one each.
+        """Return the layouts to try: the replicas of each stage, empty for one each.
 
-        Where they are left open: one each, those that the solver finds, and all devices in one stage. Raises InputError
-        where those that were given cannot run what mixes rows.
+        If they are open: one each, the solver's choice, and all devices in one stage. Raises InputError if the given
+        ones cannot run operations that mix rows.
         """
         full, devices = self.recorded.outline.full, len(self.options.devices)
         if (asked := self.options.replicas) is None:

@@ -119,7 +119,7 @@ def _is_alone(tensor: Any) -> bool:
 
 
 class Guess(torch.autograd.Function):
-    """Stands for an operation that does not run: its results follow from what it is given."""
+    """Stands for an operation that does not run: connects its results to its inputs in the graph."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:

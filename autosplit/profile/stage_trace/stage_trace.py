@@ -328,9 +328,9 @@ def _renamed(steps: Sequence[NodeStep], names: Mapping[int, int]) -> tuple[NodeS
 
 
 def _lent(node: fx.Node, value: Any) -> Any:
-    """Return a value that comes from outside as the nodes are given it.
+    """Return a value from outside as the stage's nodes get it.
 
-    As what they may change in place, where one does; and as no leaf, whose casts autocast would keep.
+    An alias if a node changes it in place; otherwise a view, since autocast would keep the casts of a leaf.
     """
     if isinstance(value, Picks):
         return Picks({key: _lent(node, item) for key, item in value.items()})

@@ -190,7 +190,7 @@ class LaneThreads:
         _end(self._threads)
 
     def _start(self) -> Sequence[_LaneThread]:
-        """Return the lanes' threads; start the missing ones: all at first, and those that were left behind."""
+        """Return the lanes' threads; start the missing ones: all at first, later those that were abandoned."""
         missing = [lane for lane in range(self.lanes) if lane not in self._threads]
         if missing:
             intra_op = torch.get_num_threads()

@@ -97,12 +97,12 @@ def _info(node: fx.Node) -> TensorInfo:
 
 
 def split_target(target: Any, sizes: Sequence[int], *, outputs: Sequence[Shape] = ()) -> list[Any]:
-    """Cut every tensor of a target into microbatches; what is no tensor, and what has no dimension, goes to all.
+    """Cut every tensor of a target into microbatches; other values and tensors without dimensions go to all of them.
 
-    ``outputs`` are the model's: a target of an output's shape, or of that shape without its dimension of classes, has
-    its batch where the output has it. Any other has it in its first dimension, else in the only one of that size.
+    The batch dimension of a target with the shape of one of the model's ``outputs``, with or without its dimension of
+    classes, is that of the output; of others the first one, or else the only one of the batch's size.
 
-    Raises InputError when a tensor's batch is another one.
+    Raises InputError for a tensor of another batch size.
     """
     rows = sum(sizes)
     leaves, rebuild = take_apart(target)

@@ -231,8 +231,8 @@ class WholeCheck:
     def compare(self, parts: Parts, losses: Sequence[torch.Tensor], traced: TracedGraph) -> None:
         """Raise InputError when the loss of the whole batch is not what the microbatches add up to.
 
-        ``losses`` are what ``parts`` gave; where these are of a larger batch, they are made once more for this one. All
-        are read at once, when the step was issued: the one time that the host waits for it.
+        ``losses`` come from ``parts``; if these are of a larger batch, the losses are computed again for this one. All
+        are read together after the step was issued: the only time that the host waits for the device.
         """
         parts.check_values()
         if self.kept is None:
