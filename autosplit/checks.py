@@ -39,7 +39,7 @@ COMPILE_ARGUMENTS = ("backend", "mode", "options", "dynamic")
 RECOMPUTE = ("never", "always", "except_last", "block")
 """What a stage recomputes in its backward: nothing, all, all except for the last microbatch, or block by block."""
 PRECISIONS = ("fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master", "fp8")
-"""How training computes and what it keeps, for what it costs: it sets no dtype of what runs."""
+"""The arithmetic and the stored copies of training that costs assume; they do not set what runs."""
 MASTERS = ("bf16_fp32_master", "fp8")
 """The precisions whose optimizer updates fp32 weights beside the model's own in bf16."""
 CUT = ("modules", "operations")

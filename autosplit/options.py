@@ -105,7 +105,7 @@ class Options:
     processes: bool = False
     """Whether each device has a process of its own: a host thread for each, and values are sent and not shared."""
     hosts: tuple[int, ...] = ()
-    """The number of each process's host, ascending; empty: they are all on one, or on those of the ``machine``."""
+    """The index of each process's host, ascending; empty: all are on one host, or on those of the ``machine``."""
     placed: Placed | None = None
     """The mesh on paper that is planned for; ``devices`` and ``machine`` are those of one pipeline in it."""
     loss: Callable[[torch.Tensor, int], torch.Tensor] | None = None
@@ -141,8 +141,8 @@ class Options:
     def capacity_bytes(self, lane: int, *, kept_bytes: int | None = None) -> int | None:
         """Return the bytes that tensors may use of one of the devices; None where that is not known.
 
-        That is the limit that was given, else what the device has, less what NCCL keeps of it: ``kept_bytes``, by
-        default what it needs for neighbours.
+        It is the caller's limit, or else the device's memory minus ``kept_bytes``: what NCCL keeps of it, by default
+        for connections to neighbours.
         """
         device, limit = self.devices[lane], self.memory_limit
         if limit is not None:

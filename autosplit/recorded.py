@@ -82,9 +82,9 @@ class Recorded:
         return {("values", f"value read by {read.name}"): read.value for read in self.trace.gathered.scope.answers}
 
     def holds(self, key: Key, sample: Sample) -> bool:
-        """Tell whether its value reads give on a batch what they gave on its own, and what no signature has is as then.
+        """Tell whether value reads give the recorded answers on a batch, and state outside of signatures is unchanged.
 
-        Where the model's own Python runs in each call, that tells.
+        The latter is not asked where the model's own Python runs in each call, which shows it.
         """
         known = {} if self.changes_python else self.left_out
         if known and any(known.get(path, content) != content for path, content in key.left_out):

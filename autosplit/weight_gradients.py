@@ -38,9 +38,9 @@ class Product:
     """One product whose weight gradients are put off.
 
     Attributes:
-        make: makes its gradients.
-        ways: what they pass on their way to their leaves: the weight, and the bias where that is put off too.
-        came_in: the gradient that came in; None until the input gradient is made, and where none came.
+        make: computes its gradients.
+        ways: the paths to the leaves: that of the weight, and that of the bias if it is deferred too.
+        came_in: the gradient of its result; None before the input gradient's backward, or if there is none.
     """
 
     make: Make
@@ -61,11 +61,11 @@ class Product:
 
 @dataclass(slots=True)
 class DeferredWeightGrads:
-    """What is put off of one cell, in the order in which the whole backward would come to it.
+    """The deferred products of one cell, in the order of a whole backward.
 
     Attributes:
-        edges: what to ask the engine for besides: gradients that come in where nothing further down is asked for.
-        caught: the products that those come to.
+        edges: further edges to ask the engine for: at products that it would not reach otherwise.
+        caught: the products of these edges.
     """
 
     products: list[Product] = field(default_factory=list)
@@ -129,10 +129,10 @@ class WeightUse(NamedTuple):
 
 
 def uses_to_defer(roots: Sequence[torch.Tensor], leaves: Collection[int], asked: Collection[int]) -> list[WeightUse]:
-    """Return the products of a graph whose weight gradients are put off, in the order of a whole backward.
+    """Return the products of a graph whose weight gradients are deferred, in the order of a whole backward.
 
-    ``leaves``, by identity, may be put off; ``asked`` are all whose gradients the engine is asked for, but for those
-    that are. It comes to a product only where one of them lies behind it, or another product that it is asked for.
+    ``leaves`` (ids) may be deferred. ``asked`` (ids) are all leaves whose gradients are wanted; the engine is asked for
+    those that are not deferred. It reaches a product only if one of these lies behind it, or another such product.
     """
     leads: dict[Any, bool] = {}
     uses = sorted(deferrable(roots, leaves), key=lambda use: use.node._sequence_nr())
@@ -144,9 +144,9 @@ def uses_to_defer(roots: Sequence[torch.Tensor], leaves: Collection[int], asked:
 
 
 def located(uses: Sequence[WeightUse], results: Sequence[Any]) -> list[tuple[WeightUse, int, int]] | None:
-    """Return uses with the places of their products: so many nodes before one of a cell's ``results``.
+    """Return uses with the positions of their products, as (use, index of a result, number of nodes before it).
 
-    These are the nodes of what its layers return; None where a product is not among them.
+    ``results`` are the graph nodes of what the cell's layers return; None if a product is not near one of them.
     """
     places: dict[Any, tuple[int, int]] = {}
     for number, node in enumerate(results):

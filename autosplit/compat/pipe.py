@@ -73,8 +73,8 @@ class Pipe(SequentialPipe):
         output = model(input).local_value()
 
     Modules that follow each other on one GPU are a stage, and so is every module on the CPU; parameters keep their
-    objects and have Pipe's names (``partitions.0.0.weight``). What a module returns as a tuple the next one is given
-    as arguments. What runs is :attr:`pipe`: a `PipelinedModule`, with its report, program and ``train_step``.
+    objects and have Pipe's names (``partitions.0.0.weight``). A tuple that a module returns is passed to the next one
+    as several arguments. :attr:`pipe` is the `PipelinedModule` that runs, with its report, program and ``train_step``.
 
     Args:
         module: an `nn.Sequential` of modules, each with all of its parameters on one device, or of such sequentials.

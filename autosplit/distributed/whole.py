@@ -46,7 +46,7 @@ class _TensorEntry(NamedTuple):
     shape: tuple[int, ...]
 
     def found_in(self, keys: Collection[str]) -> str:
-        """Return the name under which it is there, else the first."""
+        """Return the tensor's name that is among ``keys``, or else its first name."""
         return next((name for name in self.names if name in keys), self.names[0])
 
 

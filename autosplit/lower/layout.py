@@ -59,12 +59,12 @@ class Layout:
     """All stages, their prologues, the epilogue, and the aliases that consumers take.
 
     Attributes:
-        given: values that the program itself holds (inputs and tied parameters) and how many aliases it makes of each.
+        given: values that the program itself holds (inputs and tied parameters), with the number of their aliases.
         home: the stage of every tied parameter and shared value.
-        alias_of: the alias that a consumer takes of a given or shared value: (value, consumer) to number.
-        uses: number of uses of every value, the epilogue and the caller counting once each; the caller has its inputs.
-        forked: micro values that are forked where they are made.
-        merged: micro values that the epilogue or the caller wants whole, and the stage that makes each.
+        alias_of: the number of the alias that a consumer takes of a given or shared value, by (value, consumer).
+        uses: number of uses of every value; the epilogue counts as one, and so does the caller, except of its inputs.
+        forked: micro values that are forked on the stage that computes them.
+        merged: micro values that the epilogue or the caller needs for the whole batch, with the stage of each.
     """
 
     traced: TracedGraph
@@ -195,9 +195,9 @@ class _Uses:
             layout.given[key] = layout.uses[key]
 
     def _changed_input(self, key: str, takers: list[fx.Node]) -> list[fx.Node]:
-        """Return who takes an input that the model changes in place as it comes; the stage that changes it sends it on.
+        """Return the consumers that take an input which the model changes in place from the caller.
 
-        Whoever touches it until its last change is in one stage.
+        All nodes up to its last change are in one stage; later stages get it from there.
         """
         micro = [c for c in takers if _class(c) is NodeClass.MICRO]
         late = [c for c in micro if self.stage(c) != self.stage(micro[0])]

@@ -42,11 +42,11 @@ class Lowered:
     outputs: tuple[object, ...]
     """The flat outputs: fx nodes of the recording, or constants."""
     recompute: tuple[str, ...]
-    """What each stage does again in its backward."""
+    """What each stage recomputes in its backward."""
     runs: tuple[nn.Module, ...]
     """What runs each stage: its own graph, compiled code, or either of them again in its backward."""
     codes: dict[int, StageCode] = field(default_factory=dict, repr=False, compare=False)
-    """What runs each stage in steps, as far as any has been run."""
+    """The code that runs each stage in steps, for stages that have run."""
 
     @property
     def traced(self) -> TracedGraph:

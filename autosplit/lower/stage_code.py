@@ -54,7 +54,7 @@ class StageCode:
         self._hooks: list[Mapping[Any, Any]] = []
         """Tables of hooks that are empty."""
         self._as_they_are: set[int] = set()
-        """The modules, by identity, that are called as they are, and those in them."""
+        """The ids of the modules that are called as modules, and of their submodules."""
         self._stood_for: list[nn.Module] = []
         self._attributes: list[tuple[str, ...]] = []
         """The modules that stand-ins stand for, and the names of their attributes then."""

@@ -51,7 +51,7 @@ class DeviceReplay:
     Attributes:
         moments: the highest moment of each action; the last entry is the optimizer's where there is one.
         left: what it holds when the step ends.
-        held: what each of its stages held at the peak, but for what was transient or on its way.
+        held: what each of its stages held at the peak, without transient storages and messages on their way.
         guessed_bytes: the most scratch of one kernel that nobody measured.
     """
 

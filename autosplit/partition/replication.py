@@ -45,16 +45,16 @@ class Replication:
 
 
 def flushed(works_s: Floats, bytes_s: Floats, sent_s: Floats, *, minibatches: int) -> StageSeconds:
-    """Return how long stages keep a step of so many minibatches waiting behind the work of one minibatch.
+    """Return how much each stage adds to a step of ``minibatches``, beyond the time of the first minibatch.
 
-    The first goes through all stages, whatever the cut; meanwhile and behind it a replica runs its other minibatches,
-    then gradients are exchanged. So ``T`` has ``(ceil(minibatches / m) - 1)`` times the work, and one exchange.
+    The first minibatch passes all stages, whatever the cut. A replica also runs its other minibatches, and exchanges
+    gradients once: ``T`` is ``(ceil(minibatches / m) - 1)`` times the stage's work, and one exchange.
 
     Args:
-        works_s: what each layer takes, behind a first 0.
-        bytes_s: what its gradients would take on a link, behind a first 0.
-        sent_s: what crosses the cut behind each layer takes, the ends included; each replica has a link of its own.
-        minibatches: how many there are; no stage has more replicas.
+        works_s: seconds of each layer, after a leading 0.
+        bytes_s: seconds of its gradients on a link, after a leading 0.
+        sent_s: seconds of what crosses the cut behind each layer, both ends included; each replica has its own link.
+        minibatches: the number of minibatches, and the most replicas of a stage.
     """
     work_s, gradients_s, border_s = between(works_s), between(bytes_s), np.maximum(sent_s[:, None], sent_s[None, :])
 

@@ -210,7 +210,7 @@ def _paths(simulator: FastSimulator, totals: Floats, scale: Floats) -> Floats:
 
 
 def _ends(simulator: FastSimulator, seconds: Floats) -> tuple[Ints, Floats]:
-    """Return for each action those that it waits for, and when it ends."""
+    """Return for each action the two actions that it waits for, and its end."""
     before = np.stack([simulator.previous, simulator.near], axis=1)
     ends = np.zeros(simulator.count + 1)
     for low, high in zip(simulator.starts[:-1].tolist(), simulator.starts[1:].tolist(), strict=True):

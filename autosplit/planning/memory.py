@@ -274,16 +274,16 @@ def peak_range(
     estimated: bool = False,
     fragments: float = 0.0,
 ) -> PeakRange:
-    """Return between which bytes a CUDA device's peak comes out.
+    """Return the range in which a CUDA device's peak lies.
 
     Args:
-        peak_bytes: of all tensors, predicted.
-        states_bytes: what of it is there before the step: parameters, buffers, optimizer state.
+        peak_bytes: the predicted peak of all tensors.
+        states_bytes: the share of it that exists before the step: parameters, buffers, optimizer state.
         workspace_bytes: what cuBLAS keeps per handle.
-        lists_bytes: by how much the peak would be lower if the optimizer's step held nothing beside its state.
-        guessed_bytes: the most scratch of one kernel that is a guess.
-        estimated: operations of the device did not run on fake tensors.
-        fragments: what the allocator reserves beyond what is asked for, as a share of what is no state.
+        lists_bytes: how much lower the peak would be if the optimizer's step allocated nothing beside its state.
+        guessed_bytes: the largest scratch of one kernel that is a guess.
+        estimated: whether operations of the device did not run on fake tensors.
+        fragments: what the allocator reserves beyond what is requested, relative to the bytes that are not state.
     """
     moving = max(0, peak_bytes - states_bytes)
     more = fragments + (ESTIMATED_SHARE if estimated else 0.0)
@@ -329,7 +329,7 @@ def _lists_bytes(device: DeviceReplay) -> int:
 
 
 def _capability(options: Options, lane: int) -> tuple[int, int]:
-    """Return a device's compute capability; of one that has none, as AMD's, that of a small workspace."""
+    """Return a device's compute capability; (0, 0), which means a small workspace, if it has none, as AMD's."""
     if options.machine is None:
         return torch.cuda.get_device_capability(options.devices[lane])
     major, _, minor = (options.machine.devices[lane].compute_capability or "").partition(".")

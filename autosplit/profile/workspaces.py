@@ -184,7 +184,7 @@ _RULES: Mapping[str, _Rule] = MappingProxyType(
 )
 
 ALWAYS_OBSERVED = frozenset(_RULES)
-"""Operations whose scratch is worth knowing also where it is nothing."""
+"""Operations whose scratch is recorded even if it is 0."""
 
 
 __all__ = ["ALWAYS_OBSERVED", "Workspace", "true_results", "workspace"]

@@ -76,7 +76,7 @@ class Parallelize:
 
 
 class _NoDDP:
-    """What DistributedDataParallel asks each module for that it is to wrap."""
+    """The attribute that DistributedDataParallel reads of every module that it wraps; reading it raises."""
 
     def __iter__(self) -> Iterator[str]:
         raise InputError("parallelize= wraps modules in DistributedDataParallel; replicas add up gradients without it")

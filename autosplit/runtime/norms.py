@@ -99,7 +99,7 @@ has_side_effect(update_statistics)
 
 
 def _together(updates: Iterable[tuple[Use, list[Moments]]]) -> list[list[tuple[Use, list[Moments]]]]:
-    """Return updates by those that can be one: of one kind, by as many values, and of different tensors."""
+    """Group updates that can run as one: of one kind, of equal counts of values, and of different tensors."""
     groups, turns = defaultdict[Any, list[Any]](list), defaultdict[int, int](int)
     memory: Callable[[Any], int] = id if is_transformed() else torch.Tensor.data_ptr
     for use, parts in updates:

@@ -251,8 +251,8 @@ def alias(value: torch.Tensor) -> torch.Tensor:
 def fork(value: torch.Tensor, uses: int) -> Bundle:
     """Return one alias per use of a value; their gradients add from the last use to the first, on any cut.
 
-    Under a transform and in compiled stages they are the value itself, since those know no functions of ours; so are
-    those of a result of several tensors, whose parts are taken from it one by one.
+    Under a transform and in compiled stages they are the value itself, since those do not support custom functions; so
+    they are for a result of several tensors, whose elements are picked one by one.
     """
     if not isinstance(value, torch.Tensor) or torch.compiler.is_dynamo_compiling():
         return (value,) * uses

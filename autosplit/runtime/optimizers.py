@@ -28,7 +28,7 @@ def move(places: Iterable[tuple[torch.Tensor, torch.device]]) -> None:
 
 
 def follow(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """From now on, move the state of any optimizer beside those of these parameters that it steps."""
+    """From now on, before each step of any optimizer, move its state to the devices of these parameters."""
 
     def bring_all(optimizer: torch.optim.Optimizer, alive: Collection[int]) -> None:
         for owner, state in optimizer.state.items():

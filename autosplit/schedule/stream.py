@@ -91,10 +91,10 @@ def weight_version(staleness: str, replicas: Sequence[int], stage: int, minibatc
 def replica_actions(
     stage: int, replica: int, replicas: Sequence[int], staleness: str, microbatches: Callable[[int], int | None]
 ) -> Iterator[StreamAction | None]:
-    """Yield what a replica does that has weights of its own: it makes every update of the stage.
+    """Yield the actions of a replica that has weights of its own, and so makes every update of the stage.
 
-    It does so when it needs the update, and where it knows no next minibatch, by when the others have surely done
-    their parts: each holds back the last ones that it knows.
+    It updates when it needs the new weights. If it does not know of a next minibatch, it makes the updates whose
+    gradients the other replicas certainly have: each holds back the last minibatches that it knows of.
     """
     count, size = replicas[stage], round_size(staleness, replicas[stage])
     held_back = held_per_replica(replicas)[stage] * count - 1
@@ -140,10 +140,10 @@ def ahead(staleness: str, replicas: Sequence[int]) -> tuple[int, int]:
 def stream_actions(
     stage: int, replica: int, replicas: Sequence[int], staleness: str, microbatches: Callable[[int], int | None]
 ) -> Iterator[StreamAction | None]:
-    """Yield what the lane of a stage's replica does; the last one's also makes the update of a round that is not whole.
+    """Yield the actions of a replica's lane; that of the last replica also makes the update of an incomplete round.
 
-    ``microbatches`` returns how many a minibatch has, None where the stream has ended. It may wait until that is
-    known, or return 0: None is yielded then, and it is asked again.
+    ``microbatches`` returns how many a minibatch has, and None after the end of the stream. It may block until that is
+    known, or return 0: then None is yielded, and it is called again.
     """
     count, held, behind = replicas[stage], held_per_replica(replicas)[stage], updates_behind(staleness, replicas)[stage]
     size = round_size(staleness, count)

@@ -68,7 +68,7 @@ class Segment:
         """What each lane has come to."""
         self._order = [threading.Lock() for _ in replicas]
         self._through = [0] * len(replicas)
-        """How many minibatches have all their forwards of a stage behind them, as have those before them."""
+        """By stage: all minibatches before this number have finished their forwards."""
         self.put_in = 0
         """How many minibatches have come in."""
         self.failed: tuple[int, BaseException] | None = None

@@ -214,7 +214,7 @@ class Stream(Iterator[torch.Tensor]):
             self._flight.segment.end()
 
     def _put(self, item: Any) -> None:
-        """Give the lanes a minibatch; where it needs another program, when they are through with those before it."""
+        """Give the lanes a minibatch; if it needs another program, after they have finished the earlier ones."""
         core, (sample, target) = self._core, inputs_and_target(item, self._loss_fn)
         if core.stream.flight is not self._flight:  # another stream's, which was used in between
             core.stream.drain()

@@ -188,7 +188,7 @@ class TracedNode:
     random: bool = False
     """The node draws random numbers."""
     draws: tuple[Draw, ...] | None = ()
-    """What it draws, in order, sizes as expressions; None where that cannot be told beforehand."""
+    """Its random draws, in order, with sizes as expressions; None if they are not known in advance."""
     part: tuple[int, tuple[range, ...]] | None = None
     """A dimension of what it draws, and the elements along it that are drawn here; None: all."""
     mutated: bool = False

@@ -127,7 +127,7 @@ def _at_home(flat: FlatInputs, model: nn.Module) -> FlatInputs:
 
 
 def _check(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered: Gathered) -> None:
-    """Raise Refusal where a recording is not what the model does; where that cannot run, what it does on two rows."""
+    """Raise Refusal if a recording differs from the model; a model that cannot run is compared on two rows instead."""
     if gathered.scope.on_cpu:
         gathered.check_rows(model, flat, 2)
         return

@@ -59,7 +59,7 @@ def condense(graph: Graph, *, loads: bool, bytes_: bool) -> Graph:
 
 @dataclass(frozen=True)
 class _Reach:
-    """For each group, as bits: itself and all before it, itself and all after it, its direct neighbours."""
+    """Bit masks for each group: it and its predecessors, it and its successors, and its direct neighbours."""
 
     before: Sequence[int]
     after: Sequence[int]

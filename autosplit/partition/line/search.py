@@ -194,7 +194,7 @@ class LineSearch:
     def _leaner(
         self, each: LineBytes, allowed: Sequence[Sequence[int]], again: Sequence[float], limit: float
     ) -> list[int] | None:
-        """Return what the stages of one device do again so that it has room; None where they cannot."""
+        """Return what the stages of one device recompute so that it has room; None if nothing suffices."""
         held, transient, step = each.held.tolist(), each.transient.tolist(), float(each.step.sum())
         chosen = [options[0] for options in allowed]
         if step > limit:

@@ -171,7 +171,7 @@ class _Found:
 
 
 class MeshSearch:
-    """The meshes of a request; ``exhaustive``: all of them, whatever their bounds, as benchmarks ask for it."""
+    """Searches the meshes of a request; ``exhaustive``: all of them, also those that bounds rule out."""
 
     def __init__(self, request: MeshRequest, *, exhaustive: bool = False) -> None:
         self.request, self.exhaustive = request, exhaustive

@@ -27,9 +27,9 @@ _REACHED = 0.8
 
 
 def update_s(timeline: Timeline, states: Mapping[int, Sequence[StateProfile]], options: Options) -> float:
-    """Return how much later than the last action all ranks are done; 0 without a mesh, and in an evaluation.
+    """Return how long after the last action all ranks are done; 0 without a mesh, and in an evaluation.
 
-    Replicas of stages then have summed their gradients: nothing of that is hidden beside the stage's own work.
+    Replicas of stages sum their gradients in that time: none of it is hidden behind the stage's own work.
     """
     if not timeline.schedule.has_backward:
         return 0.0

@@ -136,7 +136,7 @@ def _meant(name: str, nodes: Iterable[str]) -> str:
 
 
 def _fields_of(text: str) -> str:
-    """Return a plan's JSON without what it derives from its fields; what is no JSON object as it is."""
+    """Return a plan's JSON without its computed fields; text that is not a JSON object is returned unchanged."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):

@@ -54,13 +54,13 @@ class Difference(NamedTuple):
 
 
 def nearest(key: Key, others: Iterable[Key]) -> list[Difference]:
-    """Return in what a signature differs from that of some others that is most like it; nothing where there is none."""
+    """Return the differences between a signature and the most similar one of others; empty if there are no others."""
     new = dict(_entries(key))
     return min((apart(dict(_entries(other)), new) for other in others), key=len, default=[])
 
 
 def apart(old: Entries, new: Entries) -> list[Difference]:
-    """Return what differs; attributes that one side does not look at only where nothing else does."""
+    """Return the entries that differ; attributes that only one side has count only if nothing else differs."""
     names = [name for name in {**old, **new} if old.get(name, _NOTHING) != new.get(name, _NOTHING)]
     known = [name for name in names if name[0] != "attributes" or (name in old and name in new)]
     pairs = [(name, _text(old.get(name, _NOTHING)), _text(new.get(name, _NOTHING))) for name in known or names]

@@ -64,7 +64,7 @@ def build(model: nn.Module, merged: MergedRecording, *, keep: Collection[int] | 
 
 _TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PRINTED = {*_TORCHS, int, float, bool, str, complex, type(None), range, slice, bytes, bytearray, set, frozenset}
-"""What generated code has as it is printed."""
+"""Types whose values appear in generated code by their repr."""
 
 
 class _GraphBuilder:

@@ -16,11 +16,11 @@ def key_of_opaque(name: str, module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the value probe saw in the nodes of a recording, by their names.
+    """What the value probe found for the nodes of a recording, by name.
 
-    ``suspects``: rows lie in another order, are numbered, or influence each other. ``mixing``: they influence each
-    other, which no later operation puts right. Those in ``alone`` read values and treat each row by itself all the
-    same. ``probed``: whether there were values to ask.
+    ``suspects``: rows are out of order, numbered, or influence each other. ``mixing``: rows influence each other, and
+    no later operation undoes it. ``alone``: nodes that read values and still treat each row by itself. ``probed``:
+    whether there were values to probe.
     """
 
     probed: bool = False

@@ -43,10 +43,10 @@ _KINDS_OF_SIZES = 3
 
 
 class ReadLog(TorchFunctionMode):
-    """Lists what reads of values and of sizes that depend on values give, by the place of the read in the code.
+    """Lists the results of reads of values, and of sizes that depend on values, by their place in the code.
 
-    ``forced`` changes the answers of one place: a function from the answer to another one. With ``emptied`` the mask
-    of which that place asks whether it has any entry has none from then on.
+    ``forced`` replaces the answers of one place: a function of the answer. With ``emptied`` a mask that this place
+    tests for any entry is empty from then on.
     """
 
     def __init__(self, steady: set[int], forced: Forced | None = None, *, emptied: bool = False) -> None:

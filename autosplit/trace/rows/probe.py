@@ -111,7 +111,7 @@ def run_probe(raw: RawGraph, inputs: FlatInputs, *, kept: int, values: MadeUp | 
 def run_probe_made_up(raw: RawGraph, inputs: FlatInputs, *, kept: int) -> Findings:
     """Do as `run_probe` for a model or a sample on meta, on values that are made up.
 
-    Where no way to make them up gives values in which all influence shows, what was seen in all of them counts.
+    If each kind of values hides some influence (by NaN or infinity), the findings of all kinds are combined.
     """
     findings: list[Findings] = []
     errors: list[Exception] = []
@@ -250,7 +250,7 @@ class _Lockstep:
         self.mixing.add(node.meta[INFO].name)
 
     def _note_difference(self, node: fx.Node) -> None:
-        """Take down that a row has other values beside other rows: where its place is not known to be another one."""
+        """Note that a row has other values beside other rows: as mixing, unless its rows are known to be moved."""
         if node in self.sorts.sorting or self.operators.is_moved(node):
             self.suspects.add(node.meta[INFO].name)
         else:

@@ -46,9 +46,9 @@ def tallies(graph: fx.Graph, root: nn.Module) -> set[fx.Node]:
 
 
 def tallied_with(graph: fx.Graph, root: nn.Module) -> Iterator[tuple[fx.Node, ...]]:
-    """Yield each such node with those that alone read another buffer of its module, in whose forward both run.
+    """Yield the nodes of one forward that are the only readers of buffers of a module with such a counter.
 
-    What balances experts reads the counter and changes the other one, so one device has both.
+    Code that balances experts reads the counter and changes another buffer, so they belong on one device.
     """
     readers: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
