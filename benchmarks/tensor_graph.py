@@ -15,11 +15,19 @@ from autosplit.trace.graph import TracedGraph
 
 
 def rank_graph(
-    traced: TracedGraph, plan: TensorPlan, *, group: dist.ProcessGroup | None = None, rank: int | None = None
+    traced: TracedGraph,
+    plan: TensorPlan,
+    *,
+    group: dist.ProcessGroup | None = None,
+    rank: int | None = None,
+    alone: bool = False,
 ) -> fx.GraphModule:
-    """Return the module that runs a recording on one rank of a group; it has the model's own names for its parts."""
+    """Return the module that runs a recording on one rank of a group; it has the model's own names for its parts.
+
+    ``alone``: it sends nothing.
+    """
     rank = dist.get_rank(group) if rank is None else rank
-    return _Alone(rank_recording(traced, plan, Sharing(rank, plan.ranks, group)), plan, rank).module()
+    return _Alone(rank_recording(traced, plan, Sharing(rank, plan.ranks, group, alone=alone)), plan, rank).module()
 
 
 def rank_elements(plan: TensorPlan) -> float:

@@ -46,27 +46,23 @@ class Threads:
         self._barrier.wait()
         return values
 
-    def all_reduce(self, value: Tensor, group: Any = None) -> None:
-        """Sum in place."""
-        value.copy_(torch.stack(self._exchanged(value.clone())).sum(0))
-
-    def all_gather(self, parts: list[Tensor], value: Tensor, group: Any = None) -> None:
-        """Copy every rank's value."""
-        for part, one in zip(parts, self._exchanged(value.clone()), strict=True):
-            part.copy_(one)
-
-    def reduce_scatter(self, result: Tensor, parts: list[Tensor], group: Any = None) -> None:
-        """Sum the own part."""
-        given = self._exchanged([part.clone() for part in parts])
-        result.copy_(torch.stack([parts[self._own.rank] for parts in given]).sum(0))
+    def send(self, _: Any, kind: str, value: Tensor, *__: Any) -> Tensor:
+        """Run a collective on values that are stacked."""
+        every = torch.stack(self._exchanged(value))
+        if kind == "all_reduce":
+            return every.sum(0)
+        if kind == "all_gather_into_tensor":
+            return every.flatten(0, 1)
+        own = every[:, self._own.rank]
+        return own.sum(0, keepdim=True) if kind == "reduce_scatter_tensor" else own
 
 
 @contextmanager
 def threads() -> Iterator[Threads]:
     """Let rank graphs run on threads."""
-    group, real = Threads(), collectives.dist
-    collectives.dist = group  # type: ignore[assignment]
+    group, real = Threads(), collectives.send
+    collectives.send = group.send
     try:
         yield group
     finally:
-        collectives.dist = real
+        collectives.send = real

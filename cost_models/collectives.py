@@ -28,7 +28,7 @@ from typing import Literal
 from cost_models.machines import MachineSpec
 from cost_models.specs import LinkSpec
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 REACHED = 0.8
 """The part of a link's bandwidth that large collectives reach: a prior, about what nccl-tests show of NVLink and IB."""
@@ -61,6 +61,8 @@ class Group:
         """
         if self.size == 1 or not byte_count:
             return 0.0
+        if kind == "all_to_all":  # of its part each device keeps one part
+            return self.seconds("all_gather", byte_count / self.size)
         ways = [self._ring(kind, byte_count)]
         if kind == "all_reduce":
             ways.append(self._tree(byte_count))

@@ -196,7 +196,7 @@ class Tape:
         """Return what each microbatch takes of a draw, or the one run of a node."""
         if node.part is not None:
             along, runs = node.part
-            numbers = numbers.index_select(along, torch.cat([torch.arange(run.start, run.stop) for run in runs]))
+            numbers = torch.cat([numbers.narrow(along, run.start, len(run)) for run in runs], along)
         dim = batch_dim(draw.out)
         if not node.micro or dim is None:
             return [numbers] * len(self.sizes)

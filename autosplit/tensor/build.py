@@ -105,12 +105,10 @@ class _Builder:
     def _moved(self, key: Operand, own: Placements, want: Placements) -> fx.Node:
         (source,), (target,) = own, want
         info = self._info_of(key)
-        shard = source if isinstance(source, Shard) else target
         (tensor,) = info.tensors
-        width = tensor.shape[shard.dim].at(self.plan.rows) if isinstance(shard, Shard) else 0
         moves = self.root.__dict__.setdefault(MOVES, nn.Module())
         number = len(moves._modules)
-        moves.add_module(str(number), Move(source, target, self.sharing, width=width))
+        moves.add_module(str(number), Move(source, target, self.sharing))
         value = self._value(key, own)
         made = self.graph.create_node("call_module", f"{MOVES}.{number}", (value,), name=f"{MOVES}_{number}")
         if isinstance(target, Shard):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ class Sharing:
         rank: this one.
         ranks: how many they are.
         group: their process group; None: the default one.
-        waiting: entered around each collective.
+        waiting: entered around each collective, outside of compiled code.
         alone: nothing is sent, and values are of the right sizes only: for what a rank computes by itself.
     """
 
@@ -38,36 +38,42 @@ class Sharing:
 
     def added(self, value: Tensor) -> Tensor:
         """Return the sum of all ranks' values."""
-        total = value.contiguous().clone()
-        if not self.alone:
-            with self.waiting():
-                dist.all_reduce(total, group=self.group)
-        return total
+        return value.clone() if self.alone else self._sent("all_reduce", value, "sum")
 
-    def gathered(self, value: Tensor) -> list[Tensor]:
-        """Return the values of all ranks."""
-        parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
-        if not self.alone:
-            with self.waiting():
-                dist.all_gather(parts, value.contiguous(), group=self.group)
-        return parts
+    def gathered(self, value: Tensor) -> Tensor:
+        """Return the values of all ranks, stacked."""
+        if self.alone:
+            return value.new_empty((self.ranks, *value.shape))
+        return self._sent("all_gather_into_tensor", value.unsqueeze(0), self.ranks)
 
-    def scattered(self, parts: list[Tensor]) -> Tensor:
-        """Return the sum of what all ranks have for this one."""
-        total = torch.empty_like(parts[0])
-        if not self.alone:
-            with self.waiting():
-                dist.reduce_scatter(total, parts, group=self.group)
-        return total
+    def scattered(self, parts: Tensor) -> Tensor:
+        """Return the sum of what all ranks have for this one, of a stack for all ranks."""
+        return parts[0] if self.alone else self._sent("reduce_scatter_tensor", parts, "sum", self.ranks).squeeze(0)
+
+    def exchanged(self, parts: Tensor) -> Tensor:
+        """Return what each rank has for this one, stacked, of a stack for all ranks."""
+        each = [1] * self.ranks
+        return parts if self.alone else self._sent("all_to_all_single", parts, each, each)
+
+    def _sent(self, kind: str, value: Tensor, *options: Any) -> Tensor:
+        with nullcontext() if torch.compiler.is_compiling() else self.waiting():
+            return send(self.group, kind, value.contiguous(), *options)
+
+
+def send(group: dist.ProcessGroup | None, kind: str, value: Tensor, *options: Any) -> Tensor:
+    """Run a functional collective of torch, which its compiler takes into graphs, and wait for what it gives."""
+    operations, group = torch.ops._c10d_functional, group or dist.group.WORLD
+    assert group is not None
+    result: Tensor = operations.wait_tensor(getattr(operations, kind)(value, *options, group.group_name))
+    return result
 
 
 class Move(nn.Module):
     """Moves a tensor from one placement to another among the ranks that share it."""
 
-    def __init__(self, source: Placement, target: Placement, sharing: Sharing, *, width: int) -> None:
-        """``width``: the size of the dimension that is sharded."""
+    def __init__(self, source: Placement, target: Placement, sharing: Sharing) -> None:
         super().__init__()
-        self.source, self.target, self.sharing, self.width = source, target, sharing, width
+        self.source, self.target, self.sharing = source, target, sharing
 
     def forward(self, value: Tensor) -> Tensor:
         """Move a tensor, and in the backward its gradient the other way round."""
@@ -84,10 +90,12 @@ class Move(nn.Module):
         if source == target or (source in _SAME and target in _SAME):
             return value
         if isinstance(source, Shard) and target is PARTIAL:
-            whole = value.new_zeros([*value.shape[: source.dim], self.width, *value.shape[source.dim + 1 :]])
-            return whole.index_copy(source.dim, _indices(source, rank, ranks, value.device), value)
-        if source is PARTIAL and isinstance(target, Shard):
-            return sharing.scattered([local_part(value, target, n, ranks) for n in range(ranks)])
+            zeros = value.new_zeros((1, *value.shape))
+            before, behind = zeros.expand(rank, *value.shape), zeros.expand(ranks - rank - 1, *value.shape)
+            return put_together(torch.cat((before, value.unsqueeze(0), behind)), source)
+        if isinstance(target, Shard) and source not in _SAME:
+            parts = _all_parts(value, target, ranks)
+            return sharing.scattered(parts) if source is PARTIAL else put_together(sharing.exchanged(parts), source)
         if isinstance(source, Shard):
             value = put_together(sharing.gathered(value), source)
         elif source is PARTIAL:
@@ -102,24 +110,38 @@ class Move(nn.Module):
 _SAME = (REPLICATED, COPIED)
 
 
-def _indices(shard: Shard, rank: int, ranks: int, device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in shard.indices(rank, ranks)])
-
-
-def put_together(parts: Sequence[Tensor], shard: Shard) -> Tensor:
-    """Return the whole of all ranks' parts."""
-    whole = torch.cat([*parts], shard.dim)
-    if shard.plain:
-        return whole
-    order = torch.cat([_indices(shard, rank, len(parts), whole.device) for rank in range(len(parts))])
-    return whole.index_select(shard.dim, order.argsort())
+def _pieces(tensor: Tensor, shard: Shard, ranks: int) -> list[Tensor]:
+    """Return views of a whole tensor in which the sharded dimension is three: pieces, ranks, elements."""
+    groups = tensor.split([count * length for count, length in shard.pieces], shard.dim)
+    counts = [count for count, _ in shard.pieces]
+    return [group.unflatten(shard.dim, (count, ranks, -1)) for group, count in zip(groups, counts, strict=True)]
 
 
 def local_part(tensor: Tensor, placement: Placement, rank: int, ranks: int) -> Tensor:
-    """Return a rank's part of a whole tensor."""
+    """Return a copy of a rank's part of a whole tensor; one that is not sharded is returned itself."""
     if not isinstance(placement, Shard):
         return tensor
-    return tensor.index_select(placement.dim, _indices(placement, rank, ranks, tensor.device))
+    dim = placement.dim
+    parts = [piece.select(dim + 1, rank).flatten(dim, dim + 1) for piece in _pieces(tensor, placement, ranks)]
+    return torch.cat(parts, dim)
+
+
+def _all_parts(tensor: Tensor, shard: Shard, ranks: int) -> Tensor:
+    """Return all ranks' parts of a whole tensor, stacked."""
+    dim = shard.dim + 1
+    parts = [piece.movedim(dim, 0).flatten(dim, dim + 1) for piece in _pieces(tensor, shard, ranks)]
+    return torch.cat(parts, dim)
+
+
+def put_together(parts: Tensor, shard: Shard) -> Tensor:
+    """Return the whole of all ranks' parts, which are stacked."""
+    dim, ranks = shard.dim, len(parts)
+    groups = parts.split([count * length // ranks for count, length in shard.pieces], dim + 1)
+    pieces = [
+        group.unflatten(dim + 1, (count, -1)).movedim(0, dim + 1).flatten(dim, dim + 2)
+        for group, (count, _) in zip(groups, shard.pieces, strict=True)
+    ]
+    return torch.cat(pieces, dim)
 
 
 def _of_gradient(placement: Placement) -> Placement:

@@ -68,6 +68,8 @@ class Facts:
     values: dict[Operand, Any] = field(default_factory=dict)
     outer: set[Axis] = field(default_factory=set)
     """The axes of the inputs."""
+    varying: set[Axis] = field(default_factory=set)
+    """The axes whose size differs between calls: the batch's, and lengths."""
     fake: Any = field(default_factory=fake_mode)
     """That of the tensors."""
 
@@ -109,6 +111,12 @@ class Run(fx.Interpreter):
         self.facts.outer = {
             atom for node in outer for axis in self._follower.dims(self.env[node]) for atom in axis.atoms()
         }
+        for node in self.graph.nodes:
+            infos = node.meta[INFO].tensors if INFO in node.meta else ()
+            for tensor, info in zip(flat_tensors(self.env[node]), infos, strict=False):
+                for axis, size in zip(self._follower.dims(tensor), info.shape, strict=True):
+                    if (size.per_row or size.number is not None) and axis.found().is_atom:
+                        self.facts.varying.add(axis.found())
         return self.facts
 
     def _value(self, node: fx.Node) -> Any:

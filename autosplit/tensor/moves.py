@@ -1,7 +1,8 @@
 """From one state of a value to another: the collectives that takes, forward and backward, and their bytes on the wire.
 
 Bytes are what one rank sends with rings: an all-reduce of n bytes over p ranks 2 n (p - 1) / p, an all-gather or a
-reduce-scatter half of that (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009).
+reduce-scatter half of that (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). An all-to-all sends each of
+the other ranks its part of the own part: n (p - 1) / p².
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 from autosplit.tensor.axes import Shard
 from autosplit.tensor.ways import COPIED, PARTIAL, REPLICATED, State, Whole
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 _PARTS = "parts"
 
 
@@ -46,8 +47,8 @@ def _kind(state: State | Shard) -> Whole | str:
 
 
 def _collective(kind: Kind, phase: Literal["forward", "backward"], value_bytes: int, ranks: int) -> Collective:
-    rings = 2 if kind == "all_reduce" else 1
-    return Collective(kind, phase, value_bytes, rings * value_bytes * (ranks - 1) / ranks)
+    once = value_bytes * (ranks - 1) / ranks
+    return Collective(kind, phase, value_bytes, {"all_reduce": 2 * once, "all_to_all": once / ranks}.get(kind, once))
 
 
 _MOVES: dict[tuple[Whole | str, Whole | str], tuple[Kind | None, Kind | None]] = {
@@ -63,7 +64,7 @@ _MOVES: dict[tuple[Whole | str, Whole | str], tuple[Kind | None, Kind | None]] =
     (_PARTS, REPLICATED): ("all_gather", None),
     (_PARTS, COPIED): ("all_gather", "reduce_scatter"),
     (_PARTS, PARTIAL): (None, None),
-    (_PARTS, _PARTS): ("all_gather", "all_gather"),
+    (_PARTS, _PARTS): ("all_to_all", "all_to_all"),
 }
 """What a move takes forward and backward. The backward of a move is that of the gradient's states the other way round:
 a value that is whole, of whose gradient ranks hold summands, has its gradient reduced where it was the whole."""

@@ -102,17 +102,21 @@ def tensor_plan(
     latency_bytes: float = LATENCY_BYTES,
     pins: Mapping[str, int | None] | None = None,
     draws: Collection[str] = (),
+    sequence: bool = True,
 ) -> TensorPlan:
     """Find a plan for a recording; no weights are needed.
 
     ``latency_bytes``: a collective costs as much as sending so many bytes more. ``pins``: the dimensions by which some
     parameters are sharded, or None for whole; others are chosen. ``draws``: the nodes whose random numbers are drawn
-    for the whole tensor, of which ranks take their parts; others run whole.
+    for the whole tensor, of which ranks take their parts; others run whole. ``sequence``: what lies between pairs of
+    products (norms, dropout, sums) may be in parts of another axis than the weights', the positions of a text for
+    example (Korthikanti et al. 2022, arXiv 2205.05198).
 
     Raises InputError where a size that attention or a pair of projections would be sharded by is not a multiple of
     ``ranks`` and nothing else takes its place.
     """
     options = {"ranks": ranks, "latency_bytes": latency_bytes, "pins": pins or {}, "draws": draws}
+    options["sequence"] = sequence
     with attributes(traced.root):
         return _Planner(traced, ranks, rows, options).plan()
 

@@ -16,18 +16,23 @@ from torch import nn
 
 from autosplit.tensor.axes import Axis, shard_if_any, shard_of
 from autosplit.tensor.check import draws_in_parts, runs
-from autosplit.tensor.facts import Facts, Operand
+from autosplit.tensor.facts import Facts, NodeFacts, Operand
 from autosplit.tensor.moves import collectives
 from autosplit.tensor.solve import Table, cheapest
-from autosplit.tensor.ways import COPIED, PARTIAL, REPLICATED, State, Way, ways_of
+from autosplit.tensor.ways import COPIED, PARTIAL, REPLICATED, State, Way, Whole, token_axes, ways_of
 from autosplit.trace.graph import INFO, NodeClass
 
 LATENCY_BYTES = float(2**18)
-"""What a collective costs beside its bytes: some microseconds of a link between GPUs of one host."""
+"""What an all-reduce costs beside its bytes: some microseconds of a link between GPUs of one host. Others, which take
+half as many steps, cost half of it."""
+_HELD = 0.25
+"""Bytes on the wire that a byte of a result which every rank computes and holds whole is worth: an H100 reads and writes
+it six times in a forward and backward, at 3.35 TB/s, and sends 0.45 TB/s."""
 SHARE = 0.002
 """How much of what can be sharded in a block may stay whole where that saves bytes on the wire."""
 _LITTLE = 1e-3
 """Bytes that a node in another state than the replicated one costs: of equal plans that with the fewest is chosen."""
+_UNSENT = ((REPLICATED, COPIED), (REPLICATED, PARTIAL))
 _CLOSE = 2.0
 """How near the price that is found is to the least."""
 
@@ -83,6 +88,7 @@ class Problem:
         latency_bytes: float,
         pins: Mapping[str, int | None],
         draws: Collection[str],
+        sequence: bool = True,
         any_size: bool = False,
     ) -> None:
         self.facts, self.root, self.ranks, self.latency_bytes = facts, root, ranks, latency_bytes
@@ -93,6 +99,7 @@ class Problem:
         self._draws = draws
         self._nested = {name for name, node in facts.nodes.items() if len(node.results) != 1}
         self._parameters(any_size, pins)
+        self._tokens = token_axes(facts, ranks) if sequence else []
         self._nodes(any_size)
 
     @property
@@ -135,7 +142,8 @@ class Problem:
             if not taken:
                 continue
             info = node.node.meta[INFO]
-            ways = ways_of(self.facts, node, self.axes, random=info.random)
+            ways = ways_of(self.facts, node, dict.fromkeys((*self.axes, *self._tokens)), random=info.random)
+            ways = [w for w in ways if w.axis not in self._tokens or self._in_runs(node, w.axis)]
             if info.random:
                 known = info.name in self._draws
                 ways = [w for w in ways if w.axis is None or (known and draws_in_parts(self.facts, node, w.axis))]
@@ -152,6 +160,12 @@ class Problem:
         """Tell whether a node gives what it should on a rank's parts."""
         return way.axis is None or runs(self.facts, self.root, self.facts.nodes[name], way, self.ranks)
 
+    def _in_runs(self, node: NodeFacts, axis: Axis) -> bool:
+        """Tell whether a rank's part of all that a node takes and gives is one run, whatever the number of rows."""
+        keys = [key for keys in (*node.operands.values(), node.results) for key in keys]
+        shards = [shard_if_any(self.facts.dims[key], axis) for key in keys]
+        return all(shard is None or shard.plain for shard in shards)
+
     def of(self, key: Operand) -> Operand:
         """Return the first name of a parameter, or the name itself."""
         return self._alias.get(key, key)
@@ -165,18 +179,20 @@ class Problem:
         """Return what moving a value from one state to another takes on the wire; infinite where it is not done."""
         if source is target:
             return 0.0
-        if value.of_state and not (source is REPLICATED and target in (COPIED, PARTIAL)):
+        if value.of_state and target not in self._tokens and (source, target) not in _UNSENT:
             return np.inf
         if value.key in self._nested:
             return np.inf
         found = collectives(source, target, value_bytes=value.bytes, ranks=self.ranks, gradient=value.gradient)
-        return sum(collective.wire_bytes for collective in found) + self.latency_bytes * len(found)
+        latency = self.latency_bytes * (value.key in self.ways)  # nothing waits for the sum of a parameter's gradient
+        return sum(one.wire_bytes + latency / (1 if one.kind == "all_reduce" else 2) for one in found)
 
     def tables(self, price: float) -> list[Table]:
         """Return the tables; ``price``: the bytes on the wire that a replicated element of a parameter is worth."""
         found = [*self._moves]
         for key, states in self._given.items():
-            costs = [_LITTLE * (state is not REPLICATED) for state in states]
+            whole = _HELD * self.values[key].bytes * (1 - 1 / self.ranks) * bool(self._tokens)
+            costs = [_LITTLE * (s is not REPLICATED) + whole * isinstance(s, Whole) for s in states]
             if key not in self.ways:
                 costs = [price * self.values[key].elements * (state is REPLICATED) for state in states]
             found.append(Table((("value", key),), np.array(costs)))

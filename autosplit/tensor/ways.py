@@ -14,6 +14,7 @@ it makes a summand. Where its results lack the axis they are summands, if it is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -71,6 +72,20 @@ def ways_of(facts: Facts, node: NodeFacts, axes: Collection[Axis], *, random: bo
             if way is not None and way.gives is PARTIAL and way.wants not in [w.wants for w in ways]:
                 ways.append(way)
     return ways
+
+
+def token_axes(facts: Facts, ranks: int) -> list[Axis]:
+    """Return the axes other than the weights' along which ranks can share what lies between products.
+
+    They are dimensions of the results of several products, positions of a text for example, of a size that every call
+    has and that ``ranks`` divides.
+    """
+    products = [node for node in facts.nodes.values() if node.flops and any(key[0] == "." for key in node.operands)]
+    weights = {key for node in products for name, keys in node.operands.items() if name[0] == "." for key in keys}
+    others = {atom for key in weights for axis in facts.dims[key] for atom in axis.atoms()} | facts.varying
+    results = [{axis.found() for key in node.results for axis in facts.dims[key]} for node in products]
+    counts = Counter(axis for axes in results for axis in axes if axis.is_atom and axis not in others)
+    return [axis for axis, count in counts.items() if count > 1 and axis.size > 1 and axis.size % ranks == 0]
 
 
 def _tensors(node: NodeFacts) -> list[int]:

@@ -7,14 +7,13 @@ import random
 from collections import defaultdict, deque
 from typing import Any, NamedTuple
 
-from autosplit.distributed.order import Entry, Item, Receive, Send, of_rank, step_order
 from autosplit.runtime.lanes.threads import backwards, forwards
 from autosplit.runtime.transport import Way
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build, stages_per_device
 from autosplit.schedule.validate import validate
 
-Lists = list[list[Item]]
+Lists = list[list[Entry]]
 
 
 class Case(NamedTuple):
@@ -28,12 +27,12 @@ class Case(NamedTuple):
     def ranks(self) -> int:
         return len(self.schedule.lanes)
 
-    def order(self, *, described: bool = True) -> tuple[Entry, ...]:
+    def order(self, *, described: bool = True) -> tuple[Issued, ...]:
         return step_order(self.schedule, self.sources, self.losses, described=described)
 
     def lists(self, *, described: bool = True) -> Lists:
         order = self.order(described=described)
-        return [list(of_rank(order, rank)) for rank in range(self.ranks)]
+        return [list(of_device(order, rank)) for rank in range(self.ranks)]
 
     def takes(self, action: Action) -> dict[Way, Action]:
         """Return what an action takes of other stages, on whatever rank, and what makes it."""
@@ -127,7 +126,7 @@ def ends(case: Case, lists: Lists, chance: random.Random, *, rendezvous: bool, d
     sent, wanted = defaultdict[Any, deque[Way]](deque), defaultdict[Any, deque[Way]](deque)
     done, arrived, begun = set[Action](), set[Way](), set[Way]()
 
-    def can_go_on(item: Item) -> bool:
+    def can_go_on(item: Entry) -> bool:
         if isinstance(item, Action):
             return arrived.issuperset(taken[item])
         if isinstance(item, Receive):

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from networkx.algorithms import dag
 
-from autosplit.distributed import order as module
-from autosplit.distributed.order import Entry, Item, Receive, Send, arrivals, check_order, of_rank, step_order
+from autosplit.schedule import order as module
 from autosplit.errors import ScheduleError
 from autosplit.runtime.transport import Way
 from autosplit.schedule.action import Action, Schedule
@@ -35,7 +34,7 @@ def is_proved(lists: Lists, chance: random.Random) -> bool:
     owners = [rank for rank, items in enumerate(lists) for _ in items]
     chance.shuffle(owners)
     try:
-        check_order([Entry(rank, left[rank].popleft()) for rank in owners], len(lists))
+        check_order([Issued(rank, left[rank].popleft()) for rank in owners], len(lists))
     except ScheduleError:
         return False
     return True
@@ -80,9 +79,9 @@ def test_messages_stand_between_what_makes_and_what_takes_them(name: str, chance
         assert in_order[0] == in_order[1]
 
 
-def ticks(case: Case) -> dict[Item, int]:
+def ticks(case: Case) -> dict[Entry, int]:
     """Return when each action ends where it takes one tick and messages take none."""
-    left, clock, end = [deque(lane) for lane in case.schedule.lanes], [0] * case.ranks, dict[Item, int]()
+    left, clock, end = [deque(lane) for lane in case.schedule.lanes], [0] * case.ranks, dict[Entry, int]()
     while any(left):
         for rank, lane in enumerate(left):
             while lane and all(maker in end for maker in case.takes(lane[0]).values()):
@@ -173,51 +172,51 @@ def test_a_first_step_ends_where_receives_wait_for_descriptions(name: str, chanc
     assert ends(case, case.lists(described=False), chance, rendezvous=True, described=False)
 
 
-def text(items: Iterable[Item]) -> str:
+def text(items: Iterable[Entry]) -> str:
     return ", ".join(map(str, items))
 
 
 def test_1f1b_of_two_stages() -> None:
     schedule = build("1f1b", stages=2, microbatches=2)
     order = step_order(schedule, chain(2))
-    assert text(of_rank(order, 0)) == (
-        "0F0, send 0F0 to stage 1, 0F1, send 0F1 to stage 1, receive 1B0 for stage 0, 0B0, receive 1B1 for stage 0, 0B1"
+    assert text(of_device(order, 0)) == (
+        "0F0, 0SEND_F0, 0F1, 0SEND_F1, 0RECV_B0, 0B0, 0RECV_B1, 0B1"
     )
-    assert text(of_rank(order, 1)) == (
-        "receive 0F0 for stage 1, receive 0F1 for stage 1, 1F0, 1B0, send 1B0 to stage 0, 1F1, 1B1, send 1B1 to stage 0"
+    assert text(of_device(order, 1)) == (
+        "1RECV_F0, 1RECV_F1, 1F0, 1B0, 1SEND_B0, 1F1, 1B1, 1SEND_B1"
     )
 
 
 def test_a_first_step_of_1f1b_receives_what_is_described() -> None:
     order = step_order(build("1f1b", stages=2, microbatches=2), chain(2), described=False)
-    assert text(of_rank(order, 0)) == (
-        "0F0, send 0F0 to stage 1, 0F1, send 0F1 to stage 1, receive 1B0 for stage 0, 0B0, receive 1B1 for stage 0, 0B1"
+    assert text(of_device(order, 0)) == (
+        "0F0, 0SEND_F0, 0F1, 0SEND_F1, 0RECV_B0, 0B0, 0RECV_B1, 0B1"
     )
-    assert text(of_rank(order, 1)) == (
-        "receive 0F0 for stage 1, 1F0, receive 0F1 for stage 1, 1B0, send 1B0 to stage 0, 1F1, 1B1, send 1B1 to stage 0"
+    assert text(of_device(order, 1)) == (
+        "1RECV_F0, 1F0, 1RECV_F1, 1B0, 1SEND_B0, 1F1, 1B1, 1SEND_B1"
     )
 
 
 def test_a_skip_and_what_the_loss_takes_go_straight_to_their_users() -> None:
     schedule = build("gpipe", stages=3, microbatches=1)
     order = step_order(schedule, [set(), {0}, {0, 1}], [1, 2])
-    assert text(of_rank(order, 0)) == (
-        "0F0, send 0F0 to stage 1, send 0F0 to stage 2, receive 2B0 for stage 0, receive 1B0 for stage 0, 0B0"
+    assert text(of_device(order, 0)) == (
+        "0F0, 0SEND_F0, 0SEND_F0(2), 0RECV_B0(2), 0RECV_B0, 0B0"
     )
-    assert text(of_rank(order, 1)) == (
-        "receive 0F0 for stage 1, 1F0, send 1F0 to stage 2, send 1F0 of the loss to stage 2, "
-        "receive 2B0 for stage 1, receive 2B0 of the loss for stage 1, 1B0, send 1B0 to stage 0"
+    assert text(of_device(order, 1)) == (
+        "1RECV_F0, 1F0, 1SEND_F0, 1SEND_F0(2 loss), "
+        "1RECV_B0, 1RECV_B0(2 loss), 1B0, 1SEND_B0"
     )
-    assert text(of_rank(order, 2)) == (
-        "receive 0F0 for stage 2, receive 1F0 for stage 2, receive 1F0 of the loss for stage 2, 2F0, 2B0, "
-        "send 2B0 to stage 0, send 2B0 to stage 1, send 2B0 of the loss to stage 1"
+    assert text(of_device(order, 2)) == (
+        "2RECV_F0(0), 2RECV_F0, 2RECV_F0(1 loss), 2F0, 2B0, "
+        "2SEND_B0(0), 2SEND_B0, 2SEND_B0(1 loss)"
     )
 
 
 def test_a_split_backward_sends_behind_the_input_gradient() -> None:
     order = step_order(build("zb_h1", stages=2, microbatches=1), chain(2))
-    assert text(of_rank(order, 1)) == "receive 0F0 for stage 1, 1F0, 1I0, send 1B0 to stage 0, 1W0"
-    assert text(of_rank(order, 0)) == "0F0, send 0F0 to stage 1, receive 1B0 for stage 0, 0I0, 0W0"
+    assert text(of_device(order, 1)) == "1RECV_F0, 1F0, 1I0, 1SEND_B0, 1W0"
+    assert text(of_device(order, 0)) == "0F0, 0SEND_F0, 0RECV_B0, 0I0, 0W0"
 
 
 def test_stages_of_one_rank_exchange_no_messages() -> None:
@@ -249,8 +248,8 @@ def test_what_a_chain_forbids_and_the_graph_does_not_is_given_an_order() -> None
     schedule = Schedule("mine", ((Action(0, "F", 0),), (Action(2, "F", 0), Action(1, "F", 0))), (0, 1, 1))
     with pytest.raises(ScheduleError, match="2F0 waits for 1F0"):
         validate(schedule)
-    assert text(of_rank(step_order(schedule, [set(), {0}, {0}]), 1)) == (
-        "receive 0F0 for stage 1, receive 0F0 for stage 2, 2F0, 1F0"
+    assert text(of_device(step_order(schedule, [set(), {0}, {0}]), 1)) == (
+        "1RECV_F0, 2RECV_F0(0), 2F0, 1F0"
     )
     with pytest.raises(ScheduleError, match="'2F0' of rank 1 waits for '1F0' of rank 1"):
         step_order(schedule, chain(3))
@@ -278,20 +277,20 @@ HEAD_ON: Lists = [
 ]
 
 
-def entries(lists: Lists) -> list[Entry]:
-    return [Entry(rank, item) for rank, items in enumerate(lists) for item in items]
+def entries(lists: Lists) -> list[Issued]:
+    return [Issued(rank, item) for rank, items in enumerate(lists) for item in items]
 
 
 def test_two_ranks_that_send_head_on_are_shown() -> None:
     with pytest.raises(ScheduleError) as caught:
         check_order(entries(HEAD_ON), 2)
     assert str(caught.value) == (
-        "order: deadlock: 'send 0F1 to stage 1' of rank 0 waits for 'receive 0F1 for stage 1' of rank 1, "
-        "'send 1B0 to stage 0' of rank 1 waits for 'receive 1B0 for stage 0' of rank 0; reorder one of these ranks"
+        "order: deadlock: '0SEND_F1' of rank 0 waits for '1RECV_F1' of rank 1, "
+        "'1SEND_B0' of rank 1 waits for '0RECV_B0' of rank 0; reorder one of these ranks"
     )
 
 
-def changed(rank: int, position: int, *items: Item) -> Lists:
+def changed(rank: int, position: int, *items: Entry) -> Lists:
     lists = [list(own) for own in HEAD_ON]
     lists[rank][position : position + 1] = items
     return lists
@@ -302,23 +301,23 @@ def changed(rank: int, position: int, *items: Item) -> Lists:
     [
         (
             changed(0, 0),
-            "rank 0 has 'send 0F0 to stage 1', and not the action that makes it",
+            "rank 0 has '0SEND_F0', and not the action that makes it",
         ),
         (
             changed(1, 5),
-            "rank 1 has 'receive 0F1 for stage 1', and not the action that takes it",
+            "rank 1 has '1RECV_F1', and not the action that takes it",
         ),
-        (changed(1, 2), "rank 1 has 'send 1B0 to stage 0', and not the action that makes it"),
-        (changed(0, 1), "rank 1 has 'receive 0F0 for stage 1', and no other rank has 'send 0F0 to stage 1'"),
-        (changed(1, 4), "rank 0 has 'send 0F1 to stage 1', and no other rank has 'receive 0F1 for stage 1'"),
+        (changed(1, 2), "rank 1 has '1SEND_B0', and not the action that makes it"),
+        (changed(0, 1), "rank 1 has '1RECV_F0', and no other rank has '0SEND_F0'"),
+        (changed(1, 4), "rank 0 has '0SEND_F1', and no other rank has '1RECV_F1'"),
         (
             changed(0, 3, *[Send(Way(0, 1, 1))] * 2),
-            "rank 0 has 'send 0F1 to stage 1', and rank 0 once more; remove one",
+            "rank 0 has '0SEND_F1', and rank 0 once more; remove one",
         ),
         (changed(1, 6, Action(0, "B", 1)), "rank 0 has '0B1', and rank 1 once more; remove one"),
         (
             changed(0, 6, Send(Way(0, 2, 1)), Receive(Way(0, 2, 1)), Action(2, "F", 1)),
-            "rank 0 has 'send 0F1 to stage 2', and no other rank has 'receive 0F1 for stage 2'",
+            "rank 0 has '0SEND_F1(2)', and no other rank has '2RECV_F1(0)'",
         ),
         ([*HEAD_ON[:1], []], "no other rank has"),
     ],
@@ -349,7 +348,7 @@ def test_a_message_sent_before_it_is_made_or_received_after_it_is_taken_is_refus
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_that_there_is_not_is_refused(rank: int) -> None:
     with pytest.raises(ScheduleError, match=f"'0F0' is of rank {rank}; there are 2 ranks, 0 on"):
-        check_order([Entry(rank, Action(0, "F", 0))], 2)
+        check_order([Issued(rank, Action(0, "F", 0))], 2)
 
 
 def test_an_order_is_proved_before_it_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +358,7 @@ def test_an_order_is_proved_before_it_is_returned(monkeypatch: pytest.MonkeyPatc
     assert [(tuple(entries), *rest) for entries, *rest in proved] == [(orders[0], 2, True), (orders[1], 2, False)]
 
 
-def test_a_pair_of_ranks_has_one_order_of_its_messages() -> None:
+def test_a_pair_of_devices_has_one_order_of_its_messages() -> None:
     lists: Lists = [
         [Action(0, "F", 0), Send(Way(0, 1, 0)), Action(0, "F", 1), Send(Way(0, 1, 1))],
         [Receive(Way(0, 1, 1)), Receive(Way(0, 1, 0)), Action(1, "F", 0), Action(1, "F", 1)],
@@ -367,7 +366,7 @@ def test_a_pair_of_ranks_has_one_order_of_its_messages() -> None:
     with pytest.raises(ScheduleError) as caught:
         check_order(entries(lists), 2)
     assert str(caught.value) == (
-        "rank 0 has 'send 0F0 to stage 1' where rank 1 has 'receive 0F1 for stage 1'; "
+        "rank 0 has '0SEND_F0' where rank 1 has '1RECV_F1'; "
         "receive from a rank in the order in which it sends"
     )
 

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.distributed import replicas
-from autosplit.distributed.order import Reduce, with_reductions
 from autosplit.distributed.world import World
 from autosplit.runtime.step.cells import Cells
 from autosplit.schedule.action import Action

@@ -70,9 +70,9 @@ def test_a_saved_plan_is_costed_anew(given: Plan, tmp_path: Path) -> None:
         _llama(plan=given, mesh="auto")
 
 
-@pytest.mark.parametrize(("sequence", "least", "most"), [(False, 0.6, 0.9), (True, 0.5, 0.56)])
+@pytest.mark.parametrize(("sequence", "least", "most"), [(False, 0.55, 0.9), (True, 0.5, 0.56)])
 def test_tensor_parallel_ranks_hold_less(*, sequence: bool, least: float, most: float) -> None:
-    """A rank has half of what lies between products, and of the residual too under sequence parallelism."""
+    """A rank has half of what lies between products; what these take it gathers, and keeps unless as Megatron-LM."""
     asked: dict[str, Any] = {"zero": 1, "schedule": "1f1b", "chunks": 4, "recompute": "never"}
     own = _llama(mesh="dp=2,tp=2,pp=2", sequence_parallel=sequence, **asked)
     whole = _llama(mesh="dp=4,pp=2", rows=32, **asked)

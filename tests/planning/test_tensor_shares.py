@@ -17,7 +17,6 @@ from autosplit.profile.node_costs.combine import profile
 from autosplit.profile.shares import Collective, NodeShare, TensorShares
 from autosplit.profile.types import Profile
 from autosplit.tensor.plan import check_sharded, tensor_plan
-from autosplit.tensor.ways import COPIED
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import trace
 from cost_models.registry import device, machine
@@ -52,52 +51,29 @@ def _kinds(shares: TensorShares, module: str) -> tuple[list[str], list[str]]:
     return sorted(one.kind for one in forward), sorted(one.kind for one in backward)
 
 
-def test_shares_of_llama(llama: tuple[TracedGraph, Profile]) -> None:
-    """A rank has its part of products, heads and parameters; the residual and the logits are whole; a block sums."""
+@pytest.mark.parametrize("sequence", [False, True])
+def test_shares_of_llama(llama: tuple[TracedGraph, Profile], *, sequence: bool) -> None:
+    """A rank has its part of products, heads, parameters and, between pairs, positions; Megatron-LM gathers again."""
     graph, costs = llama
-    shares = _shares(graph, 4)
-    part, whole = NodeShare(0.25, 0.25), NodeShare(1, 1)
-    gate = shares.of("layers.1.gate#0")
-    assert (gate.work, gate.held) == (0.25, 0.25)
-    assert shares.of("layers.1#0/mul_0") == part
-    assert shares.of("layers.1.before#0") == shares.of("layers.1#0/add_0") == whole
-    assert shares.of("layers.1.down#0") == NodeShare(0.25, 1, (Collective("all_reduce", "layers.1.down#0"),))
-    assert _kinds(shares, "layers.1") == (["all_reduce"] * 2, ["all_reduce"] * 2)
+    shares = _shares(graph, 4, sequence=sequence)
+    part = NodeShare(0.25, 0.25)
+    assert shares.of("layers.1#0/mul_0") == shares.of("layers.1#0/add_0") == part
+    assert {share.work for name, share in shares.nodes.items() if "layers.1" in name} == {0.25}
+    gathered = {name for name, share in shares.nodes.items() if "layers.1" in name and share.held == 1}
+    assert gathered == (set() if sequence else {"layers.1.before#0", "layers.1.behind#0"})
+    assert shares.of("layers.1.down#0").forward == (Collective("reduce_scatter", "layers.1.down#0"),)
+    assert _kinds(shares, "layers.1") == (
+        ["all_gather"] * 2 + ["reduce_scatter"] * 2,
+        ["all_gather"] * (4 if sequence else 2) + ["all_reduce"] * 2 + ["reduce_scatter"] * 2,  # two norms' scales
+    )
     head = shares.of("lm_head#0")
-    assert (head.work, head.held, head.forward) == (0.25, 1, (Collective("all_gather", "lm_head#0"),))
+    words = () if sequence else (Collective("all_gather", "lm_head#0"),)
+    assert (head.work, head.held, head.forward) == (0.25, 0.25 if sequence else 1, words)
     assert shares.states["layers.1.attention.q_proj.weight"] == shares.states["embed.weight"] == 0.25
     assert "layers.0.before.weight" not in shares.states
     held = sum(state.bytes * shares.states.get(name, 1.0) for name, state in costs.state.items() if state.is_parameter)
     every = sum(state.bytes for state in costs.state.values() if state.is_parameter)
     assert 0.25 * every < held < 0.28 * every
-
-
-def test_sequence_parallel_shares_of_llama(llama: tuple[TracedGraph, Profile]) -> None:
-    """What the plan has whole is shared by positions; a block gathers and scatters; logits stay parts for the loss."""
-    graph, _ = llama
-    shares = _shares(graph, 4, sequence=True)
-    part = NodeShare(0.25, 0.25)
-    assert shares.of("layers.1.before#0") == shares.of("layers.1#0/add_0") == part
-    assert {(share.work, share.held) for name, share in shares.nodes.items() if "layers.1" in name} == {(0.25, 0.25)}
-    assert _kinds(shares, "layers.1") == (
-        ["all_gather", "all_gather", "reduce_scatter", "reduce_scatter"],
-        [*["all_gather"] * 4, *["reduce_scatter"] * 2],
-    )
-    head = shares.of("lm_head#0")
-    assert (head.work, head.held) == (0.25, 0.25)
-    assert [one.kind for one in head.forward] == ["all_gather"]
-    assert head.forward[0].value != "lm_head#0"
-
-
-def test_a_norm_that_the_plan_copies_shares_positions(llama: tuple[TracedGraph, Profile]) -> None:
-    """Features of words go to positions; the gradients that were summed before the first norm are so behind it."""
-    plan = tensor_plan(llama[0], ranks=4, rows=_ROWS, latency_bytes=1.0)
-    assert plan.nodes["layers_0_before_0"].gives == (COPIED,)
-    shares = shares_of(plan, llama[0], sequence=True)
-    own = shares.of("layers.0.before#0")
-    assert (own.work, own.held, own.forward) == (0.25, 0.25, ())
-    forward, backward = _kinds(shares, "layers.1")
-    assert _kinds(shares, "layers.0") == (forward, sorted([*backward, "all_reduce"]))  # the last: the norm's scale
 
 
 def test_a_rank_has_its_part_of_the_work(llama: tuple[TracedGraph, Profile]) -> None:
@@ -166,10 +142,8 @@ def test_without_positions_ranks_sum() -> None:
 
 
 def test_positions_are_not_shared_where_heads_are_whole(llama: tuple[TracedGraph, Profile]) -> None:
-    """More ranks than groups of heads have attention whole, so that its queries are summed, and not scattered."""
+    """More ranks than groups of heads have attention whole: its queries are put together, and positions are not."""
     shares = _shares(llama[0], 8, sequence=True)
-    query = shares.of("layers.1.attention.q_proj#0")
-    assert query == NodeShare(0.125, 1.0, (Collective("all_reduce", "layers.1.attention.q_proj#0"),), query.backward)
     attention = next(share for name, share in shares.nodes.items() if "layers.1.attention#0/scaled_dot" in name)
     assert attention.work == 1
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH, HEADS, ROWS, LENGTH, WORDS = 16, 4, 4, 5, 24
+WIDTH, HEADS, ROWS, LENGTH, WORDS = 16, 4, 4, 6, 24
 
 
 class Pair(nn.Module):

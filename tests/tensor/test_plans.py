@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import operator
+import re
+from collections import Counter, defaultdict
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autosplit.errors import InputError
 from autosplit.options import Sample
 from autosplit.tensor.axes import Shard
 from autosplit.tensor.plan import TensorPlan, tensor_plan
 from autosplit.tensor.ways import REPLICATED
+from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import trace
-from benchmarks.tensor_graph import rank_elements
+from benchmarks.tensor_graph import rank_elements, rank_graph
 from tests.tensor.nets import LENGTH, NETS, ROWS, WIDTH, WORDS, Language, Pair, Separate
 
 
@@ -28,6 +32,9 @@ def planned(model: nn.Module, *, ranks: int = 2, words: bool = False, **options:
     return tensor_plan(trace(model, Sample(inputs)).graph, ranks=ranks, rows=ROWS, **options)
 
 
+_PAIR = {"b.weight": 0, "b.bias": 0, "a.weight": 1, "a.bias": None}
+
+
 def dims(plan: TensorPlan) -> dict[str, int | None]:
     """Return the dimension by which each parameter is sharded."""
     return {name: p.dim if isinstance(p, Shard) else None for name, p in plan.parameters.items()}
@@ -38,19 +45,49 @@ def kinds(plan: TensorPlan) -> list[tuple[str, str]]:
 
 
 def test_a_pair_is_sharded_by_columns_and_rows_with_one_sum_each_way() -> None:
-    plan = planned(nn.Sequential(nn.LayerNorm(WIDTH), Pair()))
-    assert dims(plan) == {
-        "0.weight": None,
-        "0.bias": None,
-        "1.b.weight": 0,
-        "1.b.bias": 0,
-        "1.a.weight": 1,
-        "1.a.bias": None,
-    }
-    assert kinds(plan) == [("all_reduce", "backward"), ("all_reduce", "forward")]
+    plan = planned(nn.Sequential(Pair(), Pair()), sequence=False)
+    assert dims(plan) == {f"{n}.{key}": dim for n in (0, 1) for key, dim in _PAIR.items()}
+    assert Counter(kinds(plan)) == {("all_reduce", "forward"): 2, ("all_reduce", "backward"): 1}
     size = ROWS * LENGTH * WIDTH * 4
-    assert plan.wire_bytes == 2 * size  # two rings of half the bytes, forward and backward
+    assert plan.wire_bytes == 3 * size  # two rings of half the bytes; the first one's input has no gradient
     assert plan.replicated == {}
+
+
+@pytest.mark.parametrize("length", [6, 5])
+def test_between_pairs_ranks_share_positions_where_they_divide(length: int) -> None:
+    """Per pair no more is sent than by Megatron-LM: a gather and a scatter each way, in the place of a sum."""
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(), Pair()) for _ in range(3))).to("meta")
+    traced = trace(model, Sample(torch.zeros(ROWS, length, WIDTH, device="meta"))).graph
+    draws = {info.name for _, info in traced.compute_nodes() if info.random}
+    plan = tensor_plan(traced, ranks=2, rows=ROWS, draws=draws)
+    size = ROWS * length * WIDTH * 4
+    sent = [(c.kind, c.phase) for one in plan.collectives for c in (one.collective,) if c.value_bytes == size]
+    if length % 2:
+        assert Counter(sent) == {("all_reduce", "forward"): 3, ("all_reduce", "backward"): 2}
+        return
+    between = dict.fromkeys(product(("all_gather", "reduce_scatter"), ("forward", "backward")), 2)
+    assert Counter(sent) == between | {("all_reduce", "forward"): 1}  # the last one's sum
+    whole = tensor_plan(traced, ranks=2, rows=ROWS, draws=draws, sequence=False)
+    apart, together = (_saved_by_norms(traced, each, length)[1:] for each in (plan, whole))
+    assert together == [size + 2 * ROWS * length * 4] * 2  # what they take, with a mean and a deviation per position
+    assert [2 * saved for saved in apart] == together
+
+
+def _saved_by_norms(traced: TracedGraph, plan: TensorPlan, length: int) -> list[int]:
+    """Return the bytes of activations that a rank's norms save for the backward."""
+    module, saved = rank_graph(traced, plan, rank=0, alone=True), defaultdict[str, int](int)
+
+    class Noting(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            def note(tensor: torch.Tensor) -> torch.Tensor:
+                saved[n.name] += 0 if isinstance(tensor, nn.Parameter) else tensor.numel() * tensor.element_size()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                return super().run_node(n)
+
+    Noting(module.to_empty(device="cpu")).run(ROWS, torch.zeros(ROWS, length, WIDTH, requires_grad=True))
+    return [count for name, count in saved.items() if re.fullmatch(r"_\d_0_0", name)]
 
 
 def test_halves_of_a_fused_gate_are_cut_each_for_itself() -> None:
