@@ -280,8 +280,9 @@ def plan(
             batch; rows, bytes and times of the plan's stages are one rank's. None: a pipeline over all devices.
         zero: what data-parallel ranks shard of a mesh: 0 nothing, 1 the optimizer's state, 2 gradients too, 3
             parameters too; "auto": what is fastest and fits.
-        sequence_parallel: assume of a mesh's tensor-parallel ranks that they share the positions of what they would
-            have whole, and the words of the loss, as Megatron-LM's do. What `autosplit` runs does not.
+        sequence_parallel: assume of a mesh's tensor-parallel ranks that they gather once more in the backward what
+            products take of their positions, in the place of keeping it, and that they share the words of the loss, as
+            Megatron-LM's do. What `autosplit` runs does neither.
         find: "best": the best plan for these devices and this batch; "smallest": for the fewest devices of this kind
             that surely hold the model; "largest_batch": for the largest batch that surely fits, in ``chunks``
             microbatches (auto: as many as are best for the sample).

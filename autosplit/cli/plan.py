@@ -81,7 +81,7 @@ Replicas = Annotated[
     str | None, typer.Option(metavar="auto|LIST", help="Devices of each stage, such as 2,1,1, or auto.")
 ]
 SequenceParallel = Annotated[
-    bool, typer.Option("--sequence-parallel", help="Assume that ranks of tp share positions, as Megatron-LM's do.")
+    bool, typer.Option("--sequence-parallel", help="Assume of ranks of tp what Megatron-LM's do.")
 ]
 PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto.")]
 

@@ -26,8 +26,8 @@ LATENCY_BYTES = float(2**18)
 """What an all-reduce costs beside its bytes: some microseconds of a link between GPUs of one host. Others, which take
 half as many steps, cost half of it."""
 _HELD = 0.25
-"""Bytes on the wire that a byte of a result which every rank computes and holds whole is worth: an H100 reads and writes
-it six times in a forward and backward, at 3.35 TB/s, and sends 0.45 TB/s."""
+"""Bytes on the wire that a byte of a result is worth which every rank computes and holds whole, where ranks can share
+positions: an H100 reads and writes it six times in a forward and backward, at 3.35 TB/s, and sends 0.45 TB/s."""
 SHARE = 0.002
 """How much of what can be sharded in a block may stay whole where that saves bytes on the wire."""
 _LITTLE = 1e-3

@@ -80,7 +80,7 @@ def _saved_by_norms(traced: TracedGraph, plan: TensorPlan, length: int) -> list[
     class Noting(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             def note(tensor: torch.Tensor) -> torch.Tensor:
-                saved[n.name] += 0 if isinstance(tensor, nn.Parameter) else tensor.numel() * tensor.element_size()
+                saved[n.name] += tensor.numel() * tensor.element_size() * (tensor.ndim > 1)
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

@@ -50,7 +50,7 @@ class MeshRequest:
         degrees: those that were given; "auto": the best.
         zero: the ZeRO stage; "auto": the best.
         free_chunks: whether the number of microbatches is open.
-        sequence: whether sequence parallelism is assumed of tensor-parallel ranks.
+        sequence: whether Megatron-LM's sequence parallelism is assumed of tensor-parallel ranks.
     """
 
     paper: OnPaper

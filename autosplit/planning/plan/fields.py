@@ -35,7 +35,7 @@ class MeshDegrees(FrozenFields):
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     """ZeRO stage: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
     sequence: bool = False
-    """Sequence parallelism is assumed of the tensor-parallel ranks, which no pipe runs."""
+    """Megatron-LM's sequence parallelism is assumed of the tensor-parallel ranks, which no pipe runs."""
     order: tuple[str, ...] = ("pp", "dp", "tp")
     """The dimensions from the outermost to the innermost, whose ranks are neighbours."""
 
