@@ -93,9 +93,10 @@ class Move(nn.Module):
             zeros = value.new_zeros((1, *value.shape))
             before, behind = zeros.expand(rank, *value.shape), zeros.expand(ranks - rank - 1, *value.shape)
             return put_together(torch.cat((before, value.unsqueeze(0), behind)), source)
-        if isinstance(target, Shard) and source not in _SAME:
-            parts = _all_parts(value, target, ranks)
-            return sharing.scattered(parts) if source is PARTIAL else put_together(sharing.exchanged(parts), source)
+        if isinstance(target, Shard) and isinstance(source, Shard):
+            return put_together(sharing.exchanged(_all_parts(value, target, ranks)), source)
+        if isinstance(target, Shard) and source is PARTIAL:
+            return sharing.scattered(_all_parts(value, target, ranks))
         if isinstance(source, Shard):
             value = put_together(sharing.gathered(value), source)
         elif source is PARTIAL:
