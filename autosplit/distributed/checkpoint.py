@@ -175,7 +175,7 @@ def restore(
         ranks.check_same("step", step)
         number, *_ = ranks.run(lambda: _existing(Path(folder), step))
         restoring = _Restoring(Path(folder) / f"step-{number}", part, optimizer)
-        every = ranks.run(restoring.own)
+        every = ranks.run(restoring.state)
         groups = ranks.run(lambda: restoring.prepare(every))
         ranks.run(lambda: restoring.load(groups))
     return restoring.others
@@ -313,7 +313,7 @@ class _Restoring:
         self._empty: Groups = {}
         self.others: dict[str, Any] = {}
 
-    def own(self) -> _RankState:
+    def state(self) -> _RankState:
         """Return what this rank has."""
         self._model = self._part.state_dict()
         self._rows = optimized_parameters(self._part, self._optimizer)

@@ -38,7 +38,7 @@ def _blank(leaf: Any) -> Any:
 def like_first(world: World, doing: str, first: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the batch of the first stage's rank; on other ranks its tensors have no values yet."""
 
-    def made(leaf: Any) -> Any:
+    def filled(leaf: Any) -> Any:
         if not isinstance(leaf, _Blank):
             return leaf
         return blank_like(leaf.like, torch.device("cpu") if leaf.on_cpu else world.device)
@@ -48,7 +48,7 @@ def like_first(world: World, doing: str, first: int, args: Any, kwargs: Any) -> 
     blank, same, structure = world.gather(doing, word)[world.members[first]]
     if world.rank == first:
         return args, kwargs
-    leaves = [made(leaf) for leaf in blank]
+    leaves = [filled(leaf) for leaf in blank]
     return structure([leaves[index] for index in same])
 
 

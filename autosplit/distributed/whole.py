@@ -68,7 +68,7 @@ def save_weights(path: str | PathLike[str], part: nn.Module, *, max_shard_size: 
     path = Path(path)
     tensors: dict[str, Tensor] = {}
 
-    def own() -> dict[str, int]:
+    def prepare() -> dict[str, int]:
         check_shared(folder)
         tensors.update(_tensors_to_save(part))
         return {name: tensor.size().numel() * tensor.itemsize for name, tensor in tensors.items()}
@@ -79,7 +79,7 @@ def save_weights(path: str | PathLike[str], part: nn.Module, *, max_shard_size: 
         name, *_ = ranks.run(lambda: new_folder(path) if ranks.rank == 0 else "")
         folder = path.with_name(name)
         try:
-            sizes = ranks.run(own)
+            sizes = ranks.run(prepare)
             check_copies(ranks.run(lambda: copies_of((names[0], tensor) for tensor, names in _by_tensor(part))))
             files = ranks.run(lambda: _files(sizes, max_shard_size))[0]
             ranks.run(lambda: _write(folder, files, tensors, ranks.rank))
@@ -104,7 +104,7 @@ def load_weights(weights: Mapping[str, Any] | str | PathLike[str], part: nn.Modu
     """
     loading = _Loading(weights, part)
     with Ranks("loads a whole model") as ranks:
-        every = ranks.run(loading.own)
+        every = ranks.run(loading.entries)
         ranks.run(lambda: loading.prepare(every, strict))
         ranks.run(loading.load)
 
@@ -217,7 +217,7 @@ class _Loading:
         self._keys: dict[str, str] = {}
         """The names of what this rank loads, by their keys in the source."""
 
-    def own(self) -> list[_TensorEntry]:
+    def entries(self) -> list[_TensorEntry]:
         """Open the weights; return the tensors of this rank."""
         self._source = open_weights(self._weights)
         self._entries = [_TensorEntry(names, tuple(size_of(tensor))) for tensor, names in _by_tensor(self._part)]

@@ -173,11 +173,11 @@ class Region:
         """Replace devices that the recording names by the region's device; on the CPU, meta stays meta."""
         on_cpu = self.device.type == "cpu"
 
-        def own(value: Any) -> Any:
+        def moved(value: Any) -> Any:
             moves = isinstance(value, torch.device) and not (on_cpu and value.type == "meta")
             return self.device if moves else value
 
-        args, kwargs = fx.node.map_aggregate((args, kwargs), own)
+        args, kwargs = fx.node.map_aggregate((args, kwargs), moved)
         if on_cpu:
             return args, kwargs
         constructors = torch.utils._device._device_constructors()

@@ -99,7 +99,7 @@ class RankParts:
         """Return a rank's part of a trace."""
         share_of = {storage: self.gradients * self.states.get(name, 1.0) for storage, name in trace.gradients.items()}
 
-        def own(steps: tuple[NodeStep, ...], nodes: Mapping[str, float]) -> tuple[NodeStep, ...]:
+        def of_rank(steps: tuple[NodeStep, ...], nodes: Mapping[str, float]) -> tuple[NodeStep, ...]:
             scaled = []
             for step in steps:
                 share = nodes.get(step.node, 1.0) if step.node else self.border
@@ -107,8 +107,8 @@ class RankParts:
                 scaled.append(NodeStep(step.node, tuple((storage, round(count)) for storage, count in changes)))
             return tuple(scaled)
 
-        forward = own(trace.forward, self.forward)
-        backward, later = (own(steps, self.backward) for steps in (trace.backward, trace.backward_later))
+        forward = of_rank(trace.forward, self.forward)
+        backward, later = (of_rank(steps, self.backward) for steps in (trace.backward, trace.backward_later))
         return replace(trace, forward=forward, backward=backward, backward_later=later)
 
 

@@ -221,11 +221,11 @@ class Traces:
             run = where[0]
             for position in range(1, self.runs[run].copies + 1):
 
-                def own(storages: Iterable[int], run: int = run, position: int = position) -> tuple[int, ...]:
+                def of_block(storages: Iterable[int], run: int = run, position: int = position) -> tuple[int, ...]:
                     return tuple(self.names.at(storage, run, position) for storage in storages)
 
                 renamed = self.renames[run, position][name]
-                yield renamed, replace(held, saved=own(held.saved), gradients=own(held.gradients))
+                yield renamed, replace(held, saved=of_block(held.saved), gradients=of_block(held.gradients))
 
 
 def _check_balance(trace: StageTrace) -> None:

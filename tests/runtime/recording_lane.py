@@ -299,7 +299,7 @@ def recording_lanes(streams: RecordingStreams, devices: list[str]) -> list[Strea
             lanes.append(HostLane(streams))
             continue
         lane = StreamLane(torch.device(device), streams)
-        for role, stream in lane.own._asdict().items():
+        for role, stream in lane.queues._asdict().items():
             stream.name = f"{role}{number}"
         lanes.append(lane)
     return lanes

@@ -108,9 +108,9 @@ def test_lanes_are_copied_and_pickled_without_their_streams() -> None:
                 assert type(twin) is type(own)
                 assert twin.device == own.device
     used = StreamLane(torch.device("cuda:0"), RecordingStreams())
-    stream = used.own.compute
-    assert used.own.compute is stream
-    assert copy.deepcopy(used).own.compute is not stream
+    stream = used.queues.compute
+    assert used.queues.compute is stream
+    assert copy.deepcopy(used).queues.compute is not stream
 
 
 @pytest.mark.parametrize("detached", [True, False])

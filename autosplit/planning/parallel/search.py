@@ -62,7 +62,7 @@ class MeshRequest:
     sequence: bool = False
 
     @property
-    def given(self) -> Parallel | None:
+    def asked(self) -> Parallel | None:
         """The degrees that were given."""
         return self.degrees if isinstance(self.degrees, Parallel) else None
 
@@ -89,7 +89,7 @@ def plan_mesh(request: MeshRequest) -> Plan:
     plan = PlanChoice(best.sweep, None).plan
     others = [other for other in search.alternatives() if other.mesh != plan.mesh]
     compared = plan.model_copy(update={"meshes": tuple(others)})
-    why = mesh_reasons(compared) if request.given is None else ()
+    why = mesh_reasons(compared) if request.asked is None else ()
     return compared.model_copy(update={"reasons": (*why, *reasons(compared))})
 
 
@@ -219,7 +219,7 @@ class MeshSearch:
         try:
             finished = search.run() if enough_s == float("inf") else search.faster(enough_s)
         except InputError:
-            if self.request.given is not None:
+            if self.request.asked is not None:
                 raise
             return
         if finished is None:
@@ -229,7 +229,7 @@ class MeshSearch:
 
     def _degrees(self) -> Iterator[Parallel]:
         """Yield the meshes that divide the devices, the batch, and what ranks share of tensors."""
-        asked, machine, rows = self.request.given, self.request.machine, self.request.rows
+        asked, machine, rows = self.request.asked, self.request.machine, self.request.rows
         if asked is not None:
             self._check(asked)
             yield from self._sharded(asked)

@@ -40,7 +40,7 @@ def make_plan(model: nn.Module, trace: Trace, options: Options, *, sizes: tuple[
         case = RecordedModel(model, trace).scheduled_problem(options, sizes)
         recompute = options.recompute or ("never",)
         stages = len(options.devices)
-        return Writer(case, given(case, options.cut, recompute, stages=stages)).plan()
+        return Writer(case, as_given(case, options.cut, recompute, stages=stages)).plan()
     schedules: tuple[tuple[str, int], ...] = ((options.schedule, options.virtual_stages),)
     if options.schedule == "auto":
         schedules = _SCHEDULES if len(options.devices) > 1 else _SCHEDULES[:1]
@@ -57,7 +57,7 @@ def make_plan(model: nn.Module, trace: Trace, options: Options, *, sizes: tuple[
     return choice.plan
 
 
-def given(case: ProfiledProblem, cut: Mapping[str, int], recompute: tuple[str, ...], *, stages: int) -> Partition:
+def as_given(case: ProfiledProblem, cut: Mapping[str, int], recompute: tuple[str, ...], *, stages: int) -> Partition:
     """Return the partition that gives every operation the stage of the innermost module of ``cut`` that it lies in.
 
     Stages may be empty; empty ones at the end are left out. Capacities play no part: the cut is the caller's.
@@ -106,7 +106,7 @@ def recosted(model: nn.Module, trace: Trace, options: Options, plan: Plan) -> Pl
     sizes = sizes_of(rows // dp, plan.chunks, trace.graph.min_rows, like=options.microbatches)
     case = RecordedModel(model, trace).scheduled_problem(chosen, sizes)
     recompute = tuple(stage.recompute for stage in plan.stages)
-    partition = given(case, cut, recompute, stages=len(plan.stages))
+    partition = as_given(case, cut, recompute, stages=len(plan.stages))
     costed = Writer(case, partition).plan()
     unit_of = runs(case.problem, base_graph(case.problem), most=_UNITS)
     units = units_of(case, unit_of, partition.assignment)

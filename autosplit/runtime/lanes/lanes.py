@@ -96,7 +96,7 @@ class Lane:
         return caller_lane(tensor.device)
 
 
-class _Own(NamedTuple):
+class _Queues(NamedTuple):
     """The streams of a lane: for its stages, and for copies that end or start here."""
 
     compute: Any
@@ -116,17 +116,17 @@ class StreamLane(Lane):
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         self.device = device
         self.streams = Streams() if streams is None else streams
-        self._made: _Own | None = None
+        self._queues: _Queues | None = None
 
     def __reduce__(self) -> Any:
         return type(self), (self.device, self.streams)
 
     @property
-    def own(self) -> _Own:
+    def queues(self) -> _Queues:
         """The lane's streams; all are made at once, in the caller's thread: a backward uses lanes from several."""
-        if self._made is None:
-            self._made = _Own(*(self.streams.new(self.device) for _ in _Own._fields))
-        return self._made
+        if self._queues is None:
+            self._queues = _Queues(*(self.streams.new(self.device) for _ in _Queues._fields))
+        return self._queues
 
     @property
     def clock(self) -> Clock:
@@ -135,23 +135,23 @@ class StreamLane(Lane):
 
     def record(self) -> Any:
         """Record an event on the compute stream."""
-        return self.streams.event(self.own.compute)
+        return self.streams.event(self.queues.compute)
 
     def wait(self, event: Any) -> None:
         """Make the compute stream and the stream of incoming copies wait for an event; None is reached already."""
         if event is not None:
-            for stream in dict.fromkeys((self.own.compute, self.own.inbound)):
+            for stream in dict.fromkeys((self.queues.compute, self.queues.inbound)):
                 self.streams.wait(stream, event)
 
     def active(self) -> AbstractContextManager[Any]:
         """Make the compute stream the current one of its device."""
-        return self.streams.using(self.own.compute)
+        return self.streams.using(self.queues.compute)
 
     def fetch(self, bundle: Bundle, source: Lane) -> Bundle:
         """Bring a bundle here; on another device by a copy, which the compute stream waits for."""
         if source.device != self.device:
             bundle = self._copied(bundle, source)
-            self.streams.wait(self.own.compute, self.streams.event(self.own.inbound))
+            self.streams.wait(self.queues.compute, self.streams.event(self.queues.inbound))
         for tensor in bundle:
             self.keep(tensor)
         return bundle
@@ -160,14 +160,14 @@ class StreamLane(Lane):
         streams = self.streams
         moving = [tensor for tensor in bundle if streams.device(tensor) == source.device]
         if isinstance(source, StreamLane):
-            streams.wait(source.own.outbound, streams.event(self.own.inbound))
-            with streams.using(source.own.outbound, self.own.inbound):
+            streams.wait(source.queues.outbound, streams.event(self.queues.inbound))
+            with streams.using(source.queues.outbound, self.queues.inbound):
                 copies = [streams.copy(tensor, self.device) for tensor in moving]
             for tensor in moving:
-                streams.keep(tensor, source.own.outbound)
+                streams.keep(tensor, source.queues.outbound)
         else:
             staged = [streams.staged(tensor) for tensor in moving]
-            with streams.using(self.own.inbound):
+            with streams.using(self.queues.inbound):
                 copies = [streams.copy(tensor, self.device) for tensor in staged]
         arrived = iter(copies)
         return tuple(next(arrived) if streams.device(tensor) == source.device else tensor for tensor in bundle)
@@ -175,19 +175,19 @@ class StreamLane(Lane):
     def to_host(self, bundle: Bundle) -> Bundle:
         """Copy on the stream of outgoing copies, which the host waits for."""
         streams, host = self.streams, torch.device("cpu")
-        with streams.using(self.own.outbound):
+        with streams.using(self.queues.outbound):
             copies = tuple(streams.copy(t, host) if streams.device(t) == self.device else t for t in bundle)
-        streams.event(self.own.outbound).synchronize()
+        streams.event(self.queues.outbound).synchronize()
         return copies
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Tell the allocator that the compute stream uses a tensor of this device."""
         if self.streams.device(tensor) == self.device:
-            self.streams.keep(tensor, self.own.compute)
+            self.streams.keep(tensor, self.queues.compute)
 
     def stamp(self, *, copies: bool = False) -> Any:
         """Record an event that takes the time, on the compute stream or on that of incoming copies."""
-        return self.clock.stamp(self.own.inbound if copies else self.own.compute)
+        return self.clock.stamp(self.queues.inbound if copies else self.queues.compute)
 
     def here(self) -> Lane:
         """Return the caller's lane on this lane's device."""
@@ -210,14 +210,14 @@ class CallerLane(StreamLane):
         self.stream = stream
 
     @property
-    def own(self) -> _Own:
+    def queues(self) -> _Queues:
         """The one stream, for everything."""
         stream = self.streams.current(self.device) if self.stream is None else self.stream
-        return _Own(stream, stream, stream)
+        return _Queues(stream, stream, stream)
 
     def now(self) -> CallerLane:
         """Return the lane with the stream that is current now: in the backward another thread has another one."""
-        return CallerLane(self.device, self.streams, stream=self.own.compute)
+        return CallerLane(self.device, self.streams, stream=self.queues.compute)
 
     def here(self) -> Lane:
         """Return the lane itself."""

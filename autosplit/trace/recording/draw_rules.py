@@ -96,7 +96,7 @@ def _name(draw: Draw) -> str:
     return str(draw.op.name()).removeprefix("aten::")
 
 
-def made(like: TensorSpec, sizes: Sizes, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+def empty(like: TensorSpec, sizes: Sizes, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a tensor of a recorded shape and strides, with any contents."""
     shape, strides = ([evaluate(size, sizes) for size in symbolic] for symbolic in (like.shape, like.strides))
     return torch.empty_strided(shape, strides, dtype=dtype or like.dtype)
@@ -104,7 +104,7 @@ def made(like: TensorSpec, sizes: Sizes, *, dtype: torch.dtype | None = None) ->
 
 def _value(value: Any, sizes: Sizes) -> Any:
     if isinstance(value, TensorSpec):
-        return made(value, sizes)
+        return empty(value, sizes)
     return [_value(item, sizes) for item in value] if isinstance(value, tuple) else evaluate(value, sizes)
 
 
@@ -126,7 +126,7 @@ def _fill(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
 
 # -- operations with tensors among their parameters ----------------------------------------------------------------
 def _uniform(draw: Draw, sizes: Sizes) -> torch.Tensor:
-    return made(draw.out, sizes, dtype=_wide(draw)).uniform_()
+    return empty(draw.out, sizes, dtype=_wide(draw)).uniform_()
 
 
 def _wide(draw: Draw) -> torch.dtype:
@@ -141,7 +141,7 @@ def _below(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
 def _deviations(draw: Draw, sizes: Sizes) -> torch.Tensor:
     """Draw normal numbers around nothing; a deviation that is a number is part of the kernel's own arithmetic."""
     std = named_arguments(draw.op, draw.args, dict(draw.kwargs))["std"]
-    return made(draw.out, sizes).normal_(0.0, 1.0 if isinstance(std, TensorSpec) else std)
+    return empty(draw.out, sizes).normal_(0.0, 1.0 if isinstance(std, TensorSpec) else std)
 
 
 def _normal(numbers: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
@@ -175,12 +175,12 @@ _NEWS = (
 ).split()
 _RULES: dict[str, Rule] = {
     # Zeros and ones as bool: the kernels take the same numbers for every dtype.
-    "bernoulli_.float": Rule(lambda draw, sizes: _call(draw, sizes, made(draw.out, sizes, dtype=torch.bool)), _fill),
-    **dict.fromkeys(_FILLS, Rule(lambda draw, sizes: _call(draw, sizes, made(draw.out, sizes)), _fill)),
+    "bernoulli_.float": Rule(lambda draw, sizes: _call(draw, sizes, empty(draw.out, sizes, dtype=torch.bool)), _fill),
+    **dict.fromkeys(_FILLS, Rule(lambda draw, sizes: _call(draw, sizes, empty(draw.out, sizes)), _fill)),
     **dict.fromkeys(_NEWS, Rule(_call, lambda numbers, args, kwargs: numbers.clone())),
     "bernoulli": Rule(_uniform, _below),
     "bernoulli_.Tensor": Rule(_uniform, lambda numbers, args, kwargs: _fill(numbers < args[1], args, kwargs)),
     **dict.fromkeys(("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor"), Rule(_deviations, _normal)),
-    "multinomial": Rule(lambda draw, sizes: made(draw.args[0], sizes).exponential_(1.0), _choose),
+    "multinomial": Rule(lambda draw, sizes: empty(draw.args[0], sizes).exponential_(1.0), _choose),
     "native_dropout": Rule(_kept, _dropout),
 }

@@ -248,11 +248,11 @@ def with_neighbours(
     flat, rebuild = take_apart(value)
     rest = iter(layouts)
 
-    def one(leaf: Any) -> Any:
+    def changed(leaf: Any) -> Any:
         layout = next(rest, None) if isinstance(leaf, torch.Tensor) else None
         return leaf if layout is None else made_up(leaf.detach(), layout)
 
-    return rebuild([one(leaf) for leaf in flat])
+    return rebuild([changed(leaf) for leaf in flat])
 
 
 def _from_rows(tensor: torch.Tensor, layout: RowMap, sources: Sequence[int]) -> torch.Tensor:
