@@ -28,12 +28,6 @@ def written(folder: Path, name: str, **edit: Any) -> Path:
     return path
 
 
-def test_equal_plans(tmp_path: Path) -> None:
-    found = run("diff", written(tmp_path, "a.json"), written(tmp_path, "b.json"))
-    assert found.exit_code == 0, found.output
-    assert found.stdout == "the plans are equal\n"
-
-
 def test_plans_that_differ(tmp_path: Path) -> None:
     pair = written(tmp_path, "a.json"), written(tmp_path, "b.json", step_s=2.0, optimizer="sgd")
     found = run("diff", *pair)
@@ -79,22 +73,3 @@ def test_a_module_is_moved_and_costed(tmp_path: Path) -> None:
     assert node.partition("#")[0] in told.stdout
     report = run("report", *model, "--devices", "2", "--chunks", "2", *again, "--json")
     assert json.loads(report.stdout)["stages"][0]["nodes"] == list(Plan.load(moved).stages[0].nodes)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--move", "a=1"], "--move 'a=1' needs --plan FILE"),
-        (["--plan", "{plan}", "--move", "a"], "--move 'a' cannot be read; write MODULE=STAGE"),
-        (["--plan", "{plan}", "--move", "zz=1"], "the plan has no module or node 'zz'"),
-        (["--plan", "{plan}"], "the plan was made for Net with other parameters or buffers than this Mlp has"),
-    ],
-)
-def test_moves_that_are_refused(tmp_path: Path, options: list[str], message: str) -> None:
-    path = str(written(tmp_path, "plan.json"))
-    own = [option.replace("{plan}", path) for option in options]
-    devices = ["--devices", "2xL4-24GB", "--chunks", "2"]
-    found = run("plan", f"{NETS}:make_mlp", "--input", "x=float32[4,16]", *devices, *own)
-    assert found.exit_code == 2
-    assert f"error: {message}" in found.stderr
-    assert not found.stdout

@@ -10,7 +10,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from autosplit.cli.app import app
-from autosplit.cli.inputs import InputOptions, parse_kwargs
+from autosplit.cli.inputs import parse_kwargs
 from autosplit.cli.models import load_model
 from autosplit.errors import InputError
 
@@ -68,10 +68,3 @@ def test_a_file_that_fails_says_its_own_error_and_line(code: str, message: str, 
     result = CliRunner().invoke(app, ["plan", form, "--input", "x=float32[4]"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert message.format(tmp_path / "mine.py") in result.stderr
-
-
-def test_sizes_of_a_configs_inputs_are_for_configs() -> None:
-    with pytest.raises(InputError, match=r"--batch is for the inputs that an hf: config describes; nets.py:f is none"):
-        InputOptions(batch=2).spec("nets.py:f")
-    with pytest.raises(InputError, match=r"--sequence is for .*; --input gives the sizes"):
-        InputOptions(inputs=["x=int64[2]<3"], sequence=8).spec("hf:x.json")

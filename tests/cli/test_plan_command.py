@@ -105,25 +105,6 @@ def test_the_page_is_of_the_plan(run: Run, tmp_path: Path, command: str, devices
     assert [stage["forward_s"] for stage in shown["stages"]] == [stage.forward_s for stage in plan.stages]
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (("--json", "--markdown"), "--json and --markdown are two forms of one answer"),
-        (("--smallest", "--largest-batch"), "--smallest and --largest-batch are two questions"),
-    ],
-)
-def test_one_answer_has_one_form_and_one_question(run: Run, flags: tuple[str, ...], text: str) -> None:
-    result = run(f"{NETS}:make_mlp", *TWO, *X, *flags)
-    assert result.exit_code == 2
-    assert text in result.output
-
-
-def test_the_fewest_devices_are_found_from_the_command_line(run: Run) -> None:
-    result = run(f"{NETS}:make_mlp", *TWO, *X, "--smallest")
-    assert result.exit_code == 0, result.output
-    assert "1xL4-24GB is the least that holds the model" in result.stdout
-
-
 def test_what_stands_for_the_loss_is_said_and_a_loss_can_be_named(run: Run) -> None:
     text = "no loss is given: the mean of the first output stands for it"
     plans = {}
@@ -157,15 +138,3 @@ def test_a_model_whose_values_decide_is_planned_with_values_and_that_is_said(run
     assert result.exit_code == 0, result.output
     notes = Plan.model_validate_json(result.stdout).notes
     assert any(note.startswith("the forward decides by values, so the model and inputs were taken") for note in notes)
-
-
-def test_a_forward_of_dicts_lists_and_constants(run: Run) -> None:
-    places = ("batch.x=float32[8,16]", "batch.mask=bool[8]", "targets[0].boxes=float32[8,16]", "pair.0=float32[8,16]")
-    places += ("targets[1]['boxes']=float32[8,16]", "pair.1=float32[8,16]", "act='tanh'")
-    for more in ((), ("flag=false",)):
-        inputs = [part for place in (*places, *more) for part in ("--input", place)]
-        result = run(f"{NETS}:Detector", *TWO, *inputs, "--json")
-        assert result.exit_code == 0, result.output
-        plan = Plan.model_validate_json(result.stdout)
-        assert {"input/batch_x", "input/pair_0"} <= {boundary.value for boundary in plan.boundaries}
-        assert any("tanh" in node for stage in plan.stages for node in stage.nodes)

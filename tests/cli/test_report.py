@@ -133,20 +133,6 @@ def test_a_plan_that_does_not_fit_is_printed_and_exits_with_one(
     assert Plan.model_validate_json(result.stdout) == too_large
 
 
-def test_a_memory_limit_that_nothing_meets_exits_with_one(run: Run) -> None:
-    result = run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, "--memory-limit", "100B")
-    assert result.exit_code == 1, result.output
-    assert "100 B" in result.output
-
-
-@pytest.mark.filterwarnings("default")
-def test_a_warning_is_one_line_on_stderr(run: Run) -> None:
-    result = run(f"{NETS}:make_with_warning", *TWO_BY_FOUR, *X, "--json")
-    assert result.exit_code == 0, result.output
-    assert "warning: this factory is old\n" in result.stderr
-    Plan.model_validate_json(result.stdout)
-
-
 @pytest.mark.parametrize(
     ("target", "message"),
     [
@@ -197,16 +183,6 @@ def test_a_model_that_cannot_be_made(run: Run, target: str, message: str) -> Non
 )
 def test_bad_usage(run: Run, arguments: tuple[str, ...], message: str) -> None:
     assert message in error_of(run(f"{NETS}:Mlp", *arguments))
-
-
-def test_an_error_that_is_not_ours_says_its_type_and_how_to_see_more(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(model: Any, **_: Any) -> None:
-        raise ZeroDivisionError("division by zero")
-
-    monkeypatch.setattr(api, "autosplit", crash)
-    stderr = error_of(run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X))
-    place = f"at {__file__}:{crash.__code__.co_firstlineno + 1}, in crash"
-    assert stderr == f"error: division by zero (ZeroDivisionError {place}; --debug shows the traceback)\n"
 
 
 def test_a_schedule_by_name_or_from_a_file(run: Run, tmp_path: Path) -> None:

@@ -87,18 +87,3 @@ def test_rows_that_values_choose_are_refused_with_line_and_way_out(run: Run) -> 
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"users_nets.py:{line_of('.nonzero()')})" in result.stderr
     assert "compute it for all rows and choose by torch.where, or mask" in result.stderr
-
-
-def test_a_model_without_parameters_has_nothing_to_plan(run: Run) -> None:
-    result = run("Plain", "--input", "x=float32[4,8]")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == (
-        "error: Plain has no parameters, so there is nothing to train or to cut; autosplit() runs such models\n"
-    )
-
-
-def test_a_batch_that_is_not_the_first_dimension_is_refused_with_the_way_out(run: Run) -> None:
-    result = run("OneRow", "--input", "x=float32[1,6,8]", "--schedule", "1f1b", "--json")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "batch_dims= must say where the batch is" in " ".join(result.stderr.split())
-    assert run("OneRow", "--input", "x=float32[2,6,8]", "--schedule", "1f1b", "--json").exit_code == 0

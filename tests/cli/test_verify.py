@@ -58,10 +58,3 @@ def test_a_pipe_that_is_not_equal_ends_with_one(run: Run, monkeypatch: pytest.Mo
     else:
         assert result.stdout.startswith("The pipe is NOT the model.\n")
         assert "- train: buffer n: missing" in result.stdout
-
-
-def test_bad_usage_ends_with_two(run: Run) -> None:
-    result = run(f"{NETS}:make_mlp", *X, "--schedule", "best")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "schedule='best' is not available" in result.stderr
-    assert "Traceback" not in result.stderr

@@ -89,20 +89,3 @@ def test_adapters_are_switched_and_merged_behind_the_split() -> None:
     model.unmerge_adapter()
     assert_same_output(pipe, adapted(llama()).eval())
     assert_same_output(split(pipe.merge_and_unload()).eval(), model.merge_and_unload())
-
-
-@pytest.mark.slow
-def test_adapters_for_what_was_split() -> None:
-    pipe = split(llama())
-    train(pipe, steps=2)
-    again = split(adapted(pipe.unsplit()))
-    plain = llama()
-    train(plain, steps=2)
-    plain = adapted(plain)
-    assert_close(train(again, steps=4), train(plain, steps=4))
-
-
-@pytest.mark.slow
-def test_adapters_around_a_pipe() -> None:
-    pipe, plain = adapted(split(llama())), adapted(llama())
-    assert_close(train(pipe, steps=4), train(plain, steps=4))

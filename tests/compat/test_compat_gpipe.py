@@ -50,36 +50,6 @@ def test_the_balance_is_the_cut():
     assert "at most" in pipe.pipe.report()
 
 
-def test_public_attributes_are_converted():
-    pipe = GPipe(mlp(), iter([2, 3]), devices=(d for d in CPUS), chunks=4.0, checkpoint="never")
-    assert (pipe.balance, pipe.devices, pipe.checkpoint) == ([2, 3], [torch.device("cpu")] * 2, "never")
-    assert pipe.chunks == 4
-    assert isinstance(pipe.chunks, int)
-
-
-def test_it_is_like_a_sequential():
-    model = mlp()
-    pipe = GPipe(model, [2, 1, 2], devices=CPUS)
-    assert len(pipe) == 5
-    assert list(pipe) == list(model)
-    assert (pipe[0], pipe[4], pipe[-1], pipe[-5]) == (model[0], model[4], model[4], model[0])
-    for index in (5, -6):
-        with pytest.raises(IndexError):
-            pipe[index]
-
-
-def test_moves_are_refused_and_dtypes_are_not():
-    pipe = GPipe(mlp(), [5], devices=CPUS)
-    moves = [pipe.cuda, pipe.cpu, lambda: pipe.to("cpu"), lambda: pipe.to(0), lambda: pipe.to(torch.rand(1))]
-    moves += [lambda: pipe.to(device="cpu"), lambda: pipe.to(tensor=torch.rand(1))]
-    for move in moves:
-        with pytest.raises(TypeError, match="GPipe should manage device placement: they lie on cpu"):
-            move()
-    assert pipe.to(torch.float32) is pipe
-    assert pipe(torch.rand(4, 4)).dtype == torch.float32
-    assert pipe.double()(rows(4, 4)).dtype == torch.float64
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -117,18 +87,6 @@ class Pass(nn.Module):
 class Word(nn.Module):
     def forward(self, x):
         return x, "word"
-
-
-@pytest.mark.parametrize("value", ["word", [torch.rand(2)], (torch.rand(2), "word"), 42])
-def test_only_tensors_go_in(value):
-    with pytest.raises(TypeError, match="expected Tensor, but got"):
-        GPipe(nn.Sequential(nn.Identity()), [1], devices=CPUS)(value)
-
-
-@pytest.mark.parametrize("shapes", [[()], [(4, 2), (3, 2)], [(4,), ()]])
-def test_batches_are_of_one_size(shapes):
-    with pytest.raises(ValueError, match="first dimension, which must be of one size"):
-        GPipe(nn.Sequential(nn.Identity()), [1], devices=CPUS)(tuple(map(torch.rand, shapes)))
 
 
 def test_only_tensors_go_from_partition_to_partition_and_out():

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from autosplit.compat import NoChunk, Pipe, PipeSequential, WithDevice
 from autosplit.compat.chain import CHECKPOINTS
-from autosplit.errors import InputError
 from tests.compat.sequential_models import assert_like_plain, mlp, rows, unet
 
 
@@ -93,30 +92,6 @@ def test_a_tensor_may_go_whole_to_every_microbatch():
         NoChunk(3)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "error", "message"),
-    [
-        (("word", 3), TypeError, "inputs do not have any tensors"),
-        (([torch.rand(4, 3)],), TypeError, "inputs do not have any tensors"),
-        ((torch.rand(3, 3), torch.rand(4, 3)), RuntimeError, "different number of chunks(.*): 3 and 4(.*)NoChunk"),
-        ((torch.rand(3, 3), torch.rand(6, 3)), InputError, r"of one size(.*)\[3, 3\], \[6, 3\]"),
-        ((torch.rand(4, 3, device="meta"), 2.0), ValueError, "the first partition(.*)meta, it is on cpu"),
-    ],
-)
-def test_inputs_that_cannot_be(inputs, error, message):
-    with pytest.raises(error, match=message):
-        Pipe(nn.Sequential(Times()), chunks=5)(*inputs)
-
-
-def test_a_stage_gives_at_least_one_tensor():
-    class Words(nn.Module):
-        def forward(self, x):
-            return "word", 3
-
-    with pytest.raises(TypeError, match="No tensors found in batch"):
-        Pipe(nn.Sequential(Words()), chunks=2)(torch.rand(4, 3))
-
-
 def test_models_and_arguments_that_cannot_be():
     layer = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="Sequential to be partitioned, it is a Linear"):
@@ -134,21 +109,6 @@ def test_models_and_arguments_that_cannot_be():
         Pipe(nn.Sequential(layer)).cuda()
 
 
-def test_modules_may_share_parameters_on_one_device():
-    layer = nn.Linear(3, 3)
-    model = nn.Sequential(nn.Sequential(layer, nn.Tanh()), nn.Sequential(nn.ReLU(), Holds(layer))).double()
-    assert_like_plain(Local(model, chunks=2), model, rows(4, 3))
-
-
 class Factor(nn.Module):
     def forward(self, x: Tensor, factor: Tensor) -> Tensor:
         return x @ factor
-
-
-class Holds(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)

@@ -43,23 +43,6 @@ def test_training_goes_on_exactly_on_other_ranks(ranks, tmp_path, kind, before, 
         assert set().union(*(begun for _, begun in found)) <= {3.0}
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_an_optimizer_that_has_taken_no_step_has_taken_none_when_restored(ranks, tmp_path, before, after):
-    run(ranks, before, trained_and_saved, tmp_path, "AdamW, groups", 0)
-    for others in (0, 2):
-        found = run(ranks, after, restored_and_trained, tmp_path, "AdamW, groups", 2, others)
-        check_same([state for state, _ in found], uninterrupted("AdamW, groups", 2))
-        assert [begun for _, begun in found] == [set()] * after
-
-
-def test_saving_does_not_touch_the_optimizer(tmp_path):
-    plain = Plain(1)
-    optimizer = torch.optim.Adam(plain.parameters())
-    save(tmp_path, 1, plain, optimizer)
-    assert optimizer.state_dict()["state"] == {}
-    assert all(parameter.grad is None for parameter in plain.parameters())
-
-
 def sharded(seed: int) -> nn.Module:
     """Return a model, on several ranks with its parameters sharded over them, one unevenly."""
     torch.manual_seed(seed)
@@ -193,21 +176,6 @@ def test_everything_is_on_the_disk_before_the_checkpoint_appears(tmp_path, monke
     [temporary] = [name for name in order if name.startswith("step-1.") and name.endswith(".tmp")]
     table = [".metadata.tmp", ".metadata.tmp to .metadata"]
     assert order == ["__0_0.distcp", *table, "checksums.json", temporary, f"{temporary} to step-1", tmp_path.name]
-
-
-def saved_five_times(folder: Path) -> tuple[int, int]:
-    part = my_part(seed=1)
-    counts = []
-    for step in range(5):
-        saving = save(folder, step, part, wait=step % 2 == 0)
-        if step % 2:
-            saving.wait()
-        counts.append(len(list(Path("/proc/self/fd").iterdir())))
-    return counts[1], counts[4]
-
-
-def test_a_save_leaves_no_connections(ranks, tmp_path):
-    assert all(first == last for first, last in ranks(2).run(saved_five_times, tmp_path))
 
 
 # -- asynchronous ----------------------------------------------------------------------------------------------------

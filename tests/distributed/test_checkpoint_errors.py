@@ -68,24 +68,6 @@ def test_a_flipped_bit_is_not_restored(tmp_path, place):
         restore(tmp_path, part)  # as one that was saved without them
 
 
-def test_a_group_that_is_empty_on_all_ranks_keeps_its_options(tmp_path):
-    def optimizer(part: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD([{"params": part.parameters()}, {"params": [], "lr": 0.5}], lr=0.1)
-
-    saved, restored = Plain(1), Plain(2)
-    before, after = optimizer(saved), optimizer(restored)
-    before.param_groups[0]["lr"], before.param_groups[1]["lr"] = 0.02, 0.03
-    save(tmp_path, 3, saved, before)
-    assert restore(tmp_path, restored, after) == {}
-    assert [group["lr"] for group in after.param_groups] == [0.02, 0.03]
-
-
-@pytest.mark.parametrize("step", [-1, "last", 1.0, True])
-def test_a_step_is_a_number(tmp_path, step):
-    with pytest.raises(InputError, match="has to be an integer of at least 0"):
-        save(tmp_path, step, Plain(1))
-
-
 def errors_of_different_calls(folder: Path) -> list[str]:
     rank, part = dist.get_rank(), my_part(seed=1)
     save(folder, 1, part)
@@ -260,16 +242,6 @@ def test_state_that_belongs_to_no_parameter_is_refused(tmp_path):
         save(tmp_path, 1, plain, optimizer)
     save(tmp_path, 1, plain, others={"optimizer": optimizer.state_dict()})
     assert len(restore(tmp_path, plain)["optimizer"]["state"][0]["old_dirs"]) > 0
-
-
-def test_there_is_no_such_checkpoint(tmp_path):
-    plain = Plain(1)
-    with pytest.raises(InputError, match="has no complete checkpoint of a step; it has none"):
-        restore(tmp_path, plain)
-    for step in range(5):
-        save(tmp_path, step, plain)
-    with pytest.raises(InputError, match="has no complete checkpoint of step 9; it has 4, 3, 2 and 2 more"):
-        restore(tmp_path, plain, step=9)
 
 
 def errors_of_the_disk(folder: Path) -> list[str]:

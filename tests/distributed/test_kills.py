@@ -191,28 +191,3 @@ def test_kills_during_a_save(
 
 
 # -- what a stage or a loss does ---------------------------------------------------------------------------------------
-FAULTS = {
-    ("forward", "raise"): r"rank 1 raised ValueError: a bad row, in stage 1, forward, microbatch 0",
-    ("loss", "raise"): r"rank 1 raised ValueError: a bad row, in stage 1, forward, microbatch 0",
-    ("forward", "hang"): r"rank 1 hangs in stage 1, forward, microbatch 0 for 3 s",
-}
-
-
-@pytest.mark.parametrize(
-    ("place", "kind"), [pytest.param(*fault, marks=pytest.mark.slow if fault[0] == "loss" else ()) for fault in FAULTS]
-)
-def test_a_fault_of_one_stage_ends_all_ranks(tmp_path: Path, place: str, kind: str) -> None:
-    run = launch(dying.fault, 2, tmp_path, place, kind)
-    assert run.codes == [1, 1]
-    assert not run.left
-    assert run.seconds < ENDS_S
-    assert re.fullmatch(FAULTS[place, kind], causes(run)[0]), run.stderr
-
-
-@pytest.mark.slow
-def test_ranks_that_do_different_things_in_a_step_do_not_wait_for_ever(tmp_path: Path) -> None:
-    run = launch(dying.apart, 2, tmp_path)
-    assert run.codes == [1, 1]
-    assert not run.left
-    places = r"rank 0 in word of rank 1; rank 1 in what ranks agree in \(it .*\)"
-    assert re.fullmatch(f"ranks wait for each other for 3 s: {places}", causes(run)[0]), run.stderr

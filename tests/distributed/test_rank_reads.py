@@ -74,12 +74,6 @@ def other_attribute() -> str:
     return _error(lambda: pipe.train_step(_batch(), **GIVEN))
 
 
-def one_stage() -> str:
-    """Split a model that mixes rows everywhere."""
-    layers = [nn.utils.spectral_norm(nn.Linear(8, 8)) for _ in range(4)]
-    return _error(lambda: _pipe(nn.Sequential(*layers)))
-
-
 def penalty_without_gradients() -> list[str]:
     """Read a weight of another rank in the loss, and its size, under no_grad."""
     pipe = _pipe(model := nn.Sequential(_chain(), _Centred()))
@@ -125,21 +119,6 @@ def taken_back_in_part() -> str:
     return _error(lambda: _pipe(model).unsplit())
 
 
-def after_a_refused_loss() -> list[Any]:
-    """Take a step whose loss has no gradient, which is found out behind the forwards, and another one."""
-    pipe, one = _pipe(), autosplit(_chain(), devices=["cpu"] * 2, chunks=4, sample=_batch())
-    found = []
-    for module in (pipe, one):
-        torch.manual_seed(3)
-        error = _error(lambda module=module: module.train_step(_batch(), **GIVEN | {"loss_fn": _no_loss}))
-        found.append((error, [module.train_step(_batch(), **GIVEN).item() for _ in range(2)]))
-    return found
-
-
-def _no_loss(output: Tensor, target: Tensor) -> Tensor:
-    return torch.tensor(1.0)
-
-
 def saved_beside_a_step(folder: Path) -> str:
     """Save on one rank while the other takes a step."""
     pipe = _pipe()
@@ -183,12 +162,6 @@ def test_ranks_whose_python_reads_other_things_are_told_so(ranks: Pool) -> None:
         assert "rank 1 records a new kind of call, as what its Python reads" in found
 
 
-def test_a_model_of_one_stage_says_why(ranks: Pool) -> None:
-    for found in ranks(2).run(one_stage):
-        assert "the model gives 1 stages" in found
-        assert "100% of the work runs once per step, on the whole batch" in found
-
-
 def test_a_loss_that_reads_another_ranks_weight_is_refused(ranks: Pool) -> None:
     for before, read, behind in ranks(2).run(penalty_without_gradients):
         assert before == behind == "nothing was raised"
@@ -198,12 +171,6 @@ def test_a_loss_that_reads_another_ranks_weight_is_refused(ranks: Pool) -> None:
 def test_who_takes_the_model_back_gets_the_values_of_all_ranks(ranks: Pool) -> None:
     assert ranks(2).run(taken_back) == [[True] * 4] * 2
     assert all("has memory for its part" in text for text in ranks(2).run(taken_back_in_part))
-
-
-def test_a_loss_that_is_refused_leaves_the_random_state_of_one_process(ranks: Pool) -> None:
-    for on_ranks, alone in ranks(2).run(after_a_refused_loss):
-        assert "does not depend on any parameter" in on_ranks[0]
-        assert on_ranks == alone
 
 
 def test_a_save_beside_a_step_is_an_error_on_every_rank(ranks: Pool, tmp_path: Path) -> None:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit import autosplit
-from autosplit.distributed.join import join
-from autosplit.distributed.world import attempt
-from autosplit.errors import TraceError
 from tests.distributed.models import TRAININGS, Dropping, flat
 from tests.distributed.processes import Pool
 from tests.distributed.training import squares, without_gradients
@@ -42,20 +36,6 @@ def returned_parameter() -> str:
     return _error(lambda: autosplit(_Returning(), devices="torchrun", chunks=4, sample=flat(8).args))
 
 
-def unknown_error() -> list[str]:
-    """Share an error that cannot be unpickled."""
-
-    class Own(TraceError):
-        def __init__(self, reason: str, module: str) -> None:
-            super().__init__(f"{reason} in {module}")
-
-    def fail() -> None:
-        raise Own("no reason", "layers.0")
-
-    world = join()
-    return [_error(lambda: world.share(1, fail)), _error(lambda: world.agree("fails", {}, attempt(fail)[1]))]
-
-
 def drawn_between() -> list[float]:
     """Draw a number between a call with dropout and its backward, and one behind that."""
     pipe = autosplit(Dropping(), devices="torchrun", chunks=4, sample=flat(8).args, outputs="all")
@@ -64,12 +44,6 @@ def drawn_between() -> list[float]:
     drawn = [float(torch.rand(()))]
     loss.backward()
     return [*drawn, float(torch.rand(()))]
-
-
-def copied() -> list[str]:
-    """Copy and pickle a rank's pipe."""
-    pipe = autosplit(Dropping(), devices="torchrun", chunks=4, sample=flat(8).args)
-    return [_error(lambda: copy.copy(pipe)), _error(lambda: pickle.dumps(pipe))]
 
 
 def penalty(name: str) -> str:
@@ -150,35 +124,6 @@ def shared_by_pipes() -> list[str]:
     return [*found, *(_error(use) for use in (used[0], used[1], used[0]))]
 
 
-class _Two(nn.Module):
-    """Takes two inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-
-    def forward(self, value: Tensor, other: Tensor) -> Tensor:
-        return self.layers(value) + other
-
-
-def given_twice() -> list[bool]:
-    """Give the first rank one tensor as two inputs, and two tensors."""
-    torch.manual_seed(0)
-    model, value, target = _Two(), torch.randn(8, 8), torch.randn(8, 8)
-    pipe = autosplit(model, devices="torchrun", chunks=2, sample=(value, value.clone()), feed="first_last")
-    expected = squares(model(value, value), target).detach()
-    found = []
-    for other in (value, value.clone()):
-        inputs = (value, other) if dist.get_rank() == 0 else ()
-        loss = pipe.train_step(*inputs, **({"target": target, "loss_fn": squares} if dist.get_rank() else {}))
-        found.append(torch.allclose(loss, expected))
-    return found
-
-
-def test_one_tensor_as_two_inputs_of_the_first_rank(ranks: Pool) -> None:
-    assert ranks(2).run(given_twice) == [[True, True]] * 2
-
-
 def test_a_module_that_holds_a_pipe_has_the_ranks_part(ranks: Pool) -> None:
     assert ranks(2).run(held) == [[True] * 4] * 2
 
@@ -203,23 +148,10 @@ def test_a_model_that_returns_a_parameter_is_refused(ranks: Pool) -> None:
     assert all("returns its own 'layers.0.weight'" in text for text in found), found
 
 
-def test_an_error_that_cannot_be_sent_is_raised_as_its_public_kind(ranks: Pool) -> None:
-    for rank, found in enumerate(ranks(2).run(unknown_error)):
-        assert all("no reason in layers.0" in text for text in found), (rank, found)
-
-
 def test_numbers_drawn_between_forward_and_backward_are_the_same_on_every_rank(ranks: Pool) -> None:
     one, other = ranks(2).run(drawn_between)
     assert one == other
     assert len(set(one)) == 2
-
-
-def test_a_ranks_pipe_is_not_copied(ranks: Pool) -> None:
-    assert all("holds a part of the model" in text for found in ranks(2).run(copied) for text in found)
-
-
-def test_a_loss_that_reads_another_ranks_parameter_is_refused(ranks: Pool) -> None:
-    assert all("the loss reads the parameter 'layers.0.weight'" in t for t in ranks(2).run(penalty, "rows that mix"))
 
 
 def test_a_loss_of_microbatches_that_does_ends_all_ranks() -> None:

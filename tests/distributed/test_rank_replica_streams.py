@@ -63,26 +63,6 @@ def test_minibatches_of_fewer_microbatches_than_replicas(ranks: Pool, replicas: 
     assert ranks(sum(replicas)).run(streamed, replicas, *given)[0] == []
 
 
-def interrupted(replicas: list[int]) -> list[str]:
-    """Do beside a stream what a loop does; called in every process."""
-    return streams.interrupted(replicas=replicas)
-
-
-@pytest.mark.parametrize("replicas", [[2, 1], [1, 2], [2, 2]], ids=str)
-def test_what_a_loop_does_beside_a_stream(ranks: Pool, replicas: list[int]) -> None:
-    assert ranks(sum(replicas)).run(interrupted, replicas)[0] == []
-
-
-def met(replicas: list[int]) -> int:
-    """Train on a stream whose loop waits for all ranks; called in every process."""
-    return streams.met(8, replicas=replicas)
-
-
-@pytest.mark.parametrize("replicas", [[2, 1], [1, 2], [2, 2]], ids=str)
-def test_a_loop_that_waits_for_all_ranks_to_the_end(ranks: Pool, replicas: list[int]) -> None:
-    assert ranks(sum(replicas)).run(met, replicas) == [8] * sum(replicas)
-
-
 def saved(folder: str, replicas: list[int]) -> tuple[int, list[float]]:
     """Save in the middle of a stream; called in every process."""
     return streams.saved(folder, replicas=replicas)

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from autosplit import autosplit
 from autosplit.distributed import checkpoint
 from autosplit.errors import InputError
-from tests.distributed.launching import launch
 from tests.distributed.models import TRAININGS, WIDTH, Dropping, flat
 from tests.distributed.processes import Pool
 from tests.distributed.replicas import doubled, mesh_of, replica_of
@@ -280,28 +279,6 @@ def test_what_one_replica_alone_would_do_is_refused_in_a_later_kind_of_call(rank
     plain(flat(8).args[0])
     for found in ranks(3).run(moved_later, [2, 1], writes):
         assert found == pytest.approx(plain.centre.tolist(), abs=1e-6)
-
-
-def _count(module: nn.Module, given: Any, made: Any) -> None:
-    module.calls.add_(1)
-
-
-def counted() -> None:
-    """Train a model whose hook changes a buffer of a stage with replicas."""
-    model = TRAININGS["dropout"].make()
-    for layer in model.layers:
-        layer.register_buffer("calls", torch.zeros(()))
-        layer.register_forward_hook(_count)
-    value = flat(8).args[0]
-    pipe = autosplit(model, devices="torchrun", chunks=4, sample=value, replicas=[2, 1])
-    pipe.train_step(value, target=value, loss_fn=F.mse_loss)
-
-
-@pytest.mark.slow
-def test_a_hook_that_changes_a_buffer_of_a_stage_with_replicas() -> None:
-    run = launch(counted, 3, limit_s=60.0)
-    assert all(run.codes)
-    assert re.search("module 'layers.0' change its buffer 'calls', and the 2 replicas of stage 0", run.stderr)
 
 
 class Seen(torch.optim.SGD):

@@ -182,11 +182,6 @@ def apart() -> list[str]:
     return [str(own.message) for own in found]
 
 
-def test_a_counter_apart_from_its_module_is_a_warning(ranks: Pool) -> None:
-    for said in ranks(2).run(apart):
-        assert any("'0.count' is changed on the whole batch, on the last rank, and '0.bias'" in text for text in said)
-
-
 def _average(module: nn.Module) -> AveragedModel:
     return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
 
@@ -255,36 +250,3 @@ def test_the_model_of_which_a_rank_has_a_part_is_not_taken_for_whole(ranks: Pool
         assert all("AveragedModel(pipe)" in text for text in said[:5])
         assert "pipe.unsplit()" in said[0]
         assert "no forward" in said[5]
-
-
-class Heated(nn.Module):
-    """Layers, and an attribute that forward reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.temperature = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, width = x.shape
-        return self.layers(x.view(rows, 2, width // 2).flatten(1)) / self.temperature
-
-
-def recorded_for() -> tuple[list[str], list[float]]:
-    """Train at several batch sizes and two temperatures; return this rank's reasons, and how far losses are off."""
-    torch.manual_seed(0)
-    model, off = Heated().double(), []
-    plain = copy.deepcopy(model)
-    pipe = autosplit(model, devices="torchrun", chunks=2, sample=torch.ones(8, 6).double())
-    for temperature in (1.0, 2.0):
-        model.temperature = plain.temperature = temperature
-        for rows in (8, 6, 5, 8):
-            batch, target = torch.randn(rows, 6).double(), torch.zeros(rows, 6).double()
-            loss = pipe.train_step(batch, target=target, loss_fn=nn.functional.mse_loss)
-            off.append(float(loss - nn.functional.mse_loss(plain(batch), target)))
-    return [note.reason for note in pipe.recordings], off
-
-
-def test_every_rank_says_what_it_was_recorded_for(ranks: Pool) -> None:
-    for reasons, off in ranks(2).run(recorded_for):
-        assert reasons == ["the first call", "attribute `temperature` of the model was 1.0, is 2.0"]
-        assert max(map(abs, off)) < 1e-12

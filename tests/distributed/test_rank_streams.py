@@ -137,20 +137,6 @@ def test_a_loop_that_waits_for_all_ranks_to_the_end(ranks: Pool, minibatches: in
     assert ranks(3).run(met, minibatches) == [minibatches] * 3
 
 
-def taken_back() -> list[float]:
-    """Leave a stream and take the model back; return the sums of its parameters."""
-    training = TRAININGS["dropout"]
-    pipe = autosplit(training.make(), devices="torchrun", chunks=4, sample=training.batch(9).args)
-    stream = pipe.train_stream(items_of(training), loss_fn=training.loss, optimizer=sgd)
-    next(stream)
-    return [parameter.sum().item() for parameter in pipe.unsplit().parameters()]
-
-
-def test_a_model_that_is_taken_back_has_the_values_of_all_ranks(ranks: Pool) -> None:
-    first, *others = ranks(3).run(taken_back)
-    assert all(own == first for own in others)
-
-
 def _saving(devices: Any, **options: Any) -> tuple[Training, Any, torch.optim.Optimizer]:
     training = replace(TRAININGS["dropout"], rows=(9, 9, 7, 9, 9, 9, 7, 9, 9, 9, 7))
     pipe = autosplit(training.make(), devices=devices, chunks=4, sample=training.batch(9).args, **options)
@@ -219,33 +205,6 @@ def test_what_is_refused_on_all_ranks(ranks: Pool) -> None:
         assert (raised, done) == ("no such file", "3")
         assert "make the pipe with feed='all'" in feed
         assert "give one of torch's losses, or the model's own" in loss
-
-
-def two_pipes() -> list[str]:
-    """Call a pipe while another one's stream is in flight, and again when that is drained; return what is said."""
-    training, said = replace(TRAININGS["dropout"], rows=(9,) * 9), []
-    pipe, other = (
-        autosplit(training.make(), devices="torchrun", chunks=4, sample=training.batch(9).args) for _ in range(2)
-    )
-    given = {"loss_fn": training.loss, "optimizer": sgd}
-    stream, second = (own.train_stream(items_of(training), **given) for own in (pipe, other))
-    next(stream)
-    for call in (lambda: other.eval_step(*training.batch(9).args), lambda: next(second)):
-        with pytest.raises(InputError) as refused:
-            call()
-        said.append(str(refused.value))
-    stream.drain()
-    other.eval_step(*training.batch(9).args)
-    assert len(list(stream)) == 8
-    for _ in pipe.train_stream(items_of(training), **given):
-        break
-    assert len(list(other.train_stream(items_of(training), **given))) == 9
-    return said
-
-
-def test_another_pipe_over_the_same_ranks(ranks: Pool) -> None:
-    for said in ranks(3).run(two_pipes):
-        assert all("a stream of another pipe has minibatches in flight over the same ranks" in own for own in said)
 
 
 def apart(fault: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ from torch import Tensor, nn
 
 from autosplit import autosplit, initialise
 from autosplit.distributed import checkpoint
-from autosplit.distributed import step as step_module
 from autosplit.distributed.join import _device, join
-from autosplit.distributed.step import seconds_of
-from autosplit.errors import InputError, TraceError
+from autosplit.errors import TraceError
 from autosplit.options import Sample
 from tests.distributed.models import TRAININGS, TiedGPT, few_targets, flat, next_token, tokens
 from tests.distributed.processes import Pool
@@ -103,19 +100,6 @@ def clipped_bits() -> bool:
     return torch.equal(total, expected) and all(torch.equal(p.grad, clipped[n]) for n, p in model.named_parameters())
 
 
-def loaded() -> bool:
-    """Load the whole model's state into every rank's part; tell whether the outputs are that model's."""
-    other = TiedGPT()
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(0.1)
-    pipe = autosplit(TiedGPT(), devices="torchrun", chunks=4, sample=tokens(8).args, outputs="all")
-    pipe.load_state_dict(other.state_dict())
-    with pytest.raises(RuntimeError, match=r"missing keys of rank \d: \['"):
-        pipe.load_state_dict({})
-    return torch.equal(pipe.eval_step(*tokens(8).args), other.eval()(*tokens(8).args))
-
-
 def _on_meta() -> nn.Module:
     with torch.device("meta"):
         return TiedGPT()
@@ -146,15 +130,6 @@ def from_meta(weights: bool) -> tuple[bool, int, int]:
     return same, held, sum(p.numel() for p in pipe.parameters())
 
 
-def weights_of_a_real_model() -> str:
-    """Give weights for a model that has values."""
-    try:
-        autosplit(TiedGPT(), devices="torchrun", sample=tokens(8).args, weights={})
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("name", FED)
 def test_only_the_first_and_the_last_rank_are_called_with_the_batch(ranks: Pool, name: str) -> None:
     assert all(ranks(3).run(fed, name))
@@ -169,10 +144,6 @@ def test_the_norm_has_the_bits_of_one_process(ranks: Pool) -> None:
     assert all(ranks(3).run(clipped_bits))
 
 
-def test_the_whole_models_state_is_loaded_in_parts(ranks: Pool) -> None:
-    assert all(ranks(2).run(loaded))
-
-
 @pytest.mark.parametrize("weights", mostly_slow([False, True], True))
 def test_a_model_on_meta_gets_the_values_of_a_ranks_part(ranks: Pool, weights: bool) -> None:
     found = ranks(3).run(from_meta, weights)
@@ -182,26 +153,12 @@ def test_a_model_on_meta_gets_the_values_of_a_ranks_part(ranks: Pool, weights: b
     assert all(held == own < whole for _, held, own in found)
 
 
-def test_weights_are_for_models_on_meta(ranks: Pool) -> None:
-    assert all("has values" in text for text in ranks(2).run(weights_of_a_real_model))
-
-
 def test_without_torchrun_there_are_no_ranks() -> None:
     with pytest.raises(Exception, match="RANK, WORLD_SIZE"):
         autosplit(TiedGPT(), devices="torchrun", sample=tokens(8).args)
     for name, value in {"feed": "first_last", "timeout": 60}.items():
         with pytest.raises(ValueError, match=f"{name}={value!r} is for devices='torchrun'"):
             autosplit(TiedGPT(), devices=2, **{name: value})  # type: ignore[arg-type]
-
-
-def test_without_a_timeout_steps_hang_after_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_module, "default_pg_nccl_timeout", timedelta(minutes=10))  # None where torch has no CUDA
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert (seconds_of(None, cpu), seconds_of(None, cuda)) == (1800.0, 600.0)
-    assert (seconds_of(2, cpu), seconds_of(timedelta(minutes=1), cuda)) == (2.0, 60.0)
-    for wrong in (0, -1.0, "a minute", True, float("nan")):
-        with pytest.raises(InputError, match="give a number of seconds above 0"):
-            seconds_of(wrong, cpu)
 
 
 def test_a_process_has_the_cuda_device_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -20,10 +18,7 @@ from autosplit import autosplit
 from autosplit.distributed.join import join
 from tests.distributed import rendezvous
 from tests.distributed.processes import Pool, Ranks
-from tests.distributed.test_random_ranks import trained
-from tests.models.random_modules import Recipe, recipes
 from tests.pairwise import in_turn
-from tests.properties import examples
 
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "interleaved", "looped_bfs", "zb_v")
 WIDTH, ROWS = 8, 24
@@ -153,27 +148,6 @@ def test_calls_whose_backward_the_caller_runs(nccl_ranks: Pool) -> None:
 def test_replicas_of_a_stage(nccl_ranks: Pool) -> None:
     options = {"schedule": "1f1b", "replicas": [1, 2]}
     assert max(nccl_ranks(3).run(worst_difference, Skip, options)) < 1e-12
-
-
-@pytest.mark.slow
-def test_replicas_of_three_stages_open_their_groups(nccl_ranks: Pool) -> None:
-    assert max(nccl_ranks(6).run(worst_difference, Skip, {}, (2, 3))) < 1e-12
-
-
-@pytest.mark.slow
-@settings(max_examples=examples(100, few=2))
-@given(
-    recipe=recipes(),
-    rows=st.integers(1, 13),
-    later=st.integers(1, 13),
-    chunks=st.integers(1, 6),
-    size=st.integers(2, 3),
-    schedule=st.sampled_from(SCHEDULES[:3]),
-)
-def test_random_modules_have_the_bits_of_one_process(
-    nccl_ranks: Pool, recipe: Recipe, rows: int, later: int, chunks: int, size: int, schedule: str
-) -> None:
-    assert nccl_ranks(size).run(trained, recipe, rows, later, chunks, schedule)[0] == []
 
 
 def both_send_first() -> str:

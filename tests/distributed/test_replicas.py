@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from autosplit import autosplit
@@ -255,19 +254,6 @@ def test_a_gradient_behind_a_sum_that_has_begun_is_an_error_unless_it_was_announ
 
 
 # -- what they refuse --------------------------------------------------------------------------------------------------
-def meshes() -> list[str]:
-    """Give meshes that cannot be used."""
-    wrong = [
-        "a mesh",
-        init_device_mesh("cpu", (4,)),
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")),
-        init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
-    ]
-    found = [_error(lambda mesh=mesh: autosplit(mlp(), mesh=mesh, sample=_values(4))) for mesh in wrong]
-    shapes = [("dp", "pp"), ("pp", "dp")]
-    one = init_device_mesh("cpu", (2, 2), mesh_dim_names=shapes[dist.get_rank() % 2])
-    found.append(_error(lambda: autosplit(mlp(), mesh=one, sample=_values(4))))
-    return [*found, _error(lambda: autosplit(mlp(), ["cpu"] * 4, mesh=mesh_of(2, 2), sample=_values(4)))]
 
 
 def calls() -> list[str]:
@@ -363,16 +349,6 @@ def test_what_each_replica_by_itself_takes_to_be_right_is_refused(ranks: Pool) -
         assert "replica 1 has no rows, and every call changes count" in counting
         assert "different losses: the model's own, a mean over elements" in averaged
         assert right == "nothing was raised"
-
-
-def test_meshes_that_cannot_be_used_are_refused(ranks: Pool) -> None:
-    for kind, names, unknown, size, other, devices in ranks(4).run(meshes):
-        assert "InputError: mesh is a str" in kind
-        assert "have no names" in names
-        assert "a dimension ep; known are dp, dp_replicate, dp_shard, pp, tp" in unknown
-        assert "2 ranks, and 4 processes" in size
-        assert any(text in other for text in ("differ in their meshes", "rank 1 joins"))  # rank 0 may know its mesh
-        assert "leave devices out" in devices
 
 
 def test_what_replicas_differ_in_or_need_whole_is_refused_on_all_ranks(ranks: Pool) -> None:

@@ -210,19 +210,3 @@ def test_an_attribute_of_a_loss_that_differs_is_refused(ranks: Pool) -> None:
     assert one == other
     refused = ["the ranks differ in the loss" in text for text in one]
     assert refused == [4 < n <= 8 or 12 < n <= 16 for n in range(1, 21)], one
-
-
-@pytest.mark.parametrize("check_inputs", [-1, "often", 0.5])
-def test_what_check_inputs_does_not_take(ranks: Pool, check_inputs: Any) -> None:
-    for found in ranks(2).run(wrong, check_inputs):
-        assert found.startswith(f"InputError: check_inputs={check_inputs!r}; give ")
-
-
-def wrong(check_inputs: Any) -> str:
-    """Ask for what there is not."""
-    return _refused(lambda: _pipe(check_inputs=check_inputs))
-
-
-def test_one_process_has_no_inputs_to_compare() -> None:
-    with pytest.raises(Exception, match="check_inputs=5 is for devices='torchrun'"):
-        autosplit(model(), devices=2, sample=batch(), check_inputs=5)

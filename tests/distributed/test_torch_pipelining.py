@@ -8,11 +8,9 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import autosplit
 from examples import torch_pipelining_from_plan as example
@@ -20,7 +18,6 @@ from examples.models import GPTConfig
 from tests.distributed.processes import Pool
 
 EXAMPLE = Path(example.__file__)
-OWN_SCHEDULE = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
 
 
 def trained(schedule: str, layers: int) -> tuple[float, float, bool]:
@@ -42,11 +39,6 @@ def test_torchs_engine_trains_by_the_plan_as_the_plain_model(schedule: str, rank
         assert falls
 
 
-def test_an_action_file_of_the_users_own(ranks: Pool, tmp_path: Path) -> None:
-    (tmp_path / "own.csv").write_text(OWN_SCHEDULE)
-    assert all(difference < 1e-12 for _, difference, _ in ranks(2).run(trained, str(tmp_path / "own.csv"), 2))
-
-
 def planned(model: torch.nn.Module, devices: int) -> autosplit.Plan:
     sample = torch.empty(8, example.LENGTH, dtype=torch.int64, device="meta")
     return autosplit.plan(
@@ -66,12 +58,6 @@ def test_stages_are_the_chains_children_in_order() -> None:
     assert moved[:2] == [["0"], ["1", "2", "3"]] != parts[:2]
 
 
-def test_a_stage_without_a_block_is_refused() -> None:
-    model = example.chain(GPTConfig(layers=1))
-    with pytest.warns(UserWarning, match="the plan cuts inside"), pytest.raises(ValueError, match="plan fewer stages"):
-        example.parts_of(planned(model, 4), model)
-
-
 def test_a_model_that_is_no_chain_in_the_plans_order_is_refused() -> None:
     model = example.chain(GPTConfig(layers=2))
     other = torch.nn.Sequential(*model, torch.nn.Identity())
@@ -79,18 +65,6 @@ def test_a_model_that_is_no_chain_in_the_plans_order_is_refused() -> None:
         warnings.simplefilter("ignore", UserWarning)
         with pytest.raises(ValueError, match="no rows of the model's children in order"):
             example.parts_of(planned(model, 2), other)
-
-
-def _schedule_of(devices: int) -> str:
-    model = example.chain(GPTConfig(layers=4))
-    with pytest.raises(ValueError, match="the plan is for") as caught:
-        example.torch_schedule(planned(model, devices), model, device=torch.device("cpu"))
-    assert dist.get_world_size() == 2
-    return str(caught.value)
-
-
-def test_a_plan_for_other_devices_is_refused(ranks: Pool) -> None:
-    assert set(ranks(2).run(_schedule_of, 3)) == {"the plan is for 3 devices, and there are 2 processes"}
 
 
 def test_torchrun_starts_it() -> None:
@@ -102,10 +76,3 @@ def test_torchrun_starts_it() -> None:
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"lane 1 \| .* 1F0", ended.stdout)
     assert re.search(r"parameters of all stages +\S+  equal", ended.stdout)
-
-
-def test_without_torchrun_it_says_how_to_start_it(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(SystemExit):
-        example.main([])
-    assert "start it with torchrun --standalone --nproc-per-node 2" in capsys.readouterr().err

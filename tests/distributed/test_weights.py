@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from autosplit.distributed import weights as weights_module
 from autosplit.distributed.checkpoint import TrustedCheckpoint
 from autosplit.distributed.materialise import materialise
 from autosplit.errors import InputError
@@ -146,13 +144,6 @@ def test_only_the_named_tensors_are_read(tmp_path, monkeypatch):
         materialise(model, ["1.weight", "0.bias"], device=CPU, weights=source(values, tmp_path))
         assert sorted(read) == ["0.bias", "1.weight"]
         read.clear()
-
-
-def test_weights_take_the_dtype_of_the_model():
-    weights = {"weight": torch.rand(3, 3), "bias": torch.rand(3)}
-    model = on_meta(lambda: nn.Linear(3, 3, dtype=torch.bfloat16))
-    materialise(model, ["weight", "bias"], device=CPU, weights=weights)
-    assert same(model.weight, weights["weight"].bfloat16())
 
 
 def test_a_tie_needs_one_of_its_names_in_the_weights():
@@ -303,19 +294,3 @@ def test_faults_are_named_and_nothing_changes(fault, tmp_path, monkeypatch):
     assert unchanged(model, before)
     assert [tensor._version for tensor in tensors(model).values()] == versions
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_weights_may_hold_what_no_initialiser_fills():
-    source, model = NoInitialiser(), on_meta(NoInitialiser)
-    materialise(model, list(tensors(model)), device=CPU, weights=weights_of(source) | {"scale": torch.rand(4)})
-    assert not any(tensor.is_meta for tensor in tensors(model).values())
-
-
-def test_a_file_in_two_shards_of_one_name_and_a_missing_package_are_said(tmp_path, monkeypatch):
-    save_file({"weight": torch.ones(2, 2)}, tmp_path / "a.safetensors")
-    save_file({"weight": torch.ones(2, 2)}, tmp_path / "b.safetensors")
-    with pytest.raises(InputError, match=r"'weight' is in a\.safetensors and in b\.safetensors"):
-        weights_module.open_weights(tmp_path)
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(InputError, match="cannot be read: import of safetensors halted"):
-        weights_module.open_weights(tmp_path)

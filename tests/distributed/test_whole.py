@@ -19,7 +19,7 @@ from torch import nn
 from autosplit.distributed.checkpoint import TrustedCheckpoint, load_weights, save, save_weights
 from autosplit.errors import CheckpointError, InputError
 from tests.distributed.parts import Part, check_same, run, state_of
-from tests.distributed.test_checkpoint import resident, sharded
+from tests.distributed.test_checkpoint import sharded
 
 SIZES = (1, 2)
 
@@ -195,23 +195,6 @@ def test_shards_of_a_parameter_are_written_whole_and_read_in_parts(ranks, tmp_pa
     check_same([state_of(other)], state_of(plain))
 
 
-def memory_of_files(folder: Path) -> float:
-    """Return the most memory that a rank takes beside its part, as a multiple of that."""
-    rank, numel = dist.get_rank(), 4 << 20
-    save_weights(folder / "small", nn.Linear(2, 2))
-    part = nn.Module()
-    for number in range(4):
-        part.register_parameter(f"weight_{rank}_{number}", nn.Parameter(torch.ones(numel)))
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak until now
-    save_weights(folder / "x", part, max_shard_size=4 * numel)
-    return (resident("VmHWM") - before) / (4 * 4 * numel)
-
-
-def test_a_rank_needs_no_more_than_its_part(ranks, tmp_path):
-    assert max(ranks(2).run(memory_of_files, tmp_path)) < 0.3
-
-
 def errors(folder: Path) -> list[str]:
     rank, found = dist.get_rank(), []
     part = part_of(Tied(1))
@@ -245,20 +228,6 @@ def test_what_cannot_be_written_or_read_is_an_error_on_every_rank(ranks, tmp_pat
     )
     assert [text for text, error in zip(texts, first, strict=True) if text not in error] == [], first
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
-
-
-def test_state_that_is_no_tensor_is_refused(tmp_path):
-    class Counting(nn.Linear):
-        def get_extra_state(self) -> int:
-            return 3
-
-        def set_extra_state(self, state: int) -> None:
-            pass
-
-    with pytest.raises(
-        InputError, match=r"safetensors hold tensors only, and _extra_state are none; use checkpoint.save"
-    ):
-        save_weights(tmp_path / "x", Counting(2, 2))
 
 
 def test_weights_come_out_of_a_checkpoint_of_a_training(tmp_path):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from autosplit import autosplit
 from tests.equivalence.equality import probe_loss
 from tests.equivalence.side_by_side import as_plain, assert_equal, both, check, grads, pair, value_of
-from tests.models.named import WIDTH, Chain, numbers
+from tests.models.named import WIDTH, numbers
 from tests.models.three_layers import Model
 from tests.pairwise import in_turn
 
@@ -29,18 +29,6 @@ def test_values_of_the_callers_graph_before_and_behind_the_pipe(module: nn.Modul
     output = module(before)
     behind = output.pow(2)
     return torch.autograd.grad(probe_loss(behind), [behind, output, before, value, *module.parameters()])
-
-
-@both
-def test_gradients_in_batches(lanes: str) -> None:
-    found = []
-    plain = Chain(36).double()
-    for module in (autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=4, lanes=lanes), plain):
-        value = value_of()
-        output = module(value)
-        seeds = torch.stack([numbers(9, WIDTH, seed=seed) for seed in range(3)])
-        found.append(torch.autograd.grad(output, [value, *module.parameters()], seeds, is_grads_batched=True))
-    assert_equal(*found)
 
 
 class Doubled(nn.Module):
@@ -221,19 +209,6 @@ def test_frozen_between_forward_and_backward(module: nn.Module) -> Sequence[Any]
     loss.backward()
     module.requires_grad_(True)
     return [value.grad]
-
-
-@both
-def test_a_batch_that_was_made_in_inference_mode(lanes: str) -> None:
-    with torch.inference_mode():
-        value = value_of(gradient=False)
-
-    def run(module: nn.Module) -> Sequence[Any]:
-        with torch.inference_mode():
-            output = module(value)
-        return [output, module.requires_grad_(False)(value)]
-
-    check(run, "chain", lanes)
 
 
 @pytest.mark.parametrize("what", ["data", "object"])

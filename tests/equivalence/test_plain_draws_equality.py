@@ -217,32 +217,6 @@ def test_train_step_draws_the_models_numbers_also_behind_a_proof(lanes: str, los
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("lanes", LANES)
-def test_gradients_of_gradients_see_the_same_draws(lanes: str) -> None:
-    found = []
-    for module in (build("dropout"), split(build("dropout"), lanes=lanes)):
-        value = numbers(10, LENGTH, WIDTH, gradient=True)
-        torch.manual_seed(3)
-        output = module(value)
-        after = torch.rand(4)
-        (gradient,) = torch.autograd.grad(output.square().sum(), value, create_graph=True)
-        gradient.square().sum().backward()
-        found.append((output.detach(), after, value.grad, *(p.grad for p in module.parameters())))
-    for own, other in zip(*reversed(found), strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
-
-
-def test_lengths_share_a_recording() -> None:
-    plain, pipe = build("dropout, batch second"), split(build("dropout, batch second"))
-    for length in (3, 5, 7, 9):
-        value = numbers(10, length, WIDTH)
-        torch.manual_seed(length)
-        expected = plain(value)
-        torch.manual_seed(length)
-        torch.testing.assert_close(pipe(value), expected, rtol=1e-12, atol=1e-12)
-    assert pipe._autosplit.recordings.made == 2
-
-
 class Branches(nn.Module):
     """Numbers that hang on values, and others behind them that do not wait for them."""
 

@@ -6,12 +6,10 @@ The names are those of the traps at which front ends trace with success and are 
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autosplit import autosplit
-from autosplit.planning.plan.plan import Plan
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
 from tests.models.own_python import CASES as OWN_PYTHON
 from tests.models.three_layers import WIDTH, Body, Model, numbers
@@ -201,37 +198,6 @@ def test_one_plan_serves_the_tree_in_training_and_the_recording_in_eval(name: st
     assert rungs == [(number % 2 == 0) == (first == "train") for number in range(5)]
     assert pipe.plan.rung == (TREE if first == "train" else "recorded")
     assert len(pipe.plan.stages) == 2
-
-
-@pytest.mark.parametrize("name", ["6 layer drop, Python", "value read at the root"])
-def test_a_plan_comes_back_from_json_and_is_applied_again(name: str, tmp_path: Path) -> None:
-    plain, pipe = twins(name, True)
-    args = TRAPS[name].batch(7, 0)
-    pipe(*args)
-    pipe.plan.save(tmp_path / "plan.json")
-    again = Plan.load(tmp_path / "plan.json")
-    assert again == pipe.plan
-    assert again.rung == TRAPS[name].training
-    for training in (True, False):
-        plain.train(training)
-        other = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3, plan=again)
-        assert_equal_runs(run(other, args, 1), run(plain, args, 1))
-        assert other.plan == again
-
-
-@pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
-def test_a_copy_of_a_pipe_that_counts(copied: str) -> None:
-    _, pipe = twins("7 Python counter", True)
-    args = TRAPS["7 Python counter"].batch(7, 0)
-    pipe(*args)
-    plain = copy.deepcopy(pipe.unsplit())
-    twin = copy.deepcopy(pipe) if copied == "deepcopy" else pickle.loads(pickle.dumps(pipe))
-    assert twin.plan == pipe.plan
-    calls = pipe.unsplit().calls
-    for number in range(3):
-        assert_equal_runs(run(twin, args, number), run(plain, args, number))
-    assert twin.unsplit().calls == calls + 3
-    assert pipe.unsplit().calls == calls
 
 
 @pytest.mark.parametrize(("name", "width"), [("value-dependent loop", 3), ("6 layer drop, Python", WIDTH)])

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import PipelinedModule, autosplit
-from tests.equivalence.equality import LANES
 from tests.equivalence.side_by_side import assert_equal, grads
 from tests.pairwise import in_turn
 
@@ -103,23 +102,3 @@ def test_steps_under_autocast(precision: torch.dtype, lanes: str, schedule: str)
     assert mine.dtype == plain.dtype
     assert_equal([mine, *grads(pipe)], [plain, *grads(model)], tolerance=3e-2)
     assert not torch.is_autocast_enabled("cpu")
-
-
-class OwnAutocast(nn.Module):
-    """Enters autocast in its own forward only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    @torch.autocast("cpu", dtype=torch.bfloat16)
-    def forward(self, value: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(value))).float()
-
-
-@pytest.mark.parametrize("lanes", LANES)
-def test_autocast_of_the_models_own(lanes: str) -> None:
-    model, pipe = pair(OwnAutocast, lanes, dtype=torch.float32)
-    value, target = batch_of(dtype=torch.float32)
-    assert_equal([pipe(value)], [model(value)], tolerance=1e-2)
-    assert_equal([step(pipe, value, target), *grads(pipe)], [step(model, value, target), *grads(model)], tolerance=3e-2)

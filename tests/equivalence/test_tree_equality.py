@@ -38,16 +38,6 @@ def test_under_autocast_the_same_bits_run_after_run() -> None:
         assert torch.allclose(value, expected.outputs[name], rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", ["per row", "early exit"])
-def test_without_gradients(name: str, mode: type) -> None:
-    plain, twin, run = pair(CASES[name], training=False, stages=3)
-    args = CASES[name].batch(9, 4)
-    with mode():
-        expected = left(plain, plain, args, backward=False)
-        assert_left_equal(left(twin, caller(run), args, backward=False), expected)
-
-
 class Shifted(nn.Module):
     """Writes to its input in a way that no version counter shows."""
 

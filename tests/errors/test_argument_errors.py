@@ -86,23 +86,12 @@ def test_more_devices_than_the_machine_has_says_how_to_pass_a_list(
         assert part in str(caught.value)
 
 
-def test_a_number_means_lanes_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    pipe = split(chain(), devices=4)
-    assert [stage.device for stage in pipe.plan.stages] == ["cpu"] * 4
-
-
 def test_threads_are_for_cpu_lanes_and_the_default_on_several() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     with pytest.raises(InputError, match=r"threads.*cuda:0.*inline"):
         resolve_lanes("threads", (cpu, cuda))
     assert resolve_lanes("auto", (cpu, cpu)) == "threads"
     assert resolve_lanes("auto", (cpu,)) == resolve_lanes("auto", (cpu, cuda)) == "inline"
-
-
-def test_what_is_no_module(unchanged: Unchanged) -> None:
-    with pytest.raises(InputError, match=r"function.*nn\.Module"):
-        autosplit(value, devices=["cpu"] * 2)
 
 
 def test_a_memory_limit_that_cannot_hold_names_the_smallest_that_can(unchanged: Unchanged) -> None:
@@ -120,14 +109,6 @@ def test_a_memory_limit_that_cannot_hold_names_the_smallest_that_can(unchanged: 
         split(model, sample=sample, memory_limit=limit_bytes - 1)
     assert len(pipe.plan.stages) == 2
     torch.testing.assert_close(pipe(sample), model(sample))
-
-
-def test_more_stages_than_nodes_gives_fewer_with_a_warning() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    with pytest.warns(UserWarning, match=r"(?s)5.*2 stages"):
-        pipe = split(model, devices=["cpu"] * 5)
-    assert len(pipe.plan.stages) == 2
-    torch.testing.assert_close(pipe(value()), model(value()))
 
 
 def test_as_many_stages_as_devices_wherever_nodes_can_be_separated() -> None:

@@ -29,24 +29,6 @@ def plan_or_call(model: nn.Module, sample: Sample, *, early: bool) -> None:
         pipe(*sample.args, **sample.kwargs)
 
 
-class TwoInputs(nn.Module):
-    """Scores every row of the first input against every row of the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 5), nn.Linear(3, 5)
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        return torch.tanh(torch.tanh(self.first(first)) @ self.second(second).T)
-
-
-def test_batch_dims_that_do_not_match_the_inputs(unchanged: Unchanged) -> None:
-    model, inputs = TwoInputs(), (numbers(8, 3), numbers(4, 3))
-    for batch_dims in ((0, 0), (5, None), (0, 1, 2)):
-        with unchanged(model, *inputs), pytest.raises(InputError, match="batch_dims"):
-            autosplit(model, devices=["cpu"] * 2, chunks=4, batch_dims=batch_dims, sample=inputs)
-
-
 @pytest.mark.parametrize("planned", [True, False])
 def test_an_empty_batch(planned: bool, unchanged: Unchanged) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
@@ -54,26 +36,6 @@ def test_an_empty_batch(planned: bool, unchanged: Unchanged) -> None:
     with unchanged(model, numbers(4, 3)), pytest.raises(InputError, match=r"(?i)0 rows|empty"):
         pipe(numbers(0, 3))
     torch.testing.assert_close(pipe(numbers(4, 3)), model(numbers(4, 3)))
-
-
-@pytest.mark.parametrize("planned", [True, False])
-def test_an_input_without_values(planned: bool, unchanged: Unchanged) -> None:
-    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), numbers(4, 3)
-    pipe = autosplit(model, devices=["cpu"] * 2, chunks=2, sample=x if planned else None)
-    with unchanged(model), pytest.raises(InputError, match="meta device and has no values"):
-        pipe(x.to("meta"))
-
-
-def test_a_call_without_tensors(unchanged: Unchanged) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    with unchanged(model, numbers(4, 3)), pytest.raises(InputError, match="tensor"):
-        autosplit(model, devices=["cpu"] * 2, chunks=4)(3)
-
-
-def test_a_list_as_sample_says_what_to_give(unchanged: Unchanged) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    with unchanged(model, numbers(4, 3)), pytest.raises(InputError, match=r"tuple.*dict.*Sample"):
-        autosplit(model, devices=["cpu"] * 2, sample=[numbers(4, 3)])
 
 
 class Boom(RuntimeError):
@@ -166,15 +128,6 @@ def test_a_backward_that_raises_keeps_its_error(lanes: str) -> None:
     torch.testing.assert_close(results[0], results[1])
 
 
-def test_wrong_inputs_after_planning_keep_torchs_error(unchanged: Unchanged) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=numbers(8, 3))
-    with unchanged(model, numbers(8, 3)), pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
-        pipe(numbers(8, 5))
-    assert "0" in text_of(caught.value)
-    torch.testing.assert_close(pipe(numbers(8, 3)), model(numbers(8, 3)))
-
-
 def test_an_error_at_planning_prints_nothing_beside_it(capfd: pytest.CaptureFixture[str]):
     pipe = autosplit(nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5)), devices=2, chunks=2)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
@@ -199,16 +152,6 @@ UNFIT: dict[str, tuple[Sample, str]] = {
     "too many": (Sample(numbers(4, 3), numbers(4, 4), numbers(4, 4)), r"takes 3 positional arguments but 4 were given"),
     "one twice": (Sample(numbers(4, 3), numbers(4, 4), value=numbers(4, 3)), r"multiple values for argument 'value'"),
 }
-
-
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("name", UNFIT)
-def test_a_sample_that_does_not_fit_the_signature_names_the_argument(
-    name: str, early: bool, unchanged: Unchanged
-) -> None:
-    model, (sample, reason) = Named(), UNFIT[name]
-    with unchanged(model, numbers(4, 3), numbers(4, 4)), pytest.raises(TypeError, match=reason):
-        plan_or_call(model, sample, early=early)
 
 
 @pytest.mark.parametrize("lanes", LANES)

@@ -8,9 +8,7 @@ from itertools import combinations, product
 
 import pytest
 
-from autosplit.partition.checker import Costs, check
-from autosplit.partition.graph import base_graph
-from autosplit.partition.line.coarse import coarsened, runs, taken_apart
+from autosplit.partition.checker import check
 from autosplit.partition.line.line import Line
 from autosplit.partition.line.search import LineSearch, listed
 from autosplit.partition.problem import RECOMPUTE, Device, Hold, Problem, TensorEdge, Tie, Work
@@ -57,10 +55,6 @@ def all_cuts(size: int, stages: int) -> list[tuple[int, ...]]:
 
 def assigned(bounds: tuple[int, ...]) -> list[int]:
     return [stage for stage in range(len(bounds) - 1) for _ in range(bounds[stage], bounds[stage + 1])]
-
-
-def peak(costs: Costs, room: float) -> bool:
-    return max(costs.device_bytes) <= room
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -159,16 +153,3 @@ def test_the_bound_is_near_the_step_of_an_even_pipeline() -> None:
         problem = Problem(works, (), microbatches=32, schedule=schedule)
         step_s = check(problem, range(8)).step_s
         assert least * step_s <= spread_bound(problem, stages=8) <= step_s
-
-
-def test_units_are_runs_that_end_with_their_blocks() -> None:
-    problem = random_problem(1, works=40)
-    graph = base_graph(problem)
-    units = runs(problem, graph, most=50)
-    assert len(set(units)) == graph.size
-    few = runs(problem, graph, most=44 - 4)
-    assert list(few) == sorted(few)
-    coarse = coarsened(problem, few)
-    assert sum(work.forward_s for work in coarse.problem.works) == sum(work.forward_s for work in problem.works)
-    apart = taken_apart(graph.group_of, coarse, (0, 5, max(few) + 1))
-    assert max(apart) >= max(few)

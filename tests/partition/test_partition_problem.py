@@ -42,13 +42,6 @@ def test_colours_and_the_cycles_they_make_leave_fewer_stages() -> None:
     assert (partition.assignment, partition.stages) == ((0, 0, 0, 1), 2)
 
 
-def test_every_stage_gets_a_work_even_where_fewer_were_faster() -> None:
-    works = (Work("a", 1.0, 0.0), Work("b", 1.0, 0.0), Work("c", 1.0, 0.0))
-    problem = Problem(works, (TensorEdge(0, (1,), 9.0, 0.0), TensorEdge(1, (2,), 9.0, 0.0)), microbatches=2)
-    partition = solve(problem, stages=3)
-    assert (partition.assignment, partition.costs.bottleneck_s, partition.status) == ((0, 1, 2), 19.0, "optimal")
-
-
 def test_a_leaf_that_may_be_merged_can_still_be_the_stage_that_saves_the_cut() -> None:
     works = (*(Work(name, 10.0, 0.0) for name in "abc"), Work("leaf", 0.0, 0.0))
     problem = Problem(works, (TensorEdge(0, (1, 2), 100.0, 0.0), TensorEdge(0, (3,), 0.0, 0.0)), microbatches=2)
@@ -78,13 +71,6 @@ def test_what_does_not_fit_is_said_with_its_numbers() -> None:
         "247 B (247 bytes), and node 1 'w1' alone needs at least 118 B (118 bytes) of it; the smallest limit that can "
         "be met is 248 B (248 bytes) per device, or use more devices or smaller microbatches"
     )
-
-
-def test_an_incomplete_search_says_so() -> None:
-    works = tuple(Work(f"w{index}", 1.0, 0.0, static_bytes=100) for index in range(12))
-    problem = Problem(works, (), microbatches=1, devices=devices_of((10, 10)))
-    with pytest.raises(InfeasibleError, match="the smallest limit that was found to be met is"):
-        solve(problem, stages=2, ideal_limit=8)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,8 @@ import itertools
 
 import pytest
 
-from autosplit.planning.timeline import SentAlone, StagesAlone, by_stage
-from autosplit.schedule.action import Action
+from autosplit.planning.timeline import StagesAlone
 from autosplit.schedule.catalog import build
-from autosplit.schedule.simulate import simulate
-
-SENT = (SentAlone(0, 1, 100, 40, 0.5, 0.25),)
 
 
 def alone(
@@ -34,27 +30,6 @@ def test_equal_stages_reach_the_bound_of_the_bubble():
     step = found.step()
     assert step.step_s == 5 * 3.0  # M + S - 1 cells
     assert found.serial_s / step.step_s == pytest.approx(4 * 2 / 5)
-
-
-def test_on_one_device_actions_follow_each_other():
-    found = alone(seconds={"F": (1.0, 3.0), "B": (2.0, 5.0)}, sent=SENT)
-    assert found.on_one_device().step_s == found.serial_s == 4 * 11.0
-
-
-def test_copies_take_what_they_took_or_what_a_link_says():
-    found = alone(sent=SENT)
-    own = {"forward_s": (1.0, 1.0), "backward_s": (2.0, 2.0)}
-    assert found.step().step_s == pytest.approx(
-        simulate(found.schedule, **own, transfers=found._transfers(None)).step_s
-    )
-    asked = []
-
-    def link(producer: int, consumer: int, size: int) -> float:
-        asked.append((producer, consumer, size))
-        return size / 100
-
-    assert found.step(link=link).step_s > found.step(link=lambda *_: 0.0).step_s == 15.0
-    assert asked == [(0, 1, 100), (1, 0, 40)]
 
 
 def test_one_host_issues_for_all_lanes_unless_each_has_its_own():
@@ -88,8 +63,3 @@ def test_another_schedule_must_have_as_many_stages_and_the_same_kinds():
         found.step(build("gpipe", stages=3, microbatches=8))
     with pytest.raises(ValueError, match="give input_gradient_s and weight_gradient_s"):
         found.step(build("zb_h1", stages=2, microbatches=4))
-
-
-def test_microbatches_are_averaged_by_stage_and_kind():
-    times = {Action(0, "F", 0): 1.0, Action(0, "F", 1): 3.0, Action(1, "B", 0): 5.0}
-    assert by_stage(times, stages=2) == {"F": (2.0, 0.0), "B": (0.0, 5.0)}

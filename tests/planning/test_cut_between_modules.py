@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit import InputError, Plan, plan
+from autosplit import Plan, plan
 from autosplit.options import Options, Sample
 from autosplit.planning.search.make import make_plan
 from autosplit.trace.ladder import trace
@@ -67,14 +66,6 @@ def test_what_is_made_of_the_heads_output_stays_with_the_head() -> None:
     assert {"#0/float_0", "#0/cross_entropy_0"} <= set(head.nodes)
 
 
-def test_few_blocks_are_cut_inside_with_a_note() -> None:
-    found = planned(Net(2))
-    assert len(found.stages) == 4
-    assert split_blocks(found)
-    [note] = said(found)
-    assert "between modules the step would be" in note or "no such plan" in note
-
-
 def test_nothing_that_fits_is_faster_than_the_plan_by_its_own_table() -> None:
     """The cut that wins in units may take longer between modules; others are then looked at again."""
     sample = torch.empty(ROWS, 512, WIDTH, device="meta")
@@ -96,8 +87,3 @@ def test_autosplits_own_planner_keeps_blocks_whole_too() -> None:
     if not said(modules):
         assert not split_blocks(modules)
     assert modules.lower_bound_s <= operations.step_s
-
-
-def test_another_word_is_refused() -> None:
-    with pytest.raises(InputError, match=r"cut='layers' is not available; valid: 'modules', 'operations'"):
-        planned(Net(4), cut="layers")

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from autosplit import InputError, Plan, PlanError, plan
-from autosplit.parallel import Parallel, check_mesh
 from autosplit.report.sections import header
 from tests.planning.llama import Llama
 
@@ -140,36 +139,3 @@ def test_bad_meshes(mesh: Any, match: str) -> None:
     """An error says what was given, and what would do."""
     with pytest.raises(InputError, match=match):
         _llama(mesh=mesh)
-
-
-def test_a_degree_that_does_not_divide() -> None:
-    """What the tensor plan refuses is refused on paper."""
-    with pytest.raises(InputError, match=r"tp=3 does not divide 4, by which .*; degrees that do: 1, 2, 4"):
-        _llama(mesh={"tp": 3}, devices="3xH100-SXM5-80GB", layers=1)
-
-
-@pytest.mark.quick
-def test_a_batch_that_replicas_do_not_divide() -> None:
-    """Every replica has as many rows."""
-    with pytest.raises(InputError, match="dp=8 does not divide the batch of 12 rows; degrees that do: 1, 2, 3, 4, 6"):
-        _llama(mesh={"dp": 8}, rows=12)
-
-
-def test_what_is_no_question_for_a_mesh() -> None:
-    """A mesh is planned for all devices; sharding is of a mesh's replicas."""
-    model, sample = nn.Linear(4, 4), torch.zeros(8, 4)
-    with pytest.raises(InputError, match="leave find= and plan= out"):
-        plan(model, "8xH100-SXM5-80GB", sample=sample, mesh="auto", find="smallest")
-    with pytest.raises(InputError, match="sequence_parallel=True is for the ranks of a mesh"):
-        plan(model, "8xH100-SXM5-80GB", sample=sample, sequence_parallel=True)
-    with pytest.raises(InputError, match="zero=1 is for the ranks of a mesh"):
-        plan(model, "8xH100-SXM5-80GB", sample=sample, zero=1)
-    with pytest.raises(InputError, match="zero=4 is not available; valid: 'auto', 0, 1, 2, 3"):
-        plan(model, "8xH100-SXM5-80GB", sample=sample, mesh="auto", zero=4)
-
-
-def test_text_forms() -> None:
-    """A text says what a mapping does; what is left out is 1."""
-    assert check_mesh("dp=4, tp=2", devices=8) == check_mesh({"dp": 4, "tp": 2}, devices=8) == Parallel(4, 2, 1)
-    assert check_mesh(None, devices=8) is None
-    assert check_mesh("auto", devices=8) == "auto"

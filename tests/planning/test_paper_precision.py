@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from autosplit import InputError, plan
+from autosplit import plan
 from autosplit.options import Sample
 from autosplit.profile.autocasting import autocast_of, set_dtypes
 from autosplit.trace.ladder import trace
@@ -75,24 +74,3 @@ def test_a_loss_is_counted_on_the_last_stage() -> None:
     # The logarithms stay for the backward, and the gradient of the logits is made beside them.
     assert logarithms.memory.transient_bytes == pytest.approx(mean.memory.transient_bytes + logits, rel=0.02)
     assert logarithms.forward_s > mean.forward_s
-
-
-@pytest.mark.parametrize(
-    "loss_fn",
-    [
-        lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
-        lambda output, target: F.mse_loss(output, target),
-        lambda output: output.float().logsumexp(-1).mean(),
-    ],
-)
-def test_the_target_is_found_that_a_loss_wants(loss_fn: Any) -> None:
-    assert with_loss(loss_fn).step_s > with_loss(None).step_s
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "message"),
-    [(7, "loss_fn is a int"), (lambda output, target: output, "no scalar that gradients flow through")],
-)
-def test_a_loss_that_cannot_be_called_is_told(loss_fn: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        with_loss(loss_fn)

@@ -55,12 +55,6 @@ def planned(model: nn.Module, devices: int = 4, *, rows: int = ROWS, chunks: int
     return plan(model, f"{devices}x{H100}", chunks, sample=torch.empty(rows, 512, device="meta"), **asked)
 
 
-def test_one_device_each_is_1f1b(model: nn.Module) -> None:
-    plain, ones = planned(model, 3, schedule="1f1b"), planned(model, 3, replicas=[1, 1, 1])
-    assert (ones.replicas, ones.step_s, ones.choices) == ((), plain.step_s, plain.choices)
-    assert [stage.memory for stage in ones.stages] == [stage.memory for stage in plain.stages]
-
-
 @pytest.mark.parametrize("replicas", [(2, 2), (1, 2, 1), (3, 1), (4,)])
 def test_the_step_is_that_of_its_stages_and_the_sum_of_their_gradients(
     model: nn.Module, replicas: tuple[int, ...]
@@ -125,12 +119,6 @@ def test_auto_is_the_fastest_of_all_replicas(model: nn.Module) -> None:
     best = planned(model, 3, replicas="auto")
     every = [planned(model, 3, replicas=own) for own in ([3], [2, 1], [1, 2], [1, 1, 1])]
     assert best.step_s == min(own.step_s for own in every)
-
-
-def test_auto_replicates_no_stage_that_would_not_fit(model: nn.Module) -> None:
-    whole = planned(model, replicas=[4]).stages[0].memory.peak_bytes
-    found = planned(model, replicas="auto", memory_limit=int(0.8 * whole), recompute="never")
-    assert (found.verdict, len(found.stages) > 1) == ("fits", True)
 
 
 def test_what_mixes_rows_is_on_one_device() -> None:

@@ -55,19 +55,6 @@ def test_a_step_has_its_overhead_by_the_calibration(calibration: Path) -> None:
     assert "the runtime's" in dict(prediction(plan).facts)["step"]
 
 
-def test_one_thread_and_unknown_lanes_have_none(calibration: Path) -> None:
-    assert _pipe("inline").plan.overhead_s == 0.0
-
-
-def test_a_calibration_is_read_back_with_its_step(tmp_path: Path) -> None:
-    path = tmp_path / "here.json"
-    _calibrated(COSTS).save(path)
-    step = Calibrated.load(path).fallback.device.step
-    assert step is not None
-    assert step.seconds(StepAmounts(1, 10, 1000, 2000, 1.0)) == pytest.approx(1e-3 + 1e-3 + 1e-6 + 2e-7 + 0.1)
-    assert step.source("overlap").status == "measured"
-
-
 def test_figures_are_found_again_where_steps_follow_them() -> None:
     amounts = [StepAmounts(1, a, g, h, o) for a in (8, 64) for g in (0, 10**8) for h in (0, 10**8) for o in (0.01, 0.3)]
     extra = [sum(cost * amount for cost, amount in zip(COSTS.values(), own, strict=True)) for own in amounts]

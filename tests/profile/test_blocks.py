@@ -232,14 +232,6 @@ class Mixing(nn.Module):
         return self.first(x).cumsum(0)
 
 
-def test_costs_of_a_model_that_mixes_no_rows_do_not_depend_on_the_batch() -> None:
-    graph = made("plain", 6)
-    memo = CostMemo(graph)
-    known = memo.costs(rows=2, batch_rows=ROWS)
-    assert memo.costs(rows=2, batch_rows=2 * ROWS) is known
-    assert described(known) == described(CostMemo(graph).costs(rows=2, batch_rows=2 * ROWS))
-
-
 @pytest.mark.parametrize(
     "other",
     [{"rows": 3}, {"batch_rows": 2 * ROWS}, {"input_grads": (False,)}, {"kernels": "cuda"}],

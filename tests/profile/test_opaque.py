@@ -13,9 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosplit.devices import Allocations
-from autosplit.profile import workspaces
 from autosplit.profile.node_costs.ledger import Ledger
-from autosplit.profile.workspaces import cublas_workspace_bytes, true_results, workspace
+from autosplit.profile.workspaces import true_results, workspace
 
 HALF = torch.bfloat16
 
@@ -65,14 +64,6 @@ def test_scratch_is_what_the_allocator_gives_out(name):
     assert abs(ledger.peak_bytes - before - found.peak_bytes) <= 64
 
 
-def test_a_kernel_too_large_to_run_counts_as_nothing(monkeypatch):
-    x, weight = torch.empty(2, 24, 20, 20), torch.empty(40, 24, 3, 3)
-    call = (torch.ops.aten.convolution.default, (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), {}, None)
-    assert workspace(*call).source == "measured"
-    monkeypatch.setattr(workspaces, "LARGEST_BYTES", 1000)
-    assert workspace(*call) is None
-
-
 def test_a_reduced_loss_keeps_the_storage_of_its_terms():
     with Allocations() as found:
         loss = F.mse_loss(torch.ones(100, 50), torch.zeros(100, 50))
@@ -104,8 +95,3 @@ def test_cuda_kernels_that_nobody_measured_say_so():
     words = torch.zeros(5000, dtype=torch.long)
     assert cuda("embedding_dense_backward", torch.empty(5000, 8), words).source == "unknown"
     assert cuda("embedding_dense_backward", torch.empty(500, 8), words[:500]) is None
-
-
-@pytest.mark.parametrize(("capability", "count"), [((8, 0), 8_519_680), ((9, 0), 33_554_432), ((7, 5), 8_519_680)])
-def test_cublas_keeps_a_workspace(capability, count):
-    assert cublas_workspace_bytes(capability) == count

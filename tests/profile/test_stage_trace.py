@@ -92,29 +92,6 @@ def test_large_sums_are_added_to_in_place_where_nobody_else_holds_them(whole: bo
     assert [changes["1#0"].count(sign * large) for sign in (1, -1)] == [2, 2], "the new sum, and the old one too"
 
 
-class Two(nn.Module):
-    """Gives two results, of which a loss may take one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.one(x), self.other(x)
-
-
-def test_gradients_come_for_the_roots_only() -> None:
-    stage = Stages(graph_of(Two(), torch.zeros(ROWS, WIDTH))).of()
-    assert sorted(trace_stage(stage, How(ROWS)).gradients.values()) == [
-        "one.bias",
-        "one.weight",
-        "other.bias",
-        "other.weight",
-    ]
-    found = trace_stage(stage, How(ROWS, roots=("one#0",)))
-    assert sorted(found.gradients.values()) == ["one.bias", "one.weight"]
-
-
 class Masked(nn.Module):
     """Adds a value that does not depend on the batch."""
 
@@ -133,43 +110,6 @@ def test_a_shared_value_is_there_before_the_microbatch_and_collects_a_gradient()
     found = trace_stage(Stages(graph).of(own), How(ROWS, input_grads={shared: True}))
     assert shared in found.gradients.values()
     assert WIDTH * 4 not in [count for step in found.forward for _, count in step.changes]
-
-
-class Doubled(torch.autograd.Function):
-    """Reads a value, which fake tensors do not have."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * (2.0 if float(x.sum()) > -1e9 else 1.0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2.0
-
-
-class Inner(nn.Module):
-    """One node, as it reads a value."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Doubled.apply(x)
-
-
-class Reading(nn.Module):
-    """Reads a value between two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.inner, self.other = nn.Linear(WIDTH, WIDTH), Inner(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.inner(self.one(x)))
-
-
-def test_a_node_that_does_not_run_on_fake_tensors_passes_gradients_on() -> None:
-    stage = Stages(graph_of(Reading(), torch.randn(ROWS, WIDTH))).of()
-    found = trace_stage(stage, How(ROWS))
-    assert len(found.gradients) == 4
-    assert live(found, "forward", "backward").keys() == found.gradients.keys()
 
 
 class Small(nn.Module):

@@ -88,18 +88,6 @@ def test_dragging_a_cut_costs_the_step_again_and_the_button_takes_it_back(opened
     assert page.js("page.result.step") == plan.step_s
 
 
-def test_a_cut_stops_at_its_neighbours(opened):
-    page = opened(paper_plan())
-    page.all(".handle")[0].send_keys(*[Keys.PAGE_UP] * 9)
-    assert stages_of(page) == [0] * 11 + [1] + [2] * 6 + [3] * 6
-    place = handle_place(page, 2)
-    page.pointer("#strip", (place, 40), (place - 100, 40), (5, 40), press=True)
-    assert stages_of(page) == [0] * 11 + [1] + [2] + [3] * 11
-    page.all(".handle")[2].send_keys(Keys.END)
-    assert stages_of(page)[-1] == 3
-    assert stages_of(page).count(3) == 1
-
-
 def test_moves_are_named_as_the_command_line_takes_them(opened):
     names = [
         "embed",
@@ -123,16 +111,6 @@ def test_moves_are_named_as_the_command_line_takes_them(opened):
     page.find(".handle").send_keys(*[Keys.ARROW_RIGHT] * 5)
     page.settle()
     assert page.text("#command") == "--plan plan.json --move layers.1=0"
-
-
-def test_memory_that_no_longer_fits_is_said(opened):
-    plan = paper_plan(capacity_bytes=16 * 2**30)
-    page = opened(plan)
-    assert "no" not in page.text("#peaks")
-    page.all(".handle")[0].send_keys(Keys.END)
-    page.settle()
-    assert "✕ no" in page.text("#peaks")
-    assert "✕ no" in page.text("#moved-peak")
 
 
 def test_a_stage_s_units_stay_together_where_branches_interleave(opened):

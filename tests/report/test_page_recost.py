@@ -131,14 +131,6 @@ def test_a_stage_that_is_done_again_whole_keeps_what_enters_it(opened: Callable[
     assert found["peaks"] == [peaks(plan)[0] - moved, peaks(plan)[1] + moved + (8 - 1) * sent]
 
 
-def test_blocks_keep_the_part_that_the_plan_kept(opened: Callable[..., Opened]) -> None:
-    units = make_units(8, stages=2)
-    plan = under(paper_plan(units, stages=2, microbatches=1), "block", kept=0.25)
-    found = recost(opened(plan), plan, MOVED)
-    moved = units[3].static_bytes + units[3].kept_bytes / 4
-    assert found["peaks"] == pytest.approx([peaks(plan)[0] - moved, peaks(plan)[1] + moved], abs=90 * 2**20)
-
-
 def test_replicas_of_a_stage_are_devices_of_their_own(opened: Callable[..., Opened]) -> None:
     sample = torch.empty(ROWS, WIDTH, device="meta")
     plan = plan_for(wide_blocks(BLOCKS, WIDTH), "3xL4-24GB", CHUNKS, sample=sample, replicas=[2, 1])

@@ -35,23 +35,6 @@ class Noisy(nn.Module):
         return {"value": self.c(torch.tanh(self.b(y))), "training": torch.tensor(self.training)}
 
 
-class Loop(nn.Module):
-    """No graph follows this: how often it turns depends on a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.a, self.b, self.drop = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.drop(self.a(x))
-        for _ in range(9):
-            y = torch.tanh(self.b(y))
-            if y.abs().max() < 0.5:
-                break
-        return y
-
-
 class Merging(nn.Linear):
     """Merges a second weight into the first for eval mode, as low-rank adapters do."""
 
@@ -101,19 +84,6 @@ def test_an_eval_step_is_the_plain_models_eval_forward(lanes: str) -> None:
     assert not output["value"].requires_grad
     for name, buffer in plain.named_buffers():
         assert torch.equal(dict(own.named_buffers())[name], buffer), name
-
-
-@pytest.mark.parametrize("lanes", LANES)
-def test_a_first_call_and_the_module_tree_can_be_eval_steps(lanes: str) -> None:
-    x = numbers(7, WIDTH)
-    for build in (Noisy, Loop):
-        plain = build().double()
-        pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=3, lanes=lanes)
-        output = pipe.eval_step(x)
-        assert all(_flags(pipe))
-        expected = plain.eval()(x)
-        mine, theirs = (o["value"] if isinstance(o, dict) else o for o in (output, expected))
-        assert difference(mine, theirs.detach()) <= 1e-12
 
 
 @pytest.mark.filterwarnings("ignore:.* devices were given")

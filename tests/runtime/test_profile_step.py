@@ -17,11 +17,11 @@ from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.request import ask
 from autosplit.planning.timeline import StepTimeline
-from autosplit.runtime.step_log import Began, Ended, StepLog
+from autosplit.runtime.step_log import StepLog
 from autosplit.schedule.action import Action
 from tests.runtime import lane_models
 from tests.runtime.gates import Boom
-from tests.runtime.happens_before import HOST, Keep, Record, Wait, problems
+from tests.runtime.happens_before import problems
 from tests.runtime.lane_models import Skips
 from tests.runtime.recorded_pipe import RecordedPipe
 
@@ -247,27 +247,3 @@ def test_streams_keep_their_order_and_take_the_times(
     value, target = torch.randn(lane_models.ROWS, lane_models.WIDTH), torch.randn(lane_models.ROWS, lane_models.WIDTH)
     _, *expected = plain.train(value, target, nn.MSELoss())
     assert all(torch.equal(own, other) for own, other in zip(found.left, expected, strict=True))
-
-
-@pytest.mark.usefixtures("double")
-def test_the_host_waits_for_no_stamp_before_the_step_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = clocked(["cuda:0", "cuda:1"], "1f1b", monkeypatch)
-    log = found.pipe.streams.log
-    stamps = {event.stamp.number for event in found.log.events if isinstance(event, Began | Ended)}
-    places = [place for place, entry in enumerate(log) if isinstance(entry, Record) and entry.event in stamps]
-    assert not [e for e in log[places[0] : places[-1]] if isinstance(e, Wait) and e.stream == HOST]
-
-
-@pytest.mark.usefixtures("double")
-def test_a_forward_begins_when_its_lane_has_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = clocked(["cuda:0", "cuda:1"], "gpipe", monkeypatch)
-    log, streams = found.pipe.streams.log, found.pipe.streams
-    begins = [event for event in found.log.events if isinstance(event, Began) and event.action == Action(1, "F", 1)]
-    begun = begins[-1].stamp.number
-    assert streams.recorded_on[begun] == "compute1"
-    place = next(i for i, entry in enumerate(log) if isinstance(entry, Record) and entry.event == begun)
-    before = next(
-        e for e in reversed(log[:place]) if getattr(e, "stream", "") == "compute1" and not isinstance(e, Keep)
-    )
-    assert isinstance(before, Wait)
-    assert streams.recorded_on[before.event] == "inbound1"

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autosplit.options import Sample
 from autosplit.runtime.loss.proof import prove
-from autosplit.trace.ladder import trace
 
 
 class CudaSums(TorchFunctionMode):
@@ -42,30 +40,3 @@ def test_a_loss_in_bfloat16_is_proved() -> None:
         return output if microbatch is None else output[4 * microbatch : 4 * microbatch + 4]
 
     assert prove(loss_fn, rows, target, [target[:4], target[4:]], [4, 4], [output]) == ["mean"]
-
-
-class Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, table: Tensor) -> Tensor:
-        ctx.save_for_backward(x, table)
-        return x * table
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, table = ctx.saved_tensors
-        return gradient * table, (gradient * x).sum(0, dtype=x.dtype)
-
-
-class Table(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.table = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Scaled.apply(torch.tanh(self.first(x)), self.table)
-
-
-@pytest.mark.usefixtures("cuda_sums")
-def test_a_backward_in_bfloat16_mixes_no_rows() -> None:
-    found = trace(Table().bfloat16(), Sample(torch.randn(6, 4, dtype=torch.bfloat16))).findings
-    assert not found.mixing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -86,23 +85,6 @@ def test_batch_norms_that_see_microbatches_unasked_are_a_warning_at_the_first_tr
     pipe.train_step(value, target=value, loss_fn=nn.functional.mse_loss)
     with pytest.warns(UserWarning, match=message):
         split(normed(), devices=1).train_step(value, target=value, loss_fn=nn.functional.mse_loss)
-
-
-def test_batch_norms_in_microbatches_that_were_asked_for_or_change_nothing_are_no_warning() -> None:
-    value = torch.randn(7, 8)
-    for options in ({"batch_norm": "micro"}, {"devices": 1, "chunks": 1}, {"devices": 1, "batch_norm": "full"}):
-        split(normed(), **options)(value)
-    split(nn.Sequential(normed().eval(), nn.Linear(8, 8)))(value)
-    split(nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True), nn.Linear(8, 8)))(torch.randn(7, 4, 8))
-
-
-def test_a_dynamically_quantised_layer_is_named_with_the_way_out() -> None:
-    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # quantize_dynamic is deprecated
-        model = torch.ao.quantization.quantize_dynamic(layers, {"1"}, dtype=torch.qint8)
-    with pytest.warns(UserWarning, match=r"from 1 \(linear_dynamic.*scales its input by the range of all rows"):
-        split(model)(torch.randn(7, 8))
 
 
 def test_a_model_by_its_own_python_is_a_warning() -> None:

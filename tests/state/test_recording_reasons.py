@@ -105,26 +105,6 @@ def test_what_differed_of_a_call_is_told(name: str) -> None:
 
 
 # -- the log -----------------------------------------------------------------------------------------------------------
-def _levels(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [entry.levelname for entry in caplog.records if "Net: recording " in entry.message]
-
-
-def _four(caplog: pytest.LogCaptureFixture) -> Any:
-    model = Net()
-    pipe = pipe_of(model)
-    with caplog.at_level(logging.DEBUG, "autosplit"):
-        for model.counter in range(4):
-            pipe(rows(6))
-            pipe(rows(6))
-    return pipe
-
-
-def test_recordings_after_the_second_are_logged_with_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
-    pipe = _four(caplog)
-    assert _levels(caplog) == ["DEBUG", "DEBUG", "INFO", "INFO"]
-    [third] = [entry.message for entry in caplog.records if "recording 3" in entry.message]
-    assert "attribute `counter` of the model was 1, is 2" in third
-    assert pipe.recordings[2].way_out in third
 
 
 def test_five_recordings_in_a_row_warn_once() -> None:
@@ -144,24 +124,6 @@ def test_five_recordings_in_a_row_warn_once() -> None:
     assert said.startswith("Net was recorded in 5 calls in a row")
     assert "attribute `counter` of the model was 7, is 8" in said
     assert pipe.recordings[-1].way_out in said
-
-
-class OwnPython(Net):
-    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
-        return super().forward(x) + float(x.sum().numpy())
-
-
-def test_nothing_is_said_to_be_recorded_where_nothing_is(caplog: pytest.LogCaptureFixture) -> None:
-    pipe = pipe_of(OwnPython())
-    pipe(rows(6))
-    assert pipe.plan.rung != "recorded"
-    with caplog.at_level(logging.DEBUG, "autosplit"):
-        for count in (6, 6, 5, 7):
-            pipe(rows(count)).sum().backward()
-    assert [entry.message for entry in caplog.records if "recording" in entry.message] == []
-    [only] = pipe.recordings
-    assert only.refused
-    assert "no graph can follow it" in str(only)
 
 
 # -- batch sizes -------------------------------------------------------------------------------------------------------

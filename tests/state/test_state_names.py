@@ -148,19 +148,6 @@ def test_a_parameter_changed_in_place_and_one_assigned_are_seen() -> None:
     assert_equal_runs(forward_backward(pipe, case.batch(8)), forward_backward(plain, case.batch(8)))
 
 
-@pytest.mark.parametrize(("rows", "calls"), [(8, 4), (10, 4), (3, 3)])
-def test_hooks_of_leaf_modules_fire_per_microbatch(rows: int, calls: int) -> None:
-    model = CASES["chain"].build()
-    seen: list[int] = []
-    model[1][0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    pipe = split(model)
-    pipe(*flat(8).args)
-    seen.clear()
-    pipe(*flat(rows).args)
-    assert len(seen) == calls
-    assert sum(seen) == rows
-
-
 @pytest.mark.parametrize("change", [nn.Module.double, lambda pipe: pipe.to(torch.float64), lambda pipe: pipe.to("cpu")])
 @pytest.mark.parametrize("planned", [False, True])
 def test_to_takes_a_dtype_and_the_one_device(change: Callable[[nn.Module], nn.Module], planned: bool) -> None:

@@ -53,13 +53,6 @@ def test_frozen_layers_are_trained_when_they_are_unfrozen(own: Pair, items: list
     assert not torch.equal(own.model.blocks[0][0].weight, before["0.weight"])
 
 
-def test_a_scheduler_of_learning_rates_does_not_warn(own: Pair, items: list[Any]) -> None:
-    optimizer = torch.optim.SGD(own.model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for _ in stream_of(own, items[:3], optimizer):
-        scheduler.step()
-
-
 class Counting(torch.optim.SGD):
     """Counts its steps in its groups and in an attribute, and steps by less each time."""
 
@@ -97,14 +90,6 @@ def test_parameters_that_are_added_to_the_optimizer_are_trained(own: Pair, items
             assert torch.equal(head, before)
             optimizer.add_param_group({"params": [head]})
     assert not torch.equal(head, before)
-
-
-def test_hooks_of_parameters_fire_once_per_minibatch(own: Pair, items: list[Any]) -> None:
-    fired: list[int] = []
-    handle = own.model.head.weight.register_post_accumulate_grad_hook(lambda own: fired.append(1))
-    list(stream_of(own, items[:5]))
-    handle.remove()
-    assert len(fired) == 5
 
 
 def test_steps_and_zero_grad_of_the_caller_between_losses_do_nothing(own: Pair, items: list[Any]) -> None:

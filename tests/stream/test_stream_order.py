@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import InputError, autosplit
+from autosplit import autosplit
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.orders import held_per_replica
 from autosplit.schedule.stream import STALENESS, StreamAction, stream_actions, updates_behind, weight_version
@@ -137,13 +137,6 @@ def test_no_more_versions_are_held_without_replicas_than_in_the_paper(staleness:
         for minibatch in range(12):
             version = weight_version(staleness, [1] * stages, stage, minibatch)
             assert version == reference.version(staleness, [1] * stages, stage, minibatch)
-
-
-def test_what_replicated_stages_are_behind() -> None:
-    for replicas, behind in reference.BEHIND.items():
-        assert updates_behind("stash", replicas) == list(behind)
-    with pytest.raises(InputError, match="after different numbers of minibatches"):
-        updates_behind("vertical", [2, 1])
 
 
 class _Noting(torch.autograd.Function):

@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import InputError, autosplit
-from autosplit.stream.segment import Segment
-from tests.stream.streams import CPU, Pair, Skipping, cross_entropy, expected, pair, sgd
-
-
-class Failing(Skipping):
-    """Raises on a token, in the forward of its fourth block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[3].register_forward_pre_hook(_check)
-
-
-def _check(module: nn.Module, given: Any) -> None:
-    if not torch.isfinite(given[0]).all():
-        raise ValueError("no finite value")
+from autosplit import InputError
+from tests.stream.streams import Pair, Skipping, cross_entropy, expected, pair, sgd
 
 
 def check_earlier(own: Pair, items: list[Any], found: list[float], done: int) -> None:
@@ -175,27 +160,6 @@ def test_the_models_state_is_not_asked_for_in_a_lane(items: list[Any], where: st
     assert "ask between two losses" in str(error)
 
 
-class Wrapping(torch.optim.SGD):
-    """Steps another optimizer."""
-
-    def __init__(self, base: torch.optim.Optimizer) -> None:
-        super().__init__(base.param_groups, lr=0.1)
-        self.base = base
-
-
-def test_an_optimizer_that_steps_another_is_refused(items: list[Any]) -> None:
-    own = pair(Skipping, items[0][0])
-    with pytest.raises(InputError, match="steps another optimizer"):
-        own.pipe.train_stream(items, loss_fn=cross_entropy, optimizer=Wrapping(sgd(list(own.model.parameters()))))
-
-
-def test_nothing_comes_in_behind_an_error() -> None:
-    segment = Segment({}, [1], "stash")
-    segment.end()  # lanes that have seen this do not run what others would wait for
-    assert not segment.put(cast(Any, SimpleNamespace(microbatches=1)))
-    assert segment.put_in == 0
-
-
 def test_random_numbers_that_lanes_would_draw(items: list[Any]) -> None:
     own = pair(lambda: Skipping(dropout=0.3), items[0][0], rng="counter")
     refused(own, items, "lanes draw while the loader does")
@@ -210,13 +174,6 @@ def test_two_parameters_of_one_memory(items: list[Any]) -> None:
     own = pair(Skipping, items[0][0])
     own.model.blocks[1][0].weight.data = own.model.blocks[0][0].weight.data
     refused(own, items, "are two parameters of one memory")
-
-
-def test_virtual_stages_are_refused(items: list[Any]) -> None:
-    model = Skipping().double()
-    pipe = autosplit(model, devices=[CPU] * 2, chunks=2, sample=items[0][0], virtual_stages=2, schedule="interleaved")
-    with pytest.raises(InputError, match="one stage per lane"):
-        next(pipe.train_stream(items, loss_fn=cross_entropy, optimizer=sgd))
 
 
 def test_a_model_that_counts_its_calls_is_refused(items: list[Any]) -> None:

@@ -67,25 +67,6 @@ def check(replicas: list[int], staleness: str, optimizer: str, items: Any, *, ma
     own.assert_equal()
 
 
-@pytest.mark.parametrize("lanes", ["threads", "inline"])
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_stage_alone_is_data_parallel(count: int, lanes: str) -> None:
-    items = words(13, rows=(6, 6, 3))
-    own = replicated([count], items[0][0], lanes=lanes)
-    optimizer = adamw(list(own.plain.parameters()))
-    wanted = []
-    for first in range(0, len(items), count):
-        round_of = items[first : first + count]
-        losses = [cross_entropy(own.plain(tokens), target) for tokens, target in round_of]
-        rows = [len(tokens) for tokens, _ in round_of]
-        sum(loss * (n / sum(rows)) for loss, n in zip(losses, rows, strict=True)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted += [loss.item() for loss in losses]
-    assert run(own, items, "stash", adamw) == pytest.approx(wanted, rel=1e-12)
-    own.assert_equal()
-
-
 def test_running_statistics_are_updated_in_the_loaders_order() -> None:
     items = vectors(11, rows=(6,))
     own = replicated([1, 2], items[0][0], Normed)
@@ -219,16 +200,6 @@ def test_an_error_in_a_backward_says_what_stages_have_stepped(own: Pair) -> None
     stepped = [stage.minibatches for stage in stream._stages.values()]
     assert f"stages have stepped {stepped} minibatches" in "".join(caught.value.__notes__)
     assert stepped[0] % 2 == 0
-
-
-def test_versions_and_their_bytes(own: Pair) -> None:
-    items = words(16, rows=(6,))
-    for staleness, held in (("stash", (3, 2, 1)), ("2bw", (2, 2, 2))):
-        stream = own.pipe.train_stream(items, loss_fn=cross_entropy, optimizer=sgd, staleness=staleness)
-        list(stream)
-        assert stream.versions == held
-        assert stream.version_bytes == own.pipe.plan.version_bytes(staleness)
-        assert f"staleness={staleness!r}, {', '.join(map(str, held))} versions" in own.pipe.report()
 
 
 def test_what_does_not_go_with_replicas(own: Pair) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import subprocess
 import sys
 import textwrap
@@ -195,17 +194,6 @@ def test_a_loader_that_calls_the_pipe(items: list[Any], lanes: str) -> None:
     assert len(list(stream_of(own, loader()))) == len(items)
 
 
-def test_copies_of_the_model_have_no_hooks_of_the_stream(own: Pair, items: list[Any]) -> None:
-    stream = stream_of(own, items, sgd(list(own.model.parameters())))
-    next(stream)
-    twin = copy.deepcopy(own.model)
-    assert stream.minibatches > 1
-    next(stream)
-    torch.save(own.model, io.BytesIO())
-    torch.save(twin, io.BytesIO())
-    assert len(list(stream)) == len(items) - 2
-
-
 def test_a_stream_that_is_garbage_of_a_lane_is_finished(own: Pair, items: list[Any]) -> None:
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         gc.collect()
@@ -219,58 +207,6 @@ def test_a_stream_that_is_garbage_of_a_lane_is_finished(own: Pair, items: list[A
     own.pipe.eval_step(items[0][0])
 
 
-def test_a_stream_that_has_not_begun_is_saved_as_it_was_loaded(own: Pair, items: list[Any]) -> None:
-    first = stream_of(own, items[:4], adamw)
-    list(first)
-    saved = first.state_dict()
-    second = stream_of(own, items[4:], adamw)
-    second.load_state_dict(saved)
-    assert second.state_dict()["minibatches"] == 4
-    assert len(second.state_dict()["optimizers"]) == len(saved["optimizers"])
-
-
-def test_parameters_are_the_models_own_and_have_no_gradients_between_steps(own: Pair, items: list[Any]) -> None:
-    before = dict(own.model.named_parameters())
-    stream = stream_of(own, items)
-    next(stream)
-    assert all(before[name] is parameter for name, parameter in own.model.named_parameters())
-    stream.close()
-    assert all(parameter.grad is None for parameter in own.model.parameters())
-
-
-def test_versions_and_their_bytes(own: Pair, items: list[Any]) -> None:
-    for staleness, held in (("stash", (3, 2, 1)), ("vertical", (3, 3, 3)), ("2bw", (2, 2, 2))):
-        stream = stream_of(own, items, staleness=staleness)
-        list(stream)
-        assert stream.versions == held
-        assert stream.version_bytes == own.pipe.plan.version_bytes(staleness)
-        assert f"staleness={staleness!r}, {', '.join(map(str, held))} versions" in own.pipe.report()
-
-
-def test_a_second_stream_ends_the_first(own: Pair, items: list[Any]) -> None:
-    first = stream_of(own, items)
-    next(first)
-    second = stream_of(own, items[:2])
-    assert len(list(second)) == 2
-    assert len(list(first)) < len(items)
-
-
-def test_two_streams_in_turns_drain_each_other(own: Pair, items: list[Any]) -> None:
-    other = own.twin()
-    other.pipe = autosplit(other.model, plan=own.pipe.plan, **{**own.how, "lanes": "inline"})
-
-    def losses(of: Pair) -> list[float]:
-        optimizer = sgd(list(of.model.parameters()))
-        streams = [stream_of(of, part, optimizer) for part in (items[:6], items[6:])]
-        found = [next(streams[number % 2]).item() for number in range(4)]
-        found += [loss.item() for stream in streams for loss in stream]
-        assert [stream.minibatches for stream in streams] == [6, 6]
-        return found
-
-    assert losses(own) == losses(other)
-    torch.testing.assert_close(own.model.state_dict(), other.model.state_dict(), rtol=0, atol=0)
-
-
 def test_no_threads_and_no_versions_are_left(own: Pair, items: list[Any]) -> None:
     before = threading.active_count()
     for _ in stream_of(own, items):
@@ -278,12 +214,6 @@ def test_no_threads_and_no_versions_are_left(own: Pair, items: list[Any]) -> Non
     gc.collect()
     own.pipe.unsplit()
     assert threading.active_count() <= before
-
-
-def test_an_empty_loader_and_one_shorter_than_the_pipeline(own: Pair, items: list[Any]) -> None:
-    assert list(stream_of(own, [])) == []
-    assert len(list(stream_of(own, items[:1]))) == 1
-    assert len(list(stream_of(own, items[:2], staleness="2bw"))) == 2
 
 
 def test_random_numbers_are_drawn_in_the_loaders_order(items: list[Any]) -> None:

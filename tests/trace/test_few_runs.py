@@ -61,15 +61,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("rows", "asked"), [(16, [16, 1, 3]), (6, [6, 1, 3]), (5, [5, 1, 3, 4]), (4, [4, 1, 3, 6]), (1, [1, 3, 4, 6])]
-)
-def test_the_sizes_of_a_recording(rows: int, asked: list[int], runs: list[int]) -> None:
-    found = trace(nn.Linear(4, 4), Sample(torch.randn(rows, 4)))
-    assert runs == asked
-    assert found.graph.min_rows == 1
-
-
 def test_a_leaf_whose_parameter_is_used_once_is_a_leaf(runs: list[int]) -> None:
     found = trace(UsedOnce(), Sample(torch.randint(0, 11, (16, 3))))
     assert runs == [16, 16, 1, 3]

@@ -230,15 +230,6 @@ def test_values_that_give_nan_are_made_up_in_another_way(monkeypatch: pytest.Mon
     assert ways == [((0, 6), True), ((0, 1), True), ((1, 2), False)]
 
 
-def test_where_nothing_can_be_made_up_it_is_said() -> None:
-    model = Model(lambda m, x, i: m.a(x)[:, :3].gather(1, i - 100))
-    sample = Sample(torch.randn(ROWS, WIDTH).double(), 100 + tokens(ROWS, 2, 3))
-    trace(model, sample)
-    assert trace(on_meta(model), sample, made_up=True).findings.probed
-    with pytest.raises(TraceError, match=r"made-up values could not be tried.*index .* out of bounds.*has values$"):
-        trace(on_meta(model), on_meta(sample), made_up=True)
-
-
 @pytest.mark.parametrize("read", ["item", "branch"])
 def test_reads_of_values_are_refused(read: str) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:

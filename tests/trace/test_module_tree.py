@@ -94,17 +94,6 @@ def test_a_module_that_is_passed_over_is_no_unit() -> None:
     assert [unit for unit in found if unit in seen] == ["model.embed", "model.head"]
 
 
-def test_units_are_opened_while_there_are_fewer_than_stages() -> None:
-    nested = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)))
-    found = {"": 4.0, "0": 4.0, "0.0": 3.0, "0.0.0": 2.0, "0.0.1": 1.0, "0.1": 1.0}
-    seen = {path: ModuleCost(seconds, number) for number, (path, seconds) in enumerate(found.items())}
-    assert choose_units(nested, seen, least=3) == ("0.0.0", "0.0.1", "0.1")
-    block = nn.ModuleDict({"a": Block()})
-    found = {"": 4.0, "a": 4.0, "a.inner": 1.5, "a.inner.0": 1.0, "a.out": 1.5}
-    seen = {path: ModuleCost(seconds, number) for number, (path, seconds) in enumerate(found.items())}
-    assert choose_units(block, seen, least=2) == ("a.inner.0", "a.out")
-
-
 # -- homes -----------------------------------------------------------------------------------------------------------
 def test_state_lies_with_its_unit_and_what_is_around_units_with_their_first() -> None:
     model = Model()
@@ -147,14 +136,3 @@ def test_calls_are_visited_until_the_model_is_given_back() -> None:
     model(x)
     assert seen == [("embed", 1, []), ("blocks.1", 1, []), ("embed", 0, ["input"]), ("blocks.1", 1, [])]
     assert {path: dict(module.__dict__) for path, module in model.named_modules()} == before
-
-
-def test_a_module_that_was_compiled_in_place_is_visited_before_that() -> None:
-    model, seen, compiled = Model(), [], []
-    plain = model.embed._call_impl
-    before = model.embed._compiled_call_impl = lambda *args: compiled.append(True) or plain(*args)
-    with state.attributes(model):
-        intercept(model, ["embed"], recorder(seen))
-        model.embed(torch.ones(1, 4))
-        assert (len(seen), len(compiled)) == (1, 1)
-    assert model.embed._compiled_call_impl is before

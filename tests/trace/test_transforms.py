@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import InputError, ScheduleError, autosplit
+from autosplit import autosplit
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
-from tests.models.three_layers import WIDTH, Model
+from tests.models.three_layers import WIDTH
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:2 devices were given")
 
@@ -102,14 +102,6 @@ def test_a_transform_at_the_root_is_told_in_own_words(name: str) -> None:
         check(model, pipe)
 
 
-def test_a_transform_that_takes_no_hooks_names_recompute() -> None:
-    model = around(TRANSFORMS["grad"])
-    with pytest.raises(ScheduleError, match=r"uses torch.func.grad, vjp or jacrev.* give recompute='never'"):
-        split(model, recompute="always")(numbers(7, WIDTH))
-    model = around(TRANSFORMS["vmap over rows"])
-    check(model, split(model, recompute="always"))
-
-
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("name", NO_GRAPH)
 def test_what_no_graph_holds_runs_as_the_model_and_is_told_in_own_words(name: str, recompute: str) -> None:
@@ -121,18 +113,3 @@ def test_what_no_graph_holds_runs_as_the_model_and_is_told_in_own_words(name: st
     check(model, pipe)
     for mine, own in zip(pipe.state_dict().values(), model.state_dict().values(), strict=True):
         torch.testing.assert_close(mine, own, rtol=0, atol=0)
-
-
-def test_inputs_without_rows_to_cut_are_told_in_own_words() -> None:
-    def product(model: Any, value: Tensor) -> Tensor:
-        return model.b(torch.tanh(torch.sparse.mm(value, model.a.weight) if value.is_sparse else model.a(value)))
-
-    model, rows = Model(product), [numbers(2, WIDTH), numbers(3, WIDTH)]
-    sparse = numbers(7, WIDTH).relu().to_sparse()
-    with pytest.warns(UserWarning, match="has collapsed: .* an input is a sparse tensor, which has no rows to cut"):
-        torch.testing.assert_close(split(model)(sparse), model(sparse), rtol=0, atol=0)
-    uneven = torch.nested.nested_tensor(rows, layout=torch.jagged)
-    with pytest.warns(UserWarning, match="has collapsed: .* an input is a nested tensor, which has no rows to cut"):
-        torch.testing.assert_close(split(model)(uneven).values(), model(uneven).values(), rtol=0, atol=0)
-    with pytest.raises(InputError, match=r"nested tensor of the strided layout.* layout=torch.jagged"):
-        split(model)(torch.nested.nested_tensor(rows))
