@@ -23,7 +23,7 @@ from autosplit.report.sections import FORMS, render
 from autosplit.report.trace_file import trace_text
 from autosplit.runtime.lanes.ambient import one_intra_op_thread
 from autosplit.runtime.lanes.lanes import Lane
-from autosplit.runtime.step_log import MARK, Began, Copied, Ended, StepLog
+from autosplit.runtime.step_log import MARK, Began, Copied, Ended, Performed, StepLog
 from autosplit.schedule.action import Action, Kind, Schedule
 from autosplit.trace.borrowed.state import left_alone, random_state_on_refusal
 
@@ -203,6 +203,7 @@ def timeline(log: StepLog, schedule: Schedule) -> StepTimeline:
         memory=lane_memory(log, schedule),
         rows=log.rows,
         timed=not log.in_turn,
+        actions=log.actions(schedule),
     )
 
 
@@ -364,6 +365,8 @@ def _held_peaks(logs: Iterable[StepLog]) -> dict[Lane, int]:
                     level[giver] -= event.size_bytes
                 elif giver.device == taker.device:
                     arrived[event.target, event.microbatch] += event.size_bytes
+                continue
+            if isinstance(event, Performed):
                 continue
             lane, before = log.lane(event.action.stage, event.action.microbatch), began[0]
             if isinstance(event, Began):

@@ -98,7 +98,10 @@ class Recordings:
 
     def check_backward(self) -> None:
         """Raise ScheduleError when the schedule, planned or asked for, has forwards only."""
-        check_backward((self.plan or self.options).schedule, (self.plan or self.options).actions)
+        if self.plan is None:
+            check_backward(self.options.schedule, self.options.actions)
+        else:
+            check_backward(self.plan.schedule, self.plan.schedule_rows)
 
     def check_stream(self) -> None:
         """Raise InputError where a pipe cannot train on a stream."""

@@ -23,10 +23,11 @@ from autosplit.distributed.world import World
 from autosplit.errors import InputError, ScheduleError
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.step_log import StepLog
-from autosplit.runtime.transport import Message, SharedMemory, Way
+from autosplit.runtime.transport import Message, SharedMemory
+from autosplit.schedule.entry import Route
 from autosplit.trace.borrowed.blank import is_dense
 
-Ends = Callable[[Way], tuple[int, Sequence[int]]]
+Ends = Callable[[Route], tuple[int, Sequence[int]]]
 """Gives the rank that sends what goes a way, and those that receive it."""
 SHARED = -1
 """The microbatch of what goes once per step: shared values and tied parameters."""
@@ -50,7 +51,7 @@ Description = tuple[Described | None, ...]
 class Descriptions:
     """What each rank sends in steps of one kind, in its order; ``complete`` when a whole step has gone by them."""
 
-    of: dict[int, dict[Way, Description]] = field(default_factory=lambda: defaultdict(dict))
+    of: dict[int, dict[Route, Description]] = field(default_factory=lambda: defaultdict(dict))
     complete: bool = False
 
 
@@ -63,14 +64,14 @@ class Incoming(NamedTuple):
     works: list[Any]
 
 
-Sent = dict[Way, tuple[list[Any], list[torch.Tensor]]]
+Sent = dict[Route, tuple[list[Any], list[torch.Tensor]]]
 """What is on its way: the works to wait for, and the tensors, which are kept until they have arrived."""
 
 
-def arrived(sent: Sent, ways: Iterable[Way]) -> None:
+def arrived(sent: Sent, routes: Iterable[Route]) -> None:
     """Let go of messages that have arrived; wait for those that have not."""
-    for way in ways:
-        for work in sent.pop(way, ([], []))[0]:
+    for route in routes:
+        for work in sent.pop(route, ([], []))[0]:
             work.wait()
 
 
@@ -89,7 +90,7 @@ class Messages:
         detached: bool,
         minibatch: int = 0,
         said: Any = None,
-        posted: dict[tuple[int, Way], Incoming] | None = None,
+        posted: dict[tuple[int, Route], Incoming] | None = None,
     ) -> None:
         """``lanes`` are the stages' and the caller's; ``said`` goes with descriptions, and both sides say the same.
 
@@ -97,11 +98,11 @@ class Messages:
         """
         self._world, self._ends, self._lanes, self._detached = world, ends, lanes, detached
         self._sent, self._minibatch, self._said = sent, minibatch, said
-        self.arrivals: Mapping[Way, Iterable[Way]] = {}
+        self.arrivals: Mapping[Route, Iterable[Route]] = {}
         """For each message, those of this rank that have arrived when it is there."""
-        self.ordered: Collection[Way] = ()
+        self.ordered: Collection[Route] = ()
         """The messages that are kept until `release`."""
-        self._kept: dict[Way, Message] = {}
+        self._kept: dict[Route, Message] = {}
         self._inside = SharedMemory(lambda stage, _: lanes[stage], log, detached=detached)
         self._posted = {} if posted is None else posted
         self.follow(known)
@@ -111,92 +112,92 @@ class Messages:
         if not known.complete:
             known.of.clear()
         self.known = known
-        self._coming: dict[int, Iterator[tuple[Way, Description]]] = {}
+        self._coming: dict[int, Iterator[tuple[Route, Description]]] = {}
 
-    def send(self, way: Way, message: Message) -> None:
+    def send(self, route: Route, message: Message) -> None:
         """Give away what a stage made, where this rank is the one that does; it is kept until it has arrived."""
-        source, targets = self._ends(way)
+        source, targets = self._ends(route)
         if source != self._world.rank:
             return
         if source in targets:
-            self._inside.send(way, message)
-        elif way in self.ordered:
-            self._kept[way] = message
+            self._inside.send(route, message)
+        elif route in self.ordered:
+            self._kept[route] = message
         else:
-            self._send(way, message)
+            self._send(route, message)
 
-    def release(self, way: Way) -> None:
+    def release(self, route: Route) -> None:
         """Send a message that waits for its place in the order."""
-        self._send(way, self._kept.pop(way))
+        self._send(route, self._kept.pop(route))
 
-    def _send(self, way: Way, message: Message) -> None:
+    def _send(self, route: Route, message: Message) -> None:
         description = tuple([None if tensor is None else described(tensor) for tensor in message])
         known, works = self.known.of[self._world.rank], list[Any]()
-        if self.known.complete and known.get(way) != description:
+        if self.known.complete and known.get(route) != description:
             raise ScheduleError(
-                f"{_place(way)} is {_text(description)}, and was {_text(known.get(way, ()))} when this kind of step "
-                "ran first; ranks agree on that once"
+                f"{_place(route)} is {_text(description)}, and was {_text(known.get(route, ()))} when this kind of "
+                "step ran first; ranks agree on that once"
             )
-        known[way] = description
-        with self._lanes[way.source].active():
+        known[route] = description
+        with self._lanes[route.source].active():
             flat = [flattened(tensor.detach()) for tensor in message if tensor is not None and tensor.numel()]
-            for to in self._ends(way)[1]:
+            for to in self._ends(route)[1]:
                 if not self.known.complete:
-                    works += self._describe(way, description, to)
+                    works += self._describe(route, description, to)
                 works += [self._world.isend(tensor, to) for tensor in flat]
-        self._sent[way] = works, flat
+        self._sent[route] = works, flat
 
-    def _describe(self, way: Way, description: Description, to: int) -> list[Any]:
-        text = pickle.dumps((self._minibatch, way, self._said, description))
+    def _describe(self, route: Route, description: Description, to: int) -> list[Any]:
+        text = pickle.dumps((self._minibatch, route, self._said, description))
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         parts = (torch.tensor([data.numel()]), data)
         return [dist.isend(part, group=self._world.control, group_dst=to) for part in parts]
 
-    def _described(self, source: int, awaited: Way) -> tuple[int, Way, Any, Description]:
+    def _described(self, source: int, awaited: Route) -> tuple[int, Route, Any, Description]:
         """Return what a rank sends next; at the first step of a kind it says that."""
         if self.known.complete:
-            way, description = next(self._coming.setdefault(source, iter(self.known.of[source].items())))
-            return self._minibatch, way, self._said, description
+            route, description = next(self._coming.setdefault(source, iter(self.known.of[source].items())))
+            return self._minibatch, route, self._said, description
         length = torch.zeros(1, dtype=torch.int64)
         with self._world.waiting(_place(awaited), source):
             dist.recv(length, group=self._world.control, group_src=source)
             data = torch.zeros(int(length), dtype=torch.uint8)
             dist.recv(data, group=self._world.control, group_src=source)
-        minibatch, way, said, description = pickle.loads(data.numpy().tobytes())
-        self.known.of[source][way] = description
-        return minibatch, way, said, description
+        minibatch, route, said, description = pickle.loads(data.numpy().tobytes())
+        self.known.of[source][route] = description
+        return minibatch, route, said, description
 
-    def expect(self, way: Way) -> None:
+    def expect(self, route: Route) -> None:
         """Post the receive of a message, behind those of all that its rank sends before."""
-        while (self._minibatch, way) not in self._posted:
-            source, _ = self._ends(way)
-            minibatch, other, said, description = self._described(source, way)
+        while (self._minibatch, route) not in self._posted:
+            source, _ = self._ends(route)
+            minibatch, other, said, description = self._described(source, route)
             self._posted[minibatch, other] = Incoming(said, description, *self._post(other, source, description))
 
-    def _post(self, way: Way, source: int, description: Description) -> tuple[list[torch.Tensor], list[Any]]:
-        lane = self._lanes[way.target]
+    def _post(self, route: Route, source: int, description: Description) -> tuple[list[torch.Tensor], list[Any]]:
+        lane = self._lanes[route.target]
         with lane.active():
             made = [blank_like(one, lane.device) for one in description if one is not None]
             return made, [self._world.irecv(flattened(tensor), source) for tensor in made if tensor.numel()]
 
-    def recv(self, way: Way) -> Message:
+    def recv(self, route: Route) -> Message:
         """Return what was sent, on this rank's device."""
-        source, _ = self._ends(way)
+        source, _ = self._ends(route)
         if source == self._world.rank:
-            return self._inside.recv(way)
-        self.expect(way)
-        said, description, made, works = self._posted.pop((self._minibatch, way))
+            return self._inside.recv(route)
+        self.expect(route)
+        said, description, made, works = self._posted.pop((self._minibatch, route))
         if said != self._said:
             raise InputError(
-                f"{_place(way)} came from a rank that has {said}, and this one has {self._said}; every rank takes "
+                f"{_place(route)} came from a rank that has {said}, and this one has {self._said}; every rank takes "
                 "the same minibatches, with the same seed"
             )
-        with self._lanes[way.target].active(), self._world.waiting(_place(way), source):
+        with self._lanes[route.target].active(), self._world.waiting(_place(route), source):
             for work in works:
                 work.wait()
-            arrived(self._sent, self.arrivals.get(way, ()))
+            arrived(self._sent, self.arrivals.get(route, ()))
         there = iter(made)
-        wants = self._detached and not way.backward
+        wants = self._detached and not route.backward
         return [None if one is None else next(there).requires_grad_(wants and one.requires_grad) for one in description]
 
     def clear(self) -> None:
@@ -225,9 +226,9 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _place(way: Way) -> str:
-    what = f"{'gradients' if way.backward else 'values'} of stage {way.source} for stage {way.target}"
-    return what if way.microbatch < 0 else f"{what}, microbatch {way.microbatch}"
+def _place(route: Route) -> str:
+    what = f"{'gradients' if route.backward else 'values'} of stage {route.source} for stage {route.target}"
+    return what if route.microbatch < 0 else f"{what}, microbatch {route.microbatch}"
 
 
 def _text(description: Description) -> str:

@@ -29,7 +29,8 @@ from autosplit.lower.program import ending_slots
 from autosplit.lower.split import Lowered
 from autosplit.runtime.ops import OUT, CellContext, fork, split, transfer
 from autosplit.runtime.step.step import Pairs, Start, Step
-from autosplit.runtime.transport import Transport, Way
+from autosplit.runtime.transport import Transport
+from autosplit.schedule.entry import Route
 from autosplit.trace.graph import INFO
 
 
@@ -59,8 +60,8 @@ class RankStart(Start):
 
     stages: Sequence[int]
     transport: Transport
-    lent: dict[int, list[tuple[Way, list[torch.Tensor]]]] = field(default_factory=lambda: defaultdict(list))
-    borrowed: dict[int, list[tuple[Way, list[torch.Tensor]]]] = field(default_factory=lambda: defaultdict(list))
+    lent: dict[int, list[tuple[Route, list[torch.Tensor]]]] = field(default_factory=lambda: defaultdict(list))
+    borrowed: dict[int, list[tuple[Route, list[torch.Tensor]]]] = field(default_factory=lambda: defaultdict(list))
     taken: dict[int, list[Taken]] = field(default_factory=lambda: defaultdict(list))
     ended: list[Taken] = field(default_factory=list)
     home: dict[int, int] = field(default_factory=dict)
@@ -84,13 +85,13 @@ class RankStart(Start):
             own[stage].clear()
         self._pass_on(self.ended, waiting)
         for stage in sorted({*self.stages, *self.borrowed}, reverse=True):
-            for way, values in self.borrowed.get(stage, ()):
+            for route, values in self.borrowed.get(stage, ()):
                 if any(value.requires_grad for value in values):
-                    self.transport.send(way.back, [back.get(id(value), value.grad) for value in values])
+                    self.transport.send(route.back, [back.get(id(value), value.grad) for value in values])
             pairs = waiting.pop(stage, [])
-            for way, values in self.lent[stage]:
+            for route, values in self.lent[stage]:
                 if any(value.requires_grad for value in values):
-                    came = self.transport.recv(way.back)
+                    came = self.transport.recv(route.back)
                     pairs += [(v, g) for v, g in zip(values, came, strict=True) if g is not None]
             if pairs:
                 backward(pairs)
@@ -163,9 +164,9 @@ class _Beginning:
         """Receive values whose homes are stages of other ranks."""
         for home, own in self._by_home(slots).items():
             if home not in self.stages:
-                way = Way(home, stage, when)
-                values = [value for value in self.transport.recv(way) if value is not None]
-                self.start.borrowed[home].append((way, values))
+                route = Route(home, stage, when)
+                values = [value for value in self.transport.recv(route) if value is not None]
+                self.start.borrowed[home].append((route, values))
                 for slot, value in zip(own, values, strict=True):
                     self._keep(slot, value, home)
 
@@ -181,9 +182,9 @@ class _Beginning:
         for home, own in self._by_home(slots).items():
             if home in self.stages:
                 values = [self.values[slot] for slot in own]
-                way = Way(home, stage, when)
-                self.transport.send(way, values)
-                self.start.lent[home].append((way, values))
+                route = Route(home, stage, when)
+                self.transport.send(route, values)
+                self.start.lent[home].append((route, values))
 
     def _prologue(self, stage: int) -> None:
         module, prologue = self.lowered.prologues[stage], self.layout.prologues[stage]
@@ -234,11 +235,11 @@ def pairs_of(lowered: Lowered, ranks: Sequence[Sequence[int]]) -> set[tuple[int,
     ``ranks`` are those of each stage's replicas, which tell each other losses and gradients.
     """
     layout, last = lowered.layout, len(ranks) - 1
-    ways = {(source, stage) for stage, own in enumerate(layout.stages) for source in own.received}
-    ways |= {(stage, last) for stage, own in enumerate(layout.stages) if OUT in own.sent}
+    routes = {(source, stage) for stage, own in enumerate(layout.stages) for source in own.received}
+    routes |= {(stage, last) for stage, own in enumerate(layout.stages) if OUT in own.sent}
     slots = [(stage, slot) for stage in range(len(ranks)) for slot in slots_of(layout, stage)]
     slots += [(last, slot) for slot in ending_slots(lowered)]
-    ways |= {(layout.home[slot.value], stage) for stage, slot in slots if slot.value in layout.home}
-    pairs = {pair for source, target in ways for pair in product(ranks[source], ranks[target])}
+    routes |= {(layout.home[slot.value], stage) for stage, slot in slots if slot.value in layout.home}
+    pairs = {pair for source, target in routes for pair in product(ranks[source], ranks[target])}
     pairs |= {pair for own in ranks for pair in product(own, own)}
     return {pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b}

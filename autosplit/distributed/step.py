@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
+from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from torch.distributed.tensor import DTensor
 
 from autosplit.distributed.messages import Descriptions, Messages, Sent, arrived
-from autosplit.distributed.order import Receive, Reduce, Send, arrivals, of_rank, step_order, with_reductions
 from autosplit.distributed.replicas import Reductions, Share, added_in_order, adding_gradients, join_statistics
 from autosplit.distributed.start import RankStart, begin
 from autosplit.distributed.world import World, as_known, attempt, known_to_all
@@ -26,8 +26,9 @@ from autosplit.runtime.step.cells import parameters
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.step.sums import Held, Sums
 from autosplit.runtime.tape import Tape
-from autosplit.runtime.transport import Way
 from autosplit.schedule.action import Action, Schedule
+from autosplit.schedule.entry import Receive, Reduce, Route, Send
+from autosplit.schedule.order import Receives, arrivals, of_device, step_order, with_reductions
 from autosplit.trace.graph import NodeClass
 
 
@@ -96,48 +97,50 @@ class RankStep(Step):
         """Return how many ranks have a stage."""
         return len(self.ranks[stage])
 
-    def ends(self, way: Way) -> tuple[int, Sequence[int]]:
+    def ends(self, route: Route) -> tuple[int, Sequence[int]]:
         """Return the rank that sends what goes a way, and those that receive it.
 
         Replicas take microbatches in turn. What goes once per step is the same on all of them. What comes behind the
         last cell, and the losses of the last stage's replicas, are for the first of these.
         """
-        source, targets = self.ranks[way.source], self.ranks[way.target]
-        if way.microbatch < 0:
+        source, targets = self.ranks[route.source], self.ranks[route.target]
+        if route.microbatch < 0:
             return source[0], targets
-        there, back = source[way.microbatch % len(source)], targets[way.microbatch % len(targets)]
-        if way.loss and (self.whole or way.source == way.target):
-            return (self.last, (back,)) if way.backward else (there, (self.last,))
+        there, back = source[route.microbatch % len(source)], targets[route.microbatch % len(targets)]
+        if route.loss and (self.whole or route.source == route.target):
+            return (self.last, (back,)) if route.backward else (there, (self.last,))
         return there, (back,)
 
     def perform(self, schedule: Schedule, cells: Any) -> None:
         """Perform this rank's actions of a schedule, its receives and its sends, where the global order has them."""
-        transport, described = cells.transport, cells.transport.known.complete
-        late = getattr(cells, "loss_sources", frozenset[int]())
+        transport = cells.transport
+        receives: Receives = "ahead" if transport.known.complete else "described"
 
-        def own() -> Any:
-            order = step_order(schedule, cells.sources, late, described=described)
-            items = of_rank(order, self.world.rank)
-            sent = {item.way for item in items if isinstance(item, Send)}
-            return with_reductions(items) if self.overlaps else items, arrivals(order, self.world.rank), sent
+        def compiled() -> Any:
+            order = step_order(schedule, cells.sources, cells.loss_sources, receives=receives)
+            entries = of_device(order, self.world.rank)
+            sent = {entry.route for entry in entries if isinstance(entry, Send)}
+            return with_reductions(entries) if self.overlaps else entries, arrivals(order, self.world.rank), sent
 
-        key = "order", schedule.name, schedule.microbatches, late, described
-        items, transport.arrivals, transport.ordered = self.once(key, own)
-        for item in items:
-            if isinstance(item, Reduce):
-                with self._reducing(cells.replicas(item.stage)[0]):
-                    if item.beside is not None:
-                        self._act(cells, item.beside)
-            elif isinstance(item, Action):
-                self._act(cells, item)
-            elif isinstance(item, Receive):
-                transport.expect(item.way)
-            else:
-                transport.release(item.way)
-
-    def _act(self, cells: Any, action: Action) -> None:
-        self.world.watch.doing(action)
-        cells.act(action)
+        key = "order", schedule.name, schedule.microbatches, cells.loss_sources, receives
+        entries, transport.arrivals, transport.ordered = self.once(key, compiled)
+        beside: Reduce | None = None
+        for entry, following in zip_longest(entries, entries[1:]):
+            if isinstance(entry, Action):
+                self.world.watch.doing(entry)
+                if isinstance(following, Reduce) and (following.stage, "B") == entry[:2]:
+                    beside = following
+                    with self._reducing(cells.replicas(entry.stage)[0]):
+                        cells.act(entry)
+                else:
+                    cells.act(entry)
+            elif isinstance(entry, (Receive, Send)):
+                (transport.expect if isinstance(entry, Receive) else transport.release)(entry.route)
+                if self.log is not None:
+                    self.log.note(entry)
+            elif entry is not beside:
+                with self._reducing(cells.replicas(entry.stage)[0]):
+                    pass
 
     @property
     def overlaps(self) -> bool:
@@ -158,6 +161,8 @@ class RankStep(Step):
 
     def _reducing(self, sums: Sums) -> AbstractContextManager[None]:
         """Begin to add up the gradients of a stage's parameters, but for those that may get more behind the actions."""
+        if self.log is not None:
+            self.log.note(Reduce(sums.held.stage))
         shared = {id(tensor) for tensor in self._shared_parameters()}
         return self.reductions.beside([own for own in sums.parameters if id(own) not in shared], sums)
 
@@ -279,12 +284,12 @@ class RankStep(Step):
     def join_losses(self, cells: Any) -> None:
         """Tell the last stage's first replica what the others know of losses."""
         for microbatch in range(len(self.sizes)) if len(self.ranks[-1]) > 1 else ():
-            way = Way(cells.last, cells.last, microbatch, loss=True)
-            source, _ = self.ends(way)
+            route = Route(cells.last, cells.last, microbatch, loss=True)
+            source, _ = self.ends(route)
             if source == self.world.rank != self.last:
-                cells.transport.send(way, cells.told(microbatch))
+                cells.transport.send(route, cells.told(microbatch))
             elif source != self.world.rank == self.last:
-                cells.hear(microbatch, cells.transport.recv(way))
+                cells.hear(microbatch, cells.transport.recv(route))
 
     def adding_gradients(self) -> AbstractContextManager[None]:
         """Add the gradients that come to this rank's parameters inside to those of the other replicas."""

@@ -260,7 +260,7 @@ def _chunks(plan: Plan, chunks: int) -> int:
 
 def _check_schedule(asked: ScheduleRequest, plan: Plan) -> None:
     """Raise PlanError where a schedule is asked for that is not the plan's; "auto" is any."""
-    planned = plan.schedule, plan.virtual_stages, plan.actions
+    planned = plan.schedule, plan.virtual_stages, plan.schedule_rows
     if asked.schedule != "auto" and planned != (asked.schedule, asked.virtual_stages, asked.actions):
         raise PlanError(
             f"the plan has schedule={plan.schedule!r} with virtual_stages={plan.virtual_stages}, "

@@ -15,6 +15,7 @@ from statistics import fmean
 
 from autosplit.planning.plan.plan import Plan
 from autosplit.schedule.action import Action, Kind, Schedule
+from autosplit.schedule.lists import Actions
 from autosplit.schedule.simulate import Timeline, TransferTime, simulate
 
 
@@ -73,6 +74,7 @@ class StepTimeline:
             same.
         rows: measured: the rows of its microbatches.
         timed: measured: whether its times are a step's; not where one thread ran the lanes in turn to count bytes.
+        actions: what every lane performed, measured, or is going to: `Plan.actions`.
     """
 
     bars: tuple[Bar, ...]
@@ -85,6 +87,7 @@ class StepTimeline:
     memory: tuple[HeldBytes | None, ...] = ()
     rows: tuple[int, ...] = ()
     timed: bool = True
+    actions: Actions | None = None
 
 
 def simulated(plan: Plan, *, issue_s: Mapping[Kind, Sequence[float]] | None = None) -> Timeline:
@@ -126,7 +129,7 @@ def predicted(plan: Plan) -> StepTimeline:
             if back in ends:
                 ready_s = ends[back]
                 sent.append(Sent(time.consumer, time.producer, microbatch, True, ready_s, ready_s + time.backward_s))
-    return StepTimeline(bars, tuple(sent), timeline.step_s, measured=False)
+    return StepTimeline(bars, tuple(sent), timeline.step_s, measured=False, actions=plan.actions)
 
 
 def host_step(plan: Plan) -> Timeline | None:

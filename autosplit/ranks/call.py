@@ -16,7 +16,7 @@ from autosplit.runtime.lanes.threads import backwards, forwards
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import OUT, Bundle
 from autosplit.runtime.step.cells import Cells, parameters
-from autosplit.runtime.transport import Way
+from autosplit.schedule.entry import Route
 
 
 class WholeCall:
@@ -28,7 +28,7 @@ class WholeCall:
     def __init__(self, step: RankStep) -> None:
         self.step = step = replace(step, whole=True)
         self.cells = Cells(step, step.start(), parameters(step), detached=torch.is_grad_enabled())
-        self.given: dict[Way, Bundle] = {}
+        self.given: dict[Route, Bundle] = {}
         """What comes behind the last cell takes of the stages, on the last stage's rank; leaves with gradients on."""
 
     @property
@@ -36,18 +36,18 @@ class WholeCall:
         """What comes behind the last cell takes, by identity."""
         return {id(tensor) for bundle in (self.cells.start.kept, *self.given.values()) for tensor in bundle}
 
-    def _ways(self) -> list[Way]:
+    def _ways(self) -> list[Route]:
         """Return the ways of what stages give the caller."""
         stages, last = self.cells.layout.stages, self.cells.last
         return [
-            Way(stage, last, microbatch, loss=True)
+            Route(stage, last, microbatch, loss=True)
             for stage, layout in enumerate(stages)
             for microbatch in range(len(self.step.sizes))
             if layout.sent.get(OUT)
         ]
 
-    def _is_own(self, way: Way) -> bool:
-        return self.step.ends(way)[0] == self.step.world.rank
+    def _is_own(self, route: Route) -> bool:
+        return self.step.ends(route)[0] == self.step.world.rank
 
     def forward(self, *, attached: bool = False) -> list[Any] | None:
         """Return the model's flat outputs on the last stage's rank, None elsewhere.
@@ -59,13 +59,13 @@ class WholeCall:
             step.perform(step.once(("forwards", len(step.sizes)), lambda: forwards(step.schedule)), cells)
         step.join_statistics()
         if step.world.rank == step.last:
-            self.given = {way: self._taken(way) for way in self._ways()}
+            self.given = {route: self._taken(route) for route in self._ways()}
             kept, given = self._attached() if attached and cells.detached else (cells.start.kept, self.given)
-            bundles = {way.source: [given[w] for w in given if w.source == way.source] for way in given}
+            bundles = {route.source: [given[w] for w in given if w.source == route.source] for route in given}
             flat: list[Any] | None = list(step.end(replace(cells.start, kept=kept), bundles))
         else:
-            for way in filter(self._is_own, self._ways()):
-                cells.transport.send(way, cells.cells[way.source, way.microbatch].sent[OUT])
+            for route in filter(self._is_own, self._ways()):
+                cells.transport.send(route, cells.cells[route.source, route.microbatch].sent[OUT])
             update_statistics(step.state, step.lanes)
             flat = None
         if (tape := step.state.tape) is not None:
@@ -76,20 +76,20 @@ class WholeCall:
             step.finish()
         return flat
 
-    def _taken(self, way: Way) -> Bundle:
+    def _taken(self, route: Route) -> Bundle:
         """Return what a stage gave for a microbatch."""
-        if not self._is_own(way):
-            return tuple(tensor for tensor in self.cells.transport.recv(way) if tensor is not None)
-        own = self.cells.cells[way.source, way.microbatch].sent[OUT]
+        if not self._is_own(route):
+            return tuple(tensor for tensor in self.cells.transport.recv(route) if tensor is not None)
+        own = self.cells.cells[route.source, route.microbatch].sent[OUT]
         return tuple(t.detach().requires_grad_(t.requires_grad) for t in own) if self.cells.detached else own
 
-    def _attached(self) -> tuple[Bundle, dict[Way, Bundle]]:
+    def _attached(self) -> tuple[Bundle, dict[Route, Bundle]]:
         """Return what the ending takes, behind one node of the caller's graph."""
         kept = self.cells.start.kept
         leaves = [*kept, *(tensor for bundle in self.given.values() for tensor in bundle)]
         made = iter(_Attached.apply(self, leaves, torch.zeros((), requires_grad=True), *leaves))
         return tuple(next(made) for _ in kept), {
-            way: tuple(next(made) for _ in bundle) for way, bundle in self.given.items()
+            route: tuple(next(made) for _ in bundle) for route, bundle in self.given.items()
         }
 
     def everywhere(self, flat: list[Any] | None) -> list[Any]:
@@ -118,16 +118,16 @@ class WholeCall:
     def backward(self) -> None:
         """Run the backwards; on the last stage's rank gradients have come to what the stages gave."""
         step, cells = self.step, self.cells
-        for way, bundle in self.given.items():
+        for route, bundle in self.given.items():
             gradients = [tensor.grad for tensor in bundle]
-            if self._is_own(way):
-                cells.cells[way.source, way.microbatch].out_gradients = gradients
+            if self._is_own(route):
+                cells.cells[route.source, route.microbatch].out_gradients = gradients
             else:
-                cells.transport.send(way.back, gradients)
+                cells.transport.send(route.back, gradients)
         self.given.clear()
         if step.world.rank != step.last:
-            for way in filter(self._is_own, self._ways()):
-                cells.cells[way.source, way.microbatch].out_gradients = cells.transport.recv(way.back)
+            for route in filter(self._is_own, self._ways()):
+                cells.cells[route.source, route.microbatch].out_gradients = cells.transport.recv(route.back)
         with step.entered(), cells.hooks_held_back():
             step.perform(step.once(("backwards", len(step.sizes)), lambda: backwards(step.schedule)), cells)
         with step.located():

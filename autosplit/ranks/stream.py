@@ -36,8 +36,9 @@ from autosplit.recorded import FoundCall, Recorded
 from autosplit.runtime.lanes.threads import Turn
 from autosplit.runtime.ops import plus
 from autosplit.runtime.step.sums import Held
-from autosplit.runtime.transport import Message, Way
+from autosplit.runtime.transport import Message
 from autosplit.schedule.action import Action
+from autosplit.schedule.entry import Route
 from autosplit.schedule.stream import StreamAction, replica_actions, updates_behind
 from autosplit.stream.cells import Minibatch, StreamCells
 from autosplit.stream.flight import OpenStream
@@ -84,7 +85,7 @@ class RankStreamStep(StreamStep, RankStep):
 
     minibatch: int
     said: str
-    posted: dict[tuple[int, Way], Incoming]
+    posted: dict[tuple[int, Route], Incoming]
     elsewhere: dict[int, str] | None
 
     def _described(self) -> dict[str, Any]:
@@ -92,9 +93,9 @@ class RankStreamStep(StreamStep, RankStep):
         return {"known": Descriptions(), "minibatch": self.minibatch, "said": self.said, "posted": self.posted}
 
     @property
-    def loss_way(self) -> Way:
+    def loss_way(self) -> Route:
         """The way of the minibatch's loss to all ranks."""
-        return Way(len(self.ranks) - 1, len(self.ranks) - 1, SHARED, loss=True)
+        return Route(len(self.ranks) - 1, len(self.ranks) - 1, SHARED, loss=True)
 
     @property
     def counts(self) -> list[int]:
@@ -104,22 +105,22 @@ class RankStreamStep(StreamStep, RankStep):
     @property
     def last(self) -> int:
         """The rank of the last stage that has the minibatch's last microbatch; it tells the loss."""
-        return self.ends(Way(len(self.ranks) - 1, 0, len(self.sizes) - 1))[0]
+        return self.ends(Route(len(self.ranks) - 1, 0, len(self.sizes) - 1))[0]
 
-    def ends(self, way: Way) -> tuple[int, Sequence[int]]:
+    def ends(self, route: Route) -> tuple[int, Sequence[int]]:
         """Return the rank that sends what goes a way, and those that receive it.
 
         Replicas take the microbatches of the stream in turn. What goes from a stage to itself is for its other
         replicas, and the loss for the rank that tells it; that tells the others the minibatch's.
         """
-        if way == self.loss_way:
+        if route == self.loss_way:
             return self.last, [rank for rank in range(self.world.size) if rank != self.last]
-        replicas, targets = self.ranks[way.source], self.ranks[way.target]
-        number = self.first + way.microbatch
+        replicas, targets = self.ranks[route.source], self.ranks[route.target]
+        number = self.first + route.microbatch
         there = replicas[number % len(replicas)]
-        if way.source != way.target:
+        if route.source != route.target:
             return there, (targets[number % len(targets)],)
-        return there, (self.last,) if way.loss else [rank for rank in replicas if rank != there]
+        return there, (self.last,) if route.loss else [rank for rank in replicas if rank != there]
 
     def losing(self) -> AbstractContextManager[Any]:
         """Return what a loss is called in: it reads no parameter of another rank."""
@@ -142,7 +143,7 @@ class RankSegment(Segment):
         self._behind = updates_behind(self.staleness, self._replicas)[stage]
         self._told: dict[int, torch.Tensor] = {}
         """On the rank that tells them, losses that the caller has not been given, by minibatch."""
-        self._parts: deque[tuple[int, StreamCells, Way, Message]] = deque()
+        self._parts: deque[tuple[int, StreamCells, Route, Message]] = deque()
         """What the stage's other replicas were sent: the update that it is for, its minibatch, and where it went."""
         self._sent: deque[Sent] = deque()
         """What the last minibatches have sent."""
@@ -192,9 +193,9 @@ class RankSegment(Segment):
         if cell.place + count < len(step.sizes):
             return  # it has more microbatches of this minibatch
         if count > 1:
-            way = Way(stage, stage, cell.place).back
-            self._parts.append((cell.update, cells, way, self._part(stage, cells)))
-            cells.transport.send(way, self._parts[-1][-1])
+            route = Route(stage, stage, cell.place).back
+            self._parts.append((cell.update, cells, route, self._part(stage, cells)))
+            cells.transport.send(route, self._parts[-1][-1])
         if stage == self._count - 1:
             step.join_losses(cells)
             if self._world.rank == step.last:
@@ -215,10 +216,10 @@ class RankSegment(Segment):
         count, step = self._replicas[stage], _step_of(cells)
         if count == 1:
             return super()._gradients(stage, cells)
-        own = {way: part for _, of, way, part in self._parts if of is cells}
+        own = {route: part for _, of, route, part in self._parts if of is cells}
         last = range(max(0, len(step.sizes) - count), len(step.sizes))  # of each replica its last microbatch
-        ways = [Way(stage, stage, place).back for place in sorted(last, key=lambda at: (step.first + at) % count)]
-        parts = [own[way] if way in own else cells.transport.recv(way) for way in ways]
+        routes = [Route(stage, stage, place).back for place in sorted(last, key=lambda at: (step.first + at) % count)]
+        parts = [own[route] if route in own else cells.transport.recv(route) for route in routes]
         words = [pickle.loads(data.cpu().numpy().tobytes()) for *_, data in parts if data is not None]
         saw = cells.state(stage).statistics
         saw.clear()
@@ -238,8 +239,8 @@ class RankSegment(Segment):
         parts = sum(len(self._minibatches[n].cells.step.sizes) for n in range(begin, cell.minibatch + 1))
         super()._update(stage, cell)
         while parts >= self._replicas[stage] and self._parts and self._parts[0][0] < cell.update - self._behind:
-            _, cells, way, _ = self._parts.popleft()  # the others have begun a round that needs that update
-            arrived(_step_of(cells).sent, [way])
+            _, cells, route, _ = self._parts.popleft()  # the others have begun a round that needs that update
+            arrived(_step_of(cells).sent, [route])
 
     def _tell(self, number: int, loss: torch.Tensor) -> None:
         """Tell the other ranks the loss of a minibatch."""
@@ -304,7 +305,7 @@ class RankStream(Stream):
             raise InputError("a stream takes its minibatches on every rank; make the pipe with feed='all'")
         super().__init__(pipe, *given)
         self._world, self._taken = pipe._world, 0
-        self._posted: dict[tuple[int, Way], Incoming] = {}
+        self._posted: dict[tuple[int, Route], Incoming] = {}
         self._timeout_s: float = pipe._timeout_s
 
     @property

@@ -88,7 +88,7 @@ def lists(plan: Plan, *titles: str) -> Iterator[Section]:
 
 def _grid(plan: Plan, *, width: int | None) -> Iterator[Section]:
     """Yield the schedule's grid: none for GPipe and 1F1B, which everybody knows, or where it is too large."""
-    if plan.schedule in _PLAIN_SCHEDULES and not plan.actions:
+    if plan.schedule in _PLAIN_SCHEDULES and not plan.schedule_rows:
         return
     lines = str(plan.schedule_for(len(plan.microbatch_rows))).splitlines()
     if len(lines) <= GRID_ROWS and (width is None or max(map(len, lines)) <= width):
@@ -98,7 +98,7 @@ def _grid(plan: Plan, *, width: int | None) -> Iterator[Section]:
 def header(plan: Plan) -> Section:
     """Return what was planned, and on what."""
     each = f", up to {plan.virtual_stages} stages on each" if plan.virtual_stages > 1 else ""
-    source = " (from an action file)" if plan.actions else ""
+    source = " (from an action file)" if plan.schedule_rows else ""
     times = "measured node times" if plan.measured else "modelled node times (nothing was measured)"
     facts = (
         ("model", model_words(plan)),
@@ -118,7 +118,9 @@ def _mesh_words(plan: Plan) -> list[tuple[str, str]]:
         return []
     rows = sum(plan.microbatch_rows) * plan.mesh.dp
     words = f"{plan.mesh} of {plan.machine}, {plural(rows, 'row')} in all; what follows is of one pipeline"
-    assumed = [("assumed", "ranks of tp gather again in the backward and share the loss's words, which autosplit does not run")]
+    assumed = [
+        ("assumed", "ranks of tp gather again in the backward and share the loss's words, which autosplit does not run")
+    ]
     return [("mesh", words), *(assumed if plan.mesh.sequence else ())]
 
 

@@ -28,7 +28,9 @@ from torch.autograd.profiler import record_function
 
 from autosplit.devices import Allocations
 from autosplit.runtime.lanes.lanes import Lane
-from autosplit.schedule.action import Action
+from autosplit.schedule.action import Action, Schedule
+from autosplit.schedule.entry import Entry, Receive, Send
+from autosplit.schedule.lists import Actions
 
 MARK = "autosplit stage "
 """What the profiler's marks begin with; the stage and the microbatch follow for which something is allocated."""
@@ -60,6 +62,13 @@ class Ended:
     done_s: float
     held_bytes: int | None
     peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Performed:
+    """A send, a receive or a sum was issued: an entry of a list that is no action."""
+
+    entry: Entry
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,7 @@ class StepLog:
         """Returns the lane that runs a microbatch of a stage."""
         self.rows: tuple[int, ...] = ()
         self.zeros: dict[Lane, Zero] = {}
-        self.events: list[Began | Ended | Copied] = []
+        self.events: list[Began | Ended | Copied | Performed] = []
         self.before_bytes: dict[Lane, int | None] = {}
         self.peak_bytes: dict[Lane, int | None] = {}
         self.started_s = self.whole_s = 0.0
@@ -195,6 +204,24 @@ class StepLog:
         done_s = time.perf_counter() if self.alone else host_s
         peak = lane.clock.peak_bytes() if self.alone else None
         self.events.append(Ended(action, stamp, host_s, thread_s, done_s, lane.clock.held_bytes(), peak))
+
+    def note(self, entry: Entry) -> None:
+        """Note that a send, a receive or a sum was issued."""
+        if self._runs:
+            self.events.append(Performed(entry))
+
+    def actions(self, schedule: Schedule) -> Actions:
+        """Return what every lane of a schedule performed, in its order: an action where it had its inputs and began."""
+        lists: list[list[Entry]] = [[] for _ in schedule.lanes]
+        last = {event.action: event for event in self.events if isinstance(event, Began)}
+        for event in self.events:
+            if isinstance(event, Performed):
+                entry = event.entry
+                microbatch = entry.route.microbatch if isinstance(entry, (Send, Receive)) else 0
+                lists[schedule.lane_of(entry.stage, microbatch)].append(entry)
+            elif isinstance(event, Began) and last[event.action] is event:
+                lists[schedule.lane_of(event.action.stage, event.action.microbatch)].append(event.action)
+        return Actions(tuple(map(tuple, lists)))
 
     def copied(
         self, move: Callable[[], Any], source: int, target: int, microbatch: int, *, backward: bool, ready: Any

@@ -195,7 +195,7 @@ def test_a_schedule_by_name_or_from_a_file(run: Run, tmp_path: Path) -> None:
     own = ("--devices", "2", "--chunks", "2", *X, "--schedule", str(path))
     found = run(f"{NETS}:make_mlp", *own, "--json")
     assert found.exit_code == 0, found.output
-    assert Plan.model_validate_json(found.stdout).actions == (
+    assert Plan.model_validate_json(found.stdout).schedule_rows == (
         ("0F0", "0F1", "0B0", "0B1"),
         ("1F0", "1B0", "1F1", "1B1"),
     )

@@ -8,9 +8,10 @@ from collections import defaultdict, deque
 from typing import Any, NamedTuple
 
 from autosplit.runtime.lanes.threads import backwards, forwards
-from autosplit.runtime.transport import Way
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build, stages_per_device
+from autosplit.schedule.entry import Entry, Issued, Receive, Route, Send
+from autosplit.schedule.order import Receives, of_device, step_order
 from autosplit.schedule.validate import validate
 
 Lists = list[list[Entry]]
@@ -27,35 +28,35 @@ class Case(NamedTuple):
     def ranks(self) -> int:
         return len(self.schedule.lanes)
 
-    def order(self, *, described: bool = True) -> tuple[Issued, ...]:
-        return step_order(self.schedule, self.sources, self.losses, described=described)
+    def order(self, *, receives: Receives = "ahead") -> tuple[Issued, ...]:
+        return step_order(self.schedule, self.sources, self.losses, receives=receives)
 
-    def lists(self, *, described: bool = True) -> Lists:
-        order = self.order(described=described)
+    def lists(self, *, receives: Receives = "ahead") -> Lists:
+        order = self.order(receives=receives)
         return [list(of_device(order, rank)) for rank in range(self.ranks)]
 
-    def takes(self, action: Action) -> dict[Way, Action]:
+    def takes(self, action: Action) -> dict[Route, Action]:
         """Return what an action takes of other stages, on whatever rank, and what makes it."""
         stage, kind, m = action
         last, gradient = len(self.sources) - 1, self.schedule.input_gradient
-        found: dict[Way, Action] = {}
+        found: dict[Route, Action] = {}
         if kind == "F":
-            found = {Way(s, stage, m): Action(s, "F", m) for s in self.sources[stage]}
+            found = {Route(s, stage, m): Action(s, "F", m) for s in self.sources[stage]}
             if stage == last:
-                found |= {Way(s, last, m, loss=True): Action(s, "F", m) for s in self.losses - {last}}
+                found |= {Route(s, last, m, loss=True): Action(s, "F", m) for s in self.losses - {last}}
         elif kind != "W":
             users = [t for t, taken in enumerate(self.sources) if stage in taken]
-            found = {Way(t, stage, m, backward=True): gradient(t, m) for t in users}
+            found = {Route(t, stage, m, backward=True): gradient(t, m) for t in users}
             if stage in self.losses - {last}:
-                found[Way(last, stage, m, loss=True, backward=True)] = gradient(last, m)
+                found[Route(last, stage, m, loss=True, backward=True)] = gradient(last, m)
         there = set(self.schedule)
-        return {way: maker for way, maker in found.items() if maker in there}
+        return {route: maker for route, maker in found.items() if maker in there}
 
-    def crossing(self) -> dict[Action, dict[Way, Action]]:
+    def crossing(self) -> dict[Action, dict[Route, Action]]:
         """Return what each action takes of other ranks, and what makes it."""
         rank = {action: rank for rank, lane in enumerate(self.schedule.lanes) for action in lane}
         return {
-            action: {way: maker for way, maker in self.takes(action).items() if rank[maker] != rank[action]}
+            action: {route: maker for route, maker in self.takes(action).items() if rank[maker] != rank[action]}
             for action in rank
         }
 
@@ -111,49 +112,51 @@ def drawn(name: str, chance: random.Random) -> Case:
     return shuffled(chance) if name == "shuffled" else catalogued(name, chance)
 
 
-def ends(case: Case, lists: Lists, chance: random.Random, *, rendezvous: bool, described: bool = True) -> bool:
+def ends(case: Case, lists: Lists, chance: random.Random, *, rendezvous: bool, receives: Receives = "ahead") -> bool:
     """Tell whether all ranks come to their end, in one random interleaving of what may happen.
 
     From rank to rank leads a channel that knows no names: it brings the next message that is sent to the next receive
-    that is posted. Under rendezvous a rank stands at its send until then, otherwise it goes on. Without ``described`` a
-    rank stands at a receive until its send has begun. What is sent must have
-    been made, what arrives must be what was wanted, and an action waits for all that it takes.
+    that is posted. Under rendezvous a rank stands at its send until then, otherwise it goes on. Where receives do not
+    stand ahead, a rank stands at a receive until its send has begun. What is sent must have been made, what arrives
+    must be what was wanted, and an action waits for all that it takes.
     """
     taken = case.crossing()
-    maker = {way: action for ways in taken.values() for way, action in ways.items()}
+    maker = {route: action for routes in taken.values() for route, action in routes.items()}
     home = {item: rank for rank, items in enumerate(lists) for item in items}
     left = [deque(items) for items in lists]
-    sent, wanted = defaultdict[Any, deque[Way]](deque), defaultdict[Any, deque[Way]](deque)
-    done, arrived, begun = set[Action](), set[Way](), set[Way]()
+    sent, wanted = defaultdict[Any, deque[Route]](deque), defaultdict[Any, deque[Route]](deque)
+    done, arrived, begun = set[Action](), set[Route](), set[Route]()
 
     def can_go_on(item: Entry) -> bool:
         if isinstance(item, Action):
             return arrived.issuperset(taken[item])
         if isinstance(item, Receive):
-            return described or item.way in begun
-        return item.way not in begun or item.way in arrived
+            return receives == "ahead" or item.route in begun
+        return item.route not in begun or item.route in arrived
 
     while any(left):
         able = [rank for rank, items in enumerate(left) if items and can_go_on(items[0])]
-        together = [channel for channel, ways in sent.items() if ways and wanted[channel]]
+        together = [channel for channel, routes in sent.items() if routes and wanted[channel]]
         if not able and not together:
             return False
         if together and (not able or chance.random() < 0.5):
             channel = chance.choice(together)
-            way = sent[channel].popleft()
-            if wanted[channel].popleft() != way:
+            route = sent[channel].popleft()
+            if wanted[channel].popleft() != route:
                 return False
-            arrived.add(way)
+            arrived.add(route)
             continue
         rank = chance.choice(able)
         item = left[rank][0]
         if isinstance(item, Action):
             done.add(item)
-        elif item.way not in begun or isinstance(item, Receive):
-            (sent if isinstance(item, Send) else wanted)[home[Send(item.way)], home[Receive(item.way)]].append(item.way)
+        elif item.route not in begun or isinstance(item, Receive):
+            (sent if isinstance(item, Send) else wanted)[home[Send(item.route)], home[Receive(item.route)]].append(
+                item.route
+            )
             if isinstance(item, Send):
-                begun.add(item.way)
-                if maker[item.way] not in done:
+                begun.add(item.route)
+                if maker[item.route] not in done:
                     return False
                 if rendezvous:
                     continue

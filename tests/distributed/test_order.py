@@ -7,18 +7,19 @@ import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from networkx.algorithms import dag
 
-from autosplit.schedule import order as module
 from autosplit.errors import ScheduleError
-from autosplit.runtime.transport import Way
+from autosplit.schedule import order as module
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
+from autosplit.schedule.entry import Entry, Issued, Receive, Route, Send
+from autosplit.schedule.order import Receives, arrivals, check_order, of_device, step_order
 from autosplit.schedule.validate import validate
 from tests.distributed.orders import Case, Lists, chain, drawn, ends
 from tests.properties import examples
@@ -29,7 +30,7 @@ CHANCE = st.integers(0, 2**32 - 1).map(random.Random)
 
 
 def is_proved(lists: Lists, chance: random.Random) -> bool:
-    """Tell what `check_order` says of ranks' lists, in a random global order of them."""
+    """Tell what `check_order` says of devices' lists, in a random global order of them."""
     left = [deque(items) for items in lists]
     owners = [rank for rank, items in enumerate(lists) for _ in items]
     chance.shuffle(owners)
@@ -49,10 +50,10 @@ def test_an_order_is_complete_and_no_rank_waits_for_ever(name: str, chance: rand
     lists = case.lists()
     actions = tuple(tuple(item for item in items if isinstance(item, Action)) for items in lists)
     assert actions == case.schedule.lanes
-    ways = Counter(way for taken in case.crossing().values() for way in taken)
-    assert Counter(item.way for _, item in order if isinstance(item, Send)) == ways
-    assert Counter(item.way for _, item in order if isinstance(item, Receive)) == ways
-    assert len(order) == sum(map(len, actions)) + 2 * ways.total()
+    routes = Counter(route for taken in case.crossing().values() for route in taken)
+    assert Counter(item.route for _, item in order if isinstance(item, Send)) == routes
+    assert Counter(item.route for _, item in order if isinstance(item, Receive)) == routes
+    assert len(order) == sum(map(len, actions)) + 2 * routes.total()
     for rendezvous in (True, True, True, False):
         assert ends(case, lists, chance, rendezvous=rendezvous)
 
@@ -64,18 +65,18 @@ def test_messages_stand_between_what_makes_and_what_takes_them(name: str, chance
     case = drawn(name, chance)
     lists = case.lists()
     place = {item: (rank, position) for rank, items in enumerate(lists) for position, item in enumerate(items)}
-    channels: dict[Any, list[Way]] = defaultdict(list)
-    for consumer, ways in case.crossing().items():
-        for way, producer in ways.items():
-            (source, made), (_, sends) = place[producer], place[Send(way)]
-            (target, receives), (_, taken) = place[Receive(way)], place[consumer]
-            assert place[Send(way)][0] == source != target == place[consumer][0]
+    channels: dict[Any, list[Route]] = defaultdict(list)
+    for consumer, routes in case.crossing().items():
+        for route, producer in routes.items():
+            (source, made), (_, sends) = place[producer], place[Send(route)]
+            (target, receives), (_, taken) = place[Receive(route)], place[consumer]
+            assert place[Send(route)][0] == source != target == place[consumer][0]
             assert made < sends
             assert receives < taken
             assert not any(isinstance(item, Action) for item in lists[source][made + 1 : sends])
-            channels[source, target].append(way)
+            channels[source, target].append(route)
     for found in channels.values():
-        in_order = [sorted(found, key=lambda way, end=end: place[end(way)]) for end in (Send, Receive)]  # type: ignore[misc]
+        in_order = [sorted(found, key=lambda route, end=end: place[end(route)]) for end in (Send, Receive)]  # type: ignore[misc]
         assert in_order[0] == in_order[1]
 
 
@@ -96,15 +97,15 @@ def ticks(case: Case) -> dict[Entry, int]:
 def test_a_receive_is_posted_when_its_message_begins_to_be_made(name: str, chance: random.Random) -> None:
     case = drawn(name, chance)
     end = ticks(case)
-    maker = {way: action for ways in case.crossing().values() for way, action in ways.items()}
+    maker = {route: action for routes in case.crossing().values() for route, action in routes.items()}
     for items in case.lists():
         for position, item in enumerate(items):
             if isinstance(item, Receive):
                 before, behind = (
                     [e for e in part if isinstance(e, Action)] for part in (items[:position], items[position:])
                 )
-                assert all(end[action] < end[maker[item.way]] for action in before)
-                assert all(end[action] >= end[maker[item.way]] for action in behind)
+                assert all(end[action] < end[maker[item.route]] for action in before)
+                assert all(end[action] >= end[maker[item.route]] for action in behind)
 
 
 @NAMED
@@ -112,15 +113,15 @@ def test_a_receive_is_posted_when_its_message_begins_to_be_made(name: str, chanc
 @given(chance=CHANCE)
 def test_rendezvous_costs_no_tick_where_actions_take_equally_long(name: str, chance: random.Random) -> None:
     case = drawn(name, chance)
-    free, arrival, posted = [0] * case.ranks, dict[Way, int](), dict[Way, int]()
+    free, arrival, posted = [0] * case.ranks, dict[Route, int](), dict[Route, int]()
     end, crossing = ticks(case), case.crossing()
     for rank, item in case.order():
         if isinstance(item, Receive):
-            posted[item.way] = free[rank]
+            posted[item.route] = free[rank]
         elif isinstance(item, Send):
-            arrival[item.way] = free[rank] = max(free[rank], posted[item.way])
+            arrival[item.route] = free[rank] = max(free[rank], posted[item.route])
         else:
-            free[rank] = 1 + max([free[rank], *(arrival[way] for way in crossing[item])])
+            free[rank] = 1 + max([free[rank], *(arrival[route] for route in crossing[item])])
             assert free[rank] <= end[item]
 
 
@@ -146,22 +147,24 @@ def test_a_changed_order_is_refused_exactly_where_it_does_not_end(name: str) -> 
 def test_a_message_shows_which_of_ones_own_have_been_taken(name: str, chance: random.Random) -> None:
     case = drawn(name, chance)
     order, lists = case.order(), case.lists()
-    made = {way: (maker, taker) for taker, ways in case.crossing().items() for way, maker in ways.items()}
+    made = {route: (maker, taker) for taker, routes in case.crossing().items() for route, maker in routes.items()}
     place = {item: (rank, n) for rank, items in enumerate(lists) for n, item in enumerate(items)}
     for rank in range(len(lists)):
         found = arrivals(order, rank)
-        received = [item.way for item in lists[rank] if isinstance(item, Receive)]
-        sent = [item.way for item in lists[rank] if isinstance(item, Send)]
+        received = [item.route for item in lists[rank] if isinstance(item, Receive)]
+        sent = [item.route for item in lists[rank] if isinstance(item, Send)]
         assert found.keys() == set(received)
-        assert len({way for ways in found.values() for way in ways}) == sum(map(len, found.values()))
-        expected: dict[Way, list[Way]] = {way: [] for way in received}
-        for way in sent:
-            peer, taken = place[made[way][1]]
+        assert len({route for routes in found.values() for route in routes}) == sum(map(len, found.values()))
+        expected: dict[Route, list[Route]] = {route: [] for route in received}
+        for route in sent:
+            peer, taken = place[made[route][1]]
             later = [(place[made[own][0]][1], place[Send(own)][1], own) for own in received]
             later = [entry for entry in later if place[Send(entry[2])][0] == peer and entry[0] >= taken]
             if later:
-                expected[min(later, key=lambda entry: entry[1])[2]].append(way)
-        assert {way: set(ways) for way, ways in found.items()} == {way: set(ways) for way, ways in expected.items()}
+                expected[min(later, key=lambda entry: entry[1])[2]].append(route)
+        assert {route: set(routes) for route, routes in found.items()} == {
+            route: set(routes) for route, routes in expected.items()
+        }
 
 
 @NAMED
@@ -169,7 +172,7 @@ def test_a_message_shows_which_of_ones_own_have_been_taken(name: str, chance: ra
 @given(chance=CHANCE)
 def test_a_first_step_ends_where_receives_wait_for_descriptions(name: str, chance: random.Random) -> None:
     case = drawn(name, chance)
-    assert ends(case, case.lists(described=False), chance, rendezvous=True, described=False)
+    assert ends(case, case.lists(receives="described"), chance, rendezvous=True, receives="described")
 
 
 def text(items: Iterable[Entry]) -> str:
@@ -179,37 +182,25 @@ def text(items: Iterable[Entry]) -> str:
 def test_1f1b_of_two_stages() -> None:
     schedule = build("1f1b", stages=2, microbatches=2)
     order = step_order(schedule, chain(2))
-    assert text(of_device(order, 0)) == (
-        "0F0, 0SEND_F0, 0F1, 0SEND_F1, 0RECV_B0, 0B0, 0RECV_B1, 0B1"
-    )
-    assert text(of_device(order, 1)) == (
-        "1RECV_F0, 1RECV_F1, 1F0, 1B0, 1SEND_B0, 1F1, 1B1, 1SEND_B1"
-    )
+    assert text(of_device(order, 0)) == ("0F0, 0SEND_F0, 0F1, 0SEND_F1, 0RECV_B0, 0B0, 0RECV_B1, 0B1")
+    assert text(of_device(order, 1)) == ("1RECV_F0, 1RECV_F1, 1F0, 1B0, 1SEND_B0, 1F1, 1B1, 1SEND_B1")
 
 
 def test_a_first_step_of_1f1b_receives_what_is_described() -> None:
-    order = step_order(build("1f1b", stages=2, microbatches=2), chain(2), described=False)
-    assert text(of_device(order, 0)) == (
-        "0F0, 0SEND_F0, 0F1, 0SEND_F1, 0RECV_B0, 0B0, 0RECV_B1, 0B1"
-    )
-    assert text(of_device(order, 1)) == (
-        "1RECV_F0, 1F0, 1RECV_F1, 1B0, 1SEND_B0, 1F1, 1B1, 1SEND_B1"
-    )
+    order = step_order(build("1f1b", stages=2, microbatches=2), chain(2), receives="described")
+    assert text(of_device(order, 0)) == ("0F0, 0SEND_F0, 0F1, 0SEND_F1, 0RECV_B0, 0B0, 0RECV_B1, 0B1")
+    assert text(of_device(order, 1)) == ("1RECV_F0, 1F0, 1RECV_F1, 1B0, 1SEND_B0, 1F1, 1B1, 1SEND_B1")
 
 
 def test_a_skip_and_what_the_loss_takes_go_straight_to_their_users() -> None:
     schedule = build("gpipe", stages=3, microbatches=1)
     order = step_order(schedule, [set(), {0}, {0, 1}], [1, 2])
-    assert text(of_device(order, 0)) == (
-        "0F0, 0SEND_F0, 0SEND_F0(2), 0RECV_B0(2), 0RECV_B0, 0B0"
-    )
+    assert text(of_device(order, 0)) == ("0F0, 0SEND_F0, 0SEND_F0(2), 0RECV_B0(2), 0RECV_B0, 0B0")
     assert text(of_device(order, 1)) == (
-        "1RECV_F0, 1F0, 1SEND_F0, 1SEND_F0(2 loss), "
-        "1RECV_B0, 1RECV_B0(2 loss), 1B0, 1SEND_B0"
+        "1RECV_F0, 1F0, 1SEND_F0, 1SEND_F0(2 loss), 1RECV_B0, 1RECV_B0(2 loss), 1B0, 1SEND_B0"
     )
     assert text(of_device(order, 2)) == (
-        "2RECV_F0(0), 2RECV_F0, 2RECV_F0(1 loss), 2F0, 2B0, "
-        "2SEND_B0(0), 2SEND_B0, 2SEND_B0(1 loss)"
+        "2RECV_F0(0), 2RECV_F0, 2RECV_F0(1 loss), 2F0, 2B0, 2SEND_B0(0), 2SEND_B0, 2SEND_B0(1 loss)"
     )
 
 
@@ -225,7 +216,7 @@ def test_stages_of_one_rank_exchange_no_messages() -> None:
 
 
 def test_a_send_is_no_receive() -> None:
-    assert len({Send(Way(0, 1, 0)), Receive(Way(0, 1, 0))}) == 2
+    assert len({Send(Route(0, 1, 0)), Receive(Route(0, 1, 0))}) == 2
 
 
 def lanes(*texts: str) -> Schedule:
@@ -237,8 +228,8 @@ def test_a_schedule_whose_actions_wait_for_each_other_is_refused_with_the_cycle(
     with pytest.raises(ScheduleError) as caught:
         step_order(schedule, chain(3))
     assert str(caught.value) == (
-        "schedule 'mine': deadlock: '1B0' of rank 1 waits for '2B0' of rank 2, "
-        "'2F1' of rank 2 waits for '1F1' of rank 1; reorder one of these ranks"
+        "schedule 'mine': deadlock: '1B0' of device 1 waits for '2B0' of device 2, "
+        "'2F1' of device 2 waits for '1F1' of device 1; reorder one of these devices"
     )
     with pytest.raises(ScheduleError, match="deadlock"):
         validate(schedule)
@@ -248,29 +239,27 @@ def test_what_a_chain_forbids_and_the_graph_does_not_is_given_an_order() -> None
     schedule = Schedule("mine", ((Action(0, "F", 0),), (Action(2, "F", 0), Action(1, "F", 0))), (0, 1, 1))
     with pytest.raises(ScheduleError, match="2F0 waits for 1F0"):
         validate(schedule)
-    assert text(of_device(step_order(schedule, [set(), {0}, {0}]), 1)) == (
-        "1RECV_F0, 2RECV_F0(0), 2F0, 1F0"
-    )
-    with pytest.raises(ScheduleError, match="'2F0' of rank 1 waits for '1F0' of rank 1"):
+    assert text(of_device(step_order(schedule, [set(), {0}, {0}]), 1)) == ("1RECV_F0, 2RECV_F0(0), 2F0, 1F0")
+    with pytest.raises(ScheduleError, match="'2F0' of device 1 waits for '1F0' of device 1"):
         step_order(schedule, chain(3))
 
 
 HEAD_ON: Lists = [
     [
         Action(0, "F", 0),
-        Send(Way(0, 1, 0)),
+        Send(Route(0, 1, 0)),
         Action(0, "F", 1),
-        Send(Way(0, 1, 1)),
-        Receive(Way(1, 0, 0, backward=True)),
+        Send(Route(0, 1, 1)),
+        Receive(Route(1, 0, 0, backward=True)),
         Action(0, "B", 0),
         Action(0, "B", 1),
     ],
     [
-        Receive(Way(0, 1, 0)),
+        Receive(Route(0, 1, 0)),
         Action(1, "F", 0),
         Action(1, "B", 0),
-        Send(Way(1, 0, 0, backward=True)),
-        Receive(Way(0, 1, 1)),
+        Send(Route(1, 0, 0, backward=True)),
+        Receive(Route(0, 1, 1)),
         Action(1, "F", 1),
         Action(1, "B", 1),
     ],
@@ -285,8 +274,8 @@ def test_two_ranks_that_send_head_on_are_shown() -> None:
     with pytest.raises(ScheduleError) as caught:
         check_order(entries(HEAD_ON), 2)
     assert str(caught.value) == (
-        "order: deadlock: '0SEND_F1' of rank 0 waits for '1RECV_F1' of rank 1, "
-        "'1SEND_B0' of rank 1 waits for '0RECV_B0' of rank 0; reorder one of these ranks"
+        "order: deadlock: '0SEND_F1' of device 0 waits for '1RECV_F1' of device 1, "
+        "'1SEND_B0' of device 1 waits for '0RECV_B0' of device 0; reorder one of these devices"
     )
 
 
@@ -301,25 +290,25 @@ def changed(rank: int, position: int, *items: Entry) -> Lists:
     [
         (
             changed(0, 0),
-            "rank 0 has '0SEND_F0', and not the action that makes it",
+            "device 0 has '0SEND_F0', and not the action that makes it",
         ),
         (
             changed(1, 5),
-            "rank 1 has '1RECV_F1', and not the action that takes it",
+            "device 1 has '1RECV_F1', and not the action that takes it",
         ),
-        (changed(1, 2), "rank 1 has '1SEND_B0', and not the action that makes it"),
-        (changed(0, 1), "rank 1 has '1RECV_F0', and no other rank has '0SEND_F0'"),
-        (changed(1, 4), "rank 0 has '0SEND_F1', and no other rank has '1RECV_F1'"),
+        (changed(1, 2), "device 1 has '1SEND_B0', and not the action that makes it"),
+        (changed(0, 1), "device 1 has '1RECV_F0', and no other device has '0SEND_F0'"),
+        (changed(1, 4), "device 0 has '0SEND_F1', and no other device has '1RECV_F1'"),
         (
-            changed(0, 3, *[Send(Way(0, 1, 1))] * 2),
-            "rank 0 has '0SEND_F1', and rank 0 once more; remove one",
+            changed(0, 3, *[Send(Route(0, 1, 1))] * 2),
+            "device 0 has '0SEND_F1', and device 0 once more; remove one",
         ),
-        (changed(1, 6, Action(0, "B", 1)), "rank 0 has '0B1', and rank 1 once more; remove one"),
+        (changed(1, 6, Action(0, "B", 1)), "device 0 has '0B1', and device 1 once more; remove one"),
         (
-            changed(0, 6, Send(Way(0, 2, 1)), Receive(Way(0, 2, 1)), Action(2, "F", 1)),
-            "rank 0 has '0SEND_F1(2)', and no other rank has '2RECV_F1(0)'",
+            changed(0, 6, Send(Route(0, 2, 1)), Receive(Route(0, 2, 1)), Action(2, "F", 1)),
+            "device 0 has '0SEND_F1\\(2\\)', and no other device has '2RECV_F1\\(0\\)'",
         ),
-        ([*HEAD_ON[:1], []], "no other rank has"),
+        ([*HEAD_ON[:1], []], "no other device has"),
     ],
 )
 def test_an_order_that_is_none_is_refused(lists: Lists, message: str) -> None:
@@ -331,12 +320,12 @@ def test_an_order_that_is_none_is_refused(lists: Lists, message: str) -> None:
     ("lists", "wait"),
     [
         (
-            [[Send(Way(0, 1, 0)), Action(0, "F", 0)], [Receive(Way(0, 1, 0)), Action(1, "F", 0)]],
-            "send 0F0 .* for '0F0'",
+            [[Send(Route(0, 1, 0)), Action(0, "F", 0)], [Receive(Route(0, 1, 0)), Action(1, "F", 0)]],
+            "0SEND_F0.* for '0F0'",
         ),
         (
-            [[Action(0, "F", 0), Send(Way(0, 1, 0))], [Action(1, "F", 0), Receive(Way(0, 1, 0))]],
-            "'1F0' .* 'receive 0F0",
+            [[Action(0, "F", 0), Send(Route(0, 1, 0))], [Action(1, "F", 0), Receive(Route(0, 1, 0))]],
+            "'1F0' of device 1 waits for '0SEND_F0'",
         ),
     ],
 )
@@ -347,27 +336,29 @@ def test_a_message_sent_before_it_is_made_or_received_after_it_is_taken_is_refus
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_that_there_is_not_is_refused(rank: int) -> None:
-    with pytest.raises(ScheduleError, match=f"'0F0' is of rank {rank}; there are 2 ranks, 0 on"):
+    with pytest.raises(ScheduleError, match=f"'0F0' is of device {rank}; there are 2 devices, 0 on"):
         check_order([Issued(rank, Action(0, "F", 0))], 2)
 
 
 def test_an_order_is_proved_before_it_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     proved: list[Any] = []
-    monkeypatch.setattr(module, "check_order", lambda *given, described: proved.append((*given, described)))
-    orders = [step_order(build("1f1b", stages=2, microbatches=2), chain(2), described=own) for own in (True, False)]
-    assert [(tuple(entries), *rest) for entries, *rest in proved] == [(orders[0], 2, True), (orders[1], 2, False)]
+    monkeypatch.setattr(module, "check_order", lambda *given, receives: proved.append((*given, receives)))
+    kinds: tuple[Receives, ...] = get_args(Receives)
+    orders = [step_order(build("1f1b", stages=2, microbatches=2), chain(2), receives=kind) for kind in kinds]
+    assert [(tuple(entries), *rest) for entries, *rest in proved] == [
+        (o, 2, k) for o, k in zip(orders, kinds, strict=True)
+    ]
 
 
 def test_a_pair_of_devices_has_one_order_of_its_messages() -> None:
     lists: Lists = [
-        [Action(0, "F", 0), Send(Way(0, 1, 0)), Action(0, "F", 1), Send(Way(0, 1, 1))],
-        [Receive(Way(0, 1, 1)), Receive(Way(0, 1, 0)), Action(1, "F", 0), Action(1, "F", 1)],
+        [Action(0, "F", 0), Send(Route(0, 1, 0)), Action(0, "F", 1), Send(Route(0, 1, 1))],
+        [Receive(Route(0, 1, 1)), Receive(Route(0, 1, 0)), Action(1, "F", 0), Action(1, "F", 1)],
     ]
     with pytest.raises(ScheduleError) as caught:
         check_order(entries(lists), 2)
     assert str(caught.value) == (
-        "rank 0 has '0SEND_F0' where rank 1 has '1RECV_F1'; "
-        "receive from a rank in the order in which it sends"
+        "device 0 has '0SEND_F0' where device 1 has '1RECV_F1'; receive from a device in the order in which it sends"
     )
 
 

@@ -20,6 +20,8 @@ from autosplit.distributed.world import World
 from autosplit.runtime.step.cells import Cells
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import SCHEDULES
+from autosplit.schedule.entry import Reduce
+from autosplit.schedule.order import check_state, with_reductions
 from tests.distributed.orders import drawn
 from tests.distributed.processes import Pool
 from tests.distributed.replicas import mesh_of, replica_of
@@ -117,12 +119,12 @@ def test_sums_over_replicas_begin_once_per_stage_in_one_order(name: str, chance:
     case = drawn(name, chance)
     for items in case.lists():
         found = with_reductions(items)
-        performed = [item.beside if isinstance(item, Reduce) else item for item in found]
-        assert [item for item in performed if item is not None] == list(items)
+        assert [item for item in found if not isinstance(item, Reduce)] == list(items)
+        check_state(found)
         backwards = {item for item in items if isinstance(item, Action) and item.kind != "F"}
         begun = [item.stage for item in found if isinstance(item, Reduce)]
         assert begun == sorted({action.stage for action in backwards}, reverse=True)
         for item in found:
-            backwards.discard(item.beside if isinstance(item, Reduce) else item)  # type: ignore[arg-type]
+            backwards.discard(item)  # type: ignore[arg-type]
             if isinstance(item, Reduce):
                 assert item.stage not in {action.stage for action in backwards}

@@ -12,7 +12,8 @@ from torch import nn
 
 from autosplit import InputError, autosplit
 from autosplit.runtime.loss.outputs import Placeholder
-from autosplit.runtime.transport import SharedMemory, Way
+from autosplit.runtime.transport import SharedMemory
+from autosplit.schedule.entry import Route
 
 X = torch.randn(8, 6, dtype=torch.float64)
 
@@ -54,9 +55,9 @@ class Watch:
         self.bytes = 0
         plain = SharedMemory.recv
 
-        def recv(transport: SharedMemory, way: Way) -> Any:
-            message = plain(transport, way)
-            if way.loss and not way.backward:
+        def recv(transport: SharedMemory, route: Route) -> Any:
+            message = plain(transport, route)
+            if route.loss and not route.backward:
                 self.bytes += sum(t.numel() * t.element_size() for t in message if t is not None)
             return message
 

@@ -12,7 +12,8 @@ import torch
 
 from autosplit.runtime import ops
 from autosplit.runtime.lanes.lanes import Lane, StreamLane, caller_lane, lane
-from autosplit.runtime.transport import SharedMemory, Way
+from autosplit.runtime.transport import SharedMemory
+from autosplit.schedule.entry import Route
 from tests.runtime.happens_before import Keep, Op, Record, Wait
 from tests.runtime.recording_engine import Engine
 from tests.runtime.recording_lane import RecordingStreams, recording_lanes
@@ -117,15 +118,15 @@ def test_lanes_are_copied_and_pickled_without_their_streams() -> None:
 def test_a_transport_brings_values_and_gradients_of_some_back(detached: bool) -> None:
     lanes = Lane(), Lane()
     transport = SharedMemory(lambda stage, microbatch: lanes[stage], None, detached=detached)
-    way = Way(0, 1, microbatch=2)
+    route = Route(0, 1, microbatch=2)
     value = torch.ones(2, requires_grad=True) * 1
-    transport.send(way, (value, torch.arange(2)))
-    transport.send(way.back, (value.detach(), None))
-    arrived, number = transport.recv(way)
+    transport.send(route, (value, torch.arange(2)))
+    transport.send(route.back, (value.detach(), None))
+    arrived, number = transport.recv(route)
     assert [arrived.requires_grad, number.requires_grad] == [True, False]
     assert (arrived.grad_fn is None) is detached
     assert arrived.data_ptr() == value.data_ptr()
-    gradient, nothing = transport.recv(way.back)
+    gradient, nothing = transport.recv(route.back)
     assert (gradient.tolist(), nothing) == ([1, 1], None)
     with pytest.raises(KeyError):
-        transport.recv(way)
+        transport.recv(route)

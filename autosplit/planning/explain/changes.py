@@ -237,7 +237,7 @@ def _recompute(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:
 
 def _chunks(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:
     chunks = len(plan.microbatch_rows) * 2
-    while len(request.space.chunks) == 1 and not plan.actions and chunks <= request.rows:
+    while len(request.space.chunks) == 1 and not plan.schedule_rows and chunks <= request.rows:
         yield ChangeCandidate("chunks", f"chunks={chunks}", {"chunks": chunks})
         chunks *= 2
 
@@ -261,7 +261,12 @@ def _kinds_of_device(request: Request) -> list[str]:
 
 def _devices(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:
     names, planned = _kinds_of_device(request), len(request.paper.options.devices)
-    if plan.actions or request.paper.options.replicas or len(names) != 1 or len(request.space.recompute or ()) > 1:
+    if (
+        plan.schedule_rows
+        or request.paper.options.replicas
+        or len(names) != 1
+        or len(request.space.recompute or ()) > 1
+    ):
         return
     most = sum(len(stage.nodes) for stage in plan.stages)
     for count, text in takewhile(lambda pair: pair[0] <= most, device_counts(names[0], more_than=planned)):

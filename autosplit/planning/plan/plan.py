@@ -23,6 +23,8 @@ _NEAR = 3
 """How many names an error proposes."""
 _WAY_OUT = "write one with plan.save(path)"
 _REASONS = {"extra_forbidden": "there is no such field", "missing": "this field is missing"}
+_OLD_ROWS = "actions"
+"""What ``schedule_rows`` was called in older files."""
 FITS = {"fits": True, "borderline": None, "no": False}
 
 
@@ -141,9 +143,10 @@ def _fields_of(text: str) -> str:
         data = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    if not isinstance(data, dict) or data.keys().isdisjoint(Plan.model_computed_fields):
+    if not isinstance(data, dict) or data.keys().isdisjoint({*Plan.model_computed_fields, _OLD_ROWS}):
         return text
-    return json.dumps({name: value for name, value in data.items() if name not in Plan.model_computed_fields})
+    names = {_OLD_ROWS: "schedule_rows"}
+    return json.dumps({names.get(k, k): value for k, value in data.items() if k not in Plan.model_computed_fields})
 
 
 def _contradiction(plan: Plan) -> str | None:

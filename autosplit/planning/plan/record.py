@@ -14,6 +14,8 @@ from autosplit.checks import OPTIMIZER_COPIES, PRECISIONS
 from autosplit.planning.plan.fields import Count, FrozenFields, MeshAlternative, MeshDegrees, Seconds, Size, Verdict
 from autosplit.planning.request import schedule_of
 from autosplit.schedule.action import Schedule
+from autosplit.schedule.lists import Actions
+from autosplit.schedule.order import step_order, with_reductions
 from autosplit.trace.rows.findings import Proof
 
 NEAR = 1.05
@@ -229,7 +231,7 @@ class PlanRecord(FrozenFields):
     schedule: str
     virtual_stages: Count = Field(default=1, ge=1)
     """The most stages on one device."""
-    actions: tuple[tuple[str, ...], ...] = ()
+    schedule_rows: tuple[tuple[str, ...], ...] = ()
     """A schedule of the caller's own, lane by lane, in text form; empty where ``schedule`` is one of autosplit's."""
     optimizer: Annotated[str, Field(pattern=rf"^({'|'.join(OPTIMIZER_COPIES)}|[0-9]+)$")]
     """Its name, or its bytes of state per parameter element."""
@@ -335,9 +337,24 @@ class PlanRecord(FrozenFields):
             stages=len(self.stages),
             microbatches=microbatches,
             virtual_stages=self.virtual_stages,
-            actions=self.actions,
+            actions=self.schedule_rows,
             replicas=self.replicas,
         )
+
+    @property
+    def actions(self) -> Actions:
+        """What every device does in a step, as it runs; ``print`` shows it in the form of torch's lowered schedules.
+
+        Messages that only a loss takes, of stages before the last, are not known here.
+        """
+        schedule, sources = self.schedule_for(len(self.microbatch_rows)), [set[int]() for _ in self.stages]
+        for boundary in self.boundaries:
+            for consumer in boundary.consumers if boundary.producer >= 0 and not boundary.per_step else ():
+                sources[consumer].add(boundary.producer)
+        on_ranks = self.processes or self.mesh is not None
+        order = step_order(schedule, sources, receives="ahead" if on_ranks else "taken")
+        lists = Actions.of(order, len(schedule.lanes))
+        return lists if self.mesh is None or self.mesh.dp == 1 else Actions(tuple(map(with_reductions, lists)))
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -352,7 +369,12 @@ class PlanRecord(FrozenFields):
             "stages": [[stage.lane, stage.recompute, sorted(stage.nodes)] for stage in self.stages],
             "chunks": self.chunks,
             "microbatch_rows": self.microbatch_rows,
-            "schedule": [self.schedule, self.virtual_stages, self.actions, *[self.replicas][: bool(self.replicas)]],
+            "schedule": [
+                self.schedule,
+                self.virtual_stages,
+                self.schedule_rows,
+                *[self.replicas][: bool(self.replicas)],
+            ],
         }
         return hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:16]
 

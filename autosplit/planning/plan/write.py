@@ -137,7 +137,7 @@ class Writer:
             microbatch_rows=self.sizes,
             schedule=self.schedule.name,
             virtual_stages=self.problem.virtual_stages,
-            actions=self.options.actions,
+            schedule_rows=self.options.actions,
             optimizer=str(self.options.optimizer),
             machine=None if self.options.machine is None else self.options.machine.name,
             mesh=MeshDegrees.of(self.options.placed),

@@ -97,7 +97,7 @@ def recosted(model: nn.Module, trace: Trace, options: Options, plan: Plan) -> Pl
         chunks=plan.chunks,
         schedule=plan.schedule,
         virtual_stages=plan.virtual_stages,
-        actions=plan.actions,
+        actions=plan.schedule_rows,
         replicas=plan.replicas,
     )
     rows, dp = batch_rows(trace.inputs), options.parallel.dp

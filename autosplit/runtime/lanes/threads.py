@@ -36,6 +36,8 @@ import torch
 from autosplit.errors import DeviceError
 from autosplit.runtime.lanes.ambient import ThreadState
 from autosplit.schedule.action import Action, Schedule, describe
+from autosplit.schedule.entry import Receive, Route, Send
+from autosplit.schedule.order import step_order
 
 Act = Callable[[Action], None]
 _NOTHING = contextlib.nullcontext()
@@ -288,36 +290,37 @@ Turns = tuple[tuple[Turn, ...], ...]
 """The turns of every lane, in order."""
 
 
-def turns(schedule: Schedule, sources: Sequence[AbstractSet[int]]) -> Turns:
-    """Return every lane's turns, where stage ``s`` takes values of the stages ``sources[s]``.
+def turns(schedule: Schedule, sources: Sequence[AbstractSet[int]], loss_sources: Iterable[int] = ()) -> Turns:
+    """Return every lane's turns: the step's list (`step_order`), with what each action receives and sends.
 
-    Only actions of other lanes are waited for; a lane's own come in its own order. A need that the schedule does not
-    contain (a backward's forward, in a schedule of backwards only) counts as done. Weight gradients wait for nothing
-    but their own input gradient.
+    ``sources`` and ``loss_sources`` are those of `step_order`. Only actions of other lanes are waited for; a lane's own
+    come in its own order. A need that the schedule does not contain (a backward's forward, in a schedule of backwards
+    only) counts as done.
     """
-    users = [{t for t, taken in enumerate(sources) if s in taken} for s in range(len(sources))]
-    numbers = {action: n for n, action in enumerate(schedule)}
-
-    def turn(action: Action, arrived: set[int]) -> Turn:
-        stage, kind, microbatch = action.stage, action.kind, action.microbatch
-        if kind == "W":
-            return Turn(action, numbers[action], (), ())
-        before, after = (sources, users) if kind == "F" else (users, sources)
-        lane = schedule.lane_of(stage, microbatch)
-        others = [other for other in sorted(before[stage]) if schedule.lane_of(other, microbatch) != lane]
-        made = [_made(schedule, other, kind, microbatch) for other in others]
-        needs = [numbers[action] for action in made if numbers.get(action, -1) not in {-1, *arrived}]
-        arrived.update(needs)
-        tells = {schedule.lane_of(other, microbatch) for other in after[stage]} - {lane}
-        return Turn(action, numbers[action], tuple(needs), tuple(sorted(tells)))
-
+    order = step_order(schedule, sources, loss_sources, receives="taken")
+    numbers = {action: number for number, action in enumerate(schedule)}
+    taker = {entry.route: lane for lane, entry in order if isinstance(entry, Receive)}
+    maker, last = dict[Route, int](), dict[int, Action]()
+    needs: dict[Action, dict[int, None]] = {action: {} for action in numbers}
+    tells: dict[Action, set[int]] = {action: set() for action in numbers}
+    pending: list[list[int]] = [[] for _ in schedule.lanes]
     arrived: list[set[int]] = [set() for _ in schedule.lanes]
-    return tuple(tuple(turn(action, own) for action in lane) for lane, own in zip(schedule.lanes, arrived, strict=True))
+    for lane, entry in order:
+        if isinstance(entry, Receive):
+            pending[lane].append(maker[entry.route])
+        elif isinstance(entry, Send):
+            maker[entry.route] = numbers[last[lane]]
+            tells[last[lane]].add(taker[entry.route])
+        elif isinstance(entry, Action):
+            needs[entry] = dict.fromkeys(number for number in pending[lane] if number not in arrived[lane])
+            arrived[lane].update(needs[entry])
+            pending[lane].clear()
+            last[lane] = entry
 
+    def turn(action: Action) -> Turn:
+        return Turn(action, numbers[action], tuple(needs[action]), tuple(sorted(tells[action])))
 
-def _made(schedule: Schedule, stage: int, kind: str, microbatch: int) -> Action:
-    """Return the action that makes what a stage sends: its forward, or what makes the gradients of its input."""
-    return Action(stage, "F", microbatch) if kind == "F" else schedule.input_gradient(stage, microbatch)
+    return tuple(tuple(map(turn, lane)) for lane in schedule.lanes)
 
 
 def forwards(schedule: Schedule) -> Schedule:

@@ -24,8 +24,9 @@ from autosplit.runtime.ops import OUT, Bundle, CellContext, transfer
 from autosplit.runtime.step.leaves import all_or_nothing, hand, held_back
 from autosplit.runtime.step.step import Pairs, Start, Step
 from autosplit.runtime.step.sums import Held, Sums, together
-from autosplit.runtime.transport import Message, Way
+from autosplit.runtime.transport import Message
 from autosplit.schedule.action import Action
+from autosplit.schedule.entry import Route
 from autosplit.trace.scope import has_module_hooks
 from autosplit.weight_gradients import DeferredWeightGrads, Product, located, uses_at, uses_to_defer
 
@@ -36,7 +37,7 @@ _METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight
 class CellState:
     """What one cell keeps from its forward to its backward."""
 
-    leaves: dict[Way | None, list[torch.Tensor]] = field(default_factory=dict)
+    leaves: dict[Route | None, list[torch.Tensor]] = field(default_factory=dict)
     """Detached inputs by the way that they came; those of the batch by None."""
     sent: dict[str, Bundle] = field(default_factory=dict)
     """What the stage gave, by target."""
@@ -111,6 +112,11 @@ class Cells:
             yield
 
     @property
+    def loss_sources(self) -> frozenset[int]:
+        """The earlier stages that give a loss something."""
+        return frozenset()
+
+    @property
     def sources(self) -> list[set[int]]:
         """The stages of which each stage takes values."""
         return [set(layout.received) for layout in self.layout.stages]
@@ -148,7 +154,7 @@ class Cells:
             sums.ask()
         for target in [name for name in state.sent if name != OUT]:
             bundle = state.sent[target] if self.detached else state.sent.pop(target)
-            self.transport.send(Way(stage, int(target), microbatch), bundle)
+            self.transport.send(Route(stage, int(target), microbatch), bundle)
         return state
 
     def _given(self, state: CellState, sums: Sums, stage: int, microbatch: int) -> list[Any]:
@@ -168,7 +174,7 @@ class Cells:
                     given.append(self.step.lengths[name])
                 case _:
                     source = int(name.removeprefix("from"))
-                    given.append(self._passed(self.receive(state, Way(source, stage, microbatch))))
+                    given.append(self._passed(self.receive(state, Route(source, stage, microbatch))))
         return given
 
     def _has_several(self, state: CellState, sums: Sums) -> bool:
@@ -179,11 +185,11 @@ class Cells:
         """Return where operations of a cell draw and leave what norms see."""
         return CellContext(self.step.state_of(self.step.holder(stage, microbatch)), microbatch)
 
-    def receive(self, state: CellState, way: Way) -> Sequence[torch.Tensor]:
+    def receive(self, state: CellState, route: Route) -> Sequence[torch.Tensor]:
         """Return what another stage sent to a cell."""
-        bundle = [tensor for tensor in self.transport.recv(way) if tensor is not None]
+        bundle = [tensor for tensor in self.transport.recv(route) if tensor is not None]
         if self.detached:
-            state.leaves[way] = bundle
+            state.leaves[route] = bundle
         return bundle
 
     def _passed(self, bundle: Any) -> Any:
@@ -241,13 +247,13 @@ class Cells:
                     leaf.grad = None
             else:
                 back = self._asked(state, sums, microbatch, roots, seeds, whole=whole)
-        for way, message in zip(state.leaves, back, strict=True):
-            if way is None:
+        for route, message in zip(state.leaves, back, strict=True):
+            if route is None:
                 for position, gradient in enumerate(message):
                     if gradient is not None:
                         self.input_gradients[stage, microbatch, position] = gradient
             else:
-                self.transport.send(way.back, message)
+                self.transport.send(route.back, message)
         state.out_gradients = ()
         if not self.keep:
             state.leaves.clear()
@@ -330,7 +336,7 @@ class Cells:
         """Return the gradients of what a cell gave to a target."""
         if target == OUT:
             return state.out_gradients or (None,) * len(state.sent[OUT])
-        return self.transport.recv(Way(stage, int(target), microbatch).back)
+        return self.transport.recv(Route(stage, int(target), microbatch).back)
 
     @property
     def free(self) -> list[torch.Tensor]:

@@ -132,8 +132,8 @@ class Step:
                     own.parts[microbatch] = Moments(part.values, *moved)
 
     def perform(self, schedule: Schedule, cells: Any) -> None:
-        """Perform a schedule's actions in the calling thread."""
-        for action in schedule.issue_order:
+        """Perform a schedule's actions in the calling thread; cells send and receive what their list says."""
+        for action in self.once(("order", schedule.name, schedule.microbatches), lambda: schedule.issue_order):
             cells.act(action)
 
     def transport(self, *, detached: bool) -> Transport:

@@ -27,7 +27,8 @@ from autosplit.runtime.step.cells import Cells, CellState, parameters
 from autosplit.runtime.step.leaves import held_back
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.step.sums import Held, Sums
-from autosplit.runtime.transport import Message, Way
+from autosplit.runtime.transport import Message
+from autosplit.schedule.entry import Route
 from autosplit.trace.graph import INFO, NodeClass
 
 Loss = OwnLoss | Parts
@@ -107,13 +108,8 @@ class TrainCells(Cells):
 
     def turns(self) -> Turns:
         """Return the schedule as turns of the lanes; the last stage takes what the loss wants of any."""
-
-        def made() -> Turns:
-            sources = [set(own) for own in self.sources]
-            sources[-1] |= self.loss_sources
-            return turns(self.step.schedule, sources)
-
-        return self.step.once(("turns", len(self.step.sizes), self.wants), made)
+        key = "turns", len(self.step.sizes), self.loss_sources
+        return self.step.once(key, lambda: turns(self.step.schedule, self.sources, self.loss_sources))
 
     @property
     def loss_sources(self) -> frozenset[int]:
@@ -140,7 +136,7 @@ class TrainCells(Cells):
         if stage == self.last:
             self._lose(state, microbatch)
         elif state.sent.get(OUT):
-            self.transport.send(Way(stage, self.last, microbatch, loss=True), state.sent[OUT])
+            self.transport.send(Route(stage, self.last, microbatch, loss=True), state.sent[OUT])
         return state
 
     def _lose(self, state: CellState, microbatch: int) -> None:
@@ -180,7 +176,7 @@ class TrainCells(Cells):
     def _came_in(self, state: CellState, target: str, stage: int, microbatch: int) -> Message:
         if target != OUT:
             return super()._came_in(state, target, stage, microbatch)
-        return self.transport.recv(Way(stage, self.last, microbatch, loss=True).back) if state.sent[OUT] else ()
+        return self.transport.recv(Route(stage, self.last, microbatch, loss=True).back) if state.sent[OUT] else ()
 
     def _free_leaves(
         self, state: CellState, sums: Sums, made: Sequence[torch.Tensor], value: torch.Tensor
@@ -204,7 +200,7 @@ class TrainCells(Cells):
         values: dict[str, torch.Tensor] = {}
         for stage, slots in self._sources:
             here = stage == self.last
-            bundle = last.sent[OUT] if here else self.receive(last, Way(stage, self.last, microbatch, loss=True))
+            bundle = last.sent[OUT] if here else self.receive(last, Route(stage, self.last, microbatch, loss=True))
             values.update((slot.value, tensor) for slot, tensor in zip(slots, bundle, strict=True))
         return values
 
