@@ -7,7 +7,6 @@ import re
 import types
 import zlib
 from collections.abc import Iterable
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,12 +18,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autosplit.distributed.facts import checksum
 from autosplit.trace.borrowed.holders import Holder, Holders
 from autosplit.trace.borrowed.names import Assigned, changes_in
-from autosplit.trace.borrowed.values import ATOMIC, CACHED, ENTRIES, is_apart, parts_of, referent
+from autosplit.trace.borrowed.values import ATOMIC, ENTRIES, WRAPPERS, is_apart, parts_of, referent
 
 _MODULES = 64
 """How many modules of one that has parameters are looked into."""
 _PLAIN = (*ATOMIC, enum.Enum, np.generic, range, slice)
-_WRAPPERS = (tuple, partial, types.MethodType, staticmethod, classmethod, CACHED)
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps)(:\d+)?")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _CHECKSUMS: Any = WeakIdKeyDictionary()
@@ -71,7 +69,7 @@ class LossText:
         entries = self._map.entries(holder, content)
         if not holder.attributes:
             return entries
-        is_called = any("__call__" in vars(base) for base in (holder.kind or object).__mro__)
+        is_called = any("__call__" in vars(base) for base in type(holder.owner).__mro__)
         entries = [(key, value) for key, value in entries if key not in self._changes.values]
         return [
             (k, v) for k, v in entries if is_called or self._map.may_name(k)
@@ -97,7 +95,7 @@ class LossText:
                 return text
             self._walked.add(id(value))  # of a library, whose closure the map has not
             return self._with_parts(text, name, value)
-        if isinstance(value, _WRAPPERS):
+        if isinstance(value, (tuple, *WRAPPERS)):
             return self._with_parts(f"{type(value).__name__}", name, value)
         if isinstance(value, nn.Module) and not self._map.has(value) and is_apart(value, self._modules):
             self._add_module(name, value)

@@ -50,6 +50,7 @@ class Base(nn.Module):
         self.current = self.config
         self.reference, self.proxy = weakref.ref(self.config), weakref.proxy(self.config)
         self.part = functools.partial(scaled, [1.0])
+        self.bytes, self.deep = bytearray([1]), {"a": [{"b": [1.0]}]}
         self.listed = [Scaled()]
         object.__setattr__(self, "hidden", Scaled())
         self.norm = nn.LayerNorm(6)
@@ -102,6 +103,14 @@ def item(model: Base) -> None:
     model.table["scale"] = 3.0
 
 
+def byte(model: Base) -> None:
+    model.bytes[0] = 3
+
+
+def deep(model: Base) -> None:
+    model.deep["a"][0]["b"][0] = 3.0  # type: ignore[index]
+
+
 def learned(model: Base) -> None:
     model.shift.requires_grad_()
 
@@ -116,6 +125,8 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], None]]] 
     "weak proxy": (lambda own, h: h * own.proxy.scale, setting("config.scale", 3.0)),
     "partial": (lambda own, h: own.part(h), argument),
     "subclass of dict": (lambda own, h: h * own.table["scale"], item),
+    "bytes": (lambda own, h: h * own.bytes[0], byte),
+    "four levels deep": (lambda own, h: h * own.deep["a"][0]["b"][0], deep),
     "another object": (lambda own, h: h * own.current.scale * own.config.scale * own.other.scale, another_object),
     "module in a list": (lambda own, h: own.listed[0](h), in_list),
     "hidden module": (lambda own, h: own.hidden(h), setting("hidden.scale", 3.0)),

@@ -40,6 +40,12 @@ class Block(nn.Module):
         return hidden if other is None else other
 
 
+class Kept(list[Any]):
+    """A list with attributes, of which one is in a slot."""
+
+    __slots__ = ("__dict__", "slot")
+
+
 def counts(block: Any, x: Tensor, hidden: Tensor) -> None:
     block.calls += 1
 
@@ -71,6 +77,12 @@ def keeps_its_input(block: Any, x: Tensor, hidden: Tensor) -> None:
 
 def keeps_detached(block: Any, x: Tensor, hidden: Tensor) -> None:
     block.held["hidden"] = hidden.detach()
+
+
+def keeps_in_a_slot(block: Any, x: Tensor, hidden: Tensor) -> None:
+    kept = Kept()
+    kept.slot = kept.extra = hidden
+    block.feat = kept
 
 
 def logs_numbers(block: Any, x: Tensor, hidden: Tensor) -> None:
@@ -109,7 +121,7 @@ def deletes(block: Any, x: Tensor, hidden: Tensor) -> None:
 
 EFFECTS = (counts, drops_a_flag, goes_another_way_first, alternates, keeps, keeps_its_input, keeps_detached)
 EFFECTS += (logs_numbers, logs_tensors, fills_a_cache, stops_counting, scales_by_what_it_sets)
-EFFECTS += (sets_what_was_not_there, deletes)
+EFFECTS += (sets_what_was_not_there, deletes, keeps_in_a_slot)
 
 
 class Root(Block):
@@ -133,6 +145,8 @@ def same(one: Any, other: Any) -> bool:
         return equal and torch.allclose(one, other, rtol=0, atol=1e-12)
     if isinstance(one, float):
         return type(one) is type(other) and math.isclose(one, other, rel_tol=1e-12)
+    if isinstance(one, Kept):
+        return type(one) is type(other) and same([one.slot, one.extra, *one], [other.slot, other.extra, *other])
     if isinstance(one, (list, tuple)):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict):

@@ -53,7 +53,7 @@ class Config:
 
     def __init__(self) -> None:
         self.width, self.rope, self.names = 8, {"theta": 1e4, "inner": {"deep": 1}}, ["a", "b"]
-        self.deep = types.SimpleNamespace(inner=types.SimpleNamespace(last=types.SimpleNamespace(value=1)))
+        self.deep = types.SimpleNamespace(inner=types.SimpleNamespace(last=types.SimpleNamespace(value=[1])))
 
 
 class OtherConfig(Config):
@@ -97,7 +97,7 @@ class Model(nn.Module):
         self.function, self.method, self.constant = power, self.config.names.append, torch.ones(2)
         self.held, self.nested, self.loose = [torch.ones(2)], {"list": [[1, [2, [3]]]]}, nn.Linear(2, 2)
         self.__dict__["loose"] = nn.Linear(2, 2)
-        self.counter = 0
+        self.bytes, self.generator, self.counter = bytearray(b"ab"), random.Random(0), 0
 
     def forward(self, x: Tensor) -> Tensor:
         for part in self.parts:
@@ -145,6 +145,7 @@ NOTICED: dict[str, Callable[[Model], Any]] = {
     "a config is of another class": lambda m: setattr(m.config, "__class__", OtherConfig),
     "a config has another dict": lambda m: setattr(m.config, "__dict__", {**vars(m.config), "width": 7}),
     "a namespace two levels down": lambda m: setattr(m.config.deep.inner, "last", 2),
+    "a namespace as deep as the walk": lambda m: setattr(m.config.deep.inner.last, "value", 2),
     "a dict has another order": lambda m: reorder(m.config.rope),
     "a dict has an equal key of another type": lambda m: m.nested.update({1: 1}) or m.nested.update({1.0: 1}),
     "a set": lambda m: m.set.add(3),
@@ -155,6 +156,7 @@ NOTICED: dict[str, Callable[[Model], Any]] = {
     "a slot that was free": lambda m: setattr(m.slots, "free", 2.0),
     "a list in a slot": lambda m: m.slots.steps.append(2),
     "an array": lambda m: m.array.__setitem__(0, 5.0),
+    "bytes": lambda m: m.bytes.__setitem__(0, 5),
     "keywords of a partial": lambda m: m.partial.keywords.__setitem__("exponent", 3.0),
     "a closure": lambda m: m.set_cell(3.0),
     "a default": lambda m: setattr(power, "__defaults__", (2.0,)),
@@ -212,7 +214,8 @@ SAME: dict[str, Callable[[Model], Any]] = {
     "values of buffers": lambda m: m.table.add_(1),
     "the same mode": lambda m: m.train(),
     "modes to and fro": lambda m: m.eval().train(),
-    "a value deeper than the walk": lambda m: setattr(m.config.deep.inner.last, "value", 2),
+    "a value deeper than the walk": lambda m: m.config.deep.inner.last.value.append(2),
+    "the state of a generator": lambda m: m.generator.gauss(0, 1),
     "a like buffer": lambda m: setattr(m, "table", torch.zeros(3)),
     "a like parameter": lambda m: setattr(m.parts[0].layer, "weight", nn.Parameter(torch.zeros(4, 4))),
     "a like child": lambda m: m.parts.__setitem__(1, Part(m.config)),
@@ -294,3 +297,12 @@ def test_signatures_of_many_changes_are_those_of_walks(seed: int) -> None:
         with contextlib.suppress(AttributeError, IndexError, KeyError, RuntimeError, TypeError):  # gone by then
             changes[name](model)
         assert signature(runs) == walked(runs), name
+
+
+def test_what_an_attribute_leaves_out_counts_in_another() -> None:
+    model = Model()
+    runs = PythonRuns(model)
+    runs._leave_out({("", "config")})
+    before = signature(runs)
+    model.config.width = 9
+    assert signature(runs) == walked(runs) != before

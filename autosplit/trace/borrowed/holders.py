@@ -14,47 +14,38 @@ puts state back, who tells what a run changed, and who tells the state of one ca
 
 from __future__ import annotations
 
-import copy
-import functools
-import itertools
 import sys
 import types
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from autosplit.trace.borrowed.contents import (
-    CLASS,
-    GENERATORS,
-    copied,
-    marks,
-    named,
-    refill,
-    refill_cell,
-    refill_defaults,
-    refill_marks,
-    refill_module,
-    state_of,
-    writer,
-)
+from autosplit.trace.borrowed import contents
 from autosplit.trace.borrowed.names import is_installed, names_in, names_of_installed
 from autosplit.trace.borrowed.values import (
     ATOMIC,
     CACHED,
     ITERATORS,
-    applied,
+    WRAPPERS,
     cell_content,
     defaults_of,
     is_apart,
     is_object,
+    is_same_content,
+    is_small,
     parts_of,
     referent,
     slots_of,
+    stand_in,
+    swapped,
+    values_of,
+    with_parts,
 )
 
 Place = tuple[str, str]
@@ -77,9 +68,10 @@ class Holder:
         of_function: whether it came to it by way of an autograd function, whose code runs in every call.
         name: what is outside of modules: the name of a variable, function, class or Python module.
         attributes: whether its entries are attributes of what ``name`` names, rather than items.
-        kind: the class of an object whose attributes it holds.
         draws: whether it is the state of a random generator.
         cell: whether it is a variable of a closure.
+        owner: the list, object or array that this is the content of, where there is one.
+        space: the plain dict that has all of it, where there is one.
     """
 
     place: Place
@@ -89,9 +81,14 @@ class Holder:
     of_function: bool = False
     name: str = ""
     attributes: bool = False
-    kind: type | None = None
     draws: bool = False
     cell: bool = False
+    owner: Any = None
+    space: dict[Any, Any] | None = None
+
+    def look(self) -> Any:
+        """Return the content; None where it is too large to be compared from call to call."""
+        return self.read() if self.attributes or self.owner is None or is_small(self.owner) else None
 
     def places(self, before: Any, keys: Collection[Any]) -> set[Place]:
         """Return the places of entries that changed; where entries of a dict come and go, that of the whole."""
@@ -113,14 +110,16 @@ class Holders:
 
     ``functions``, classes of objects that there are, and ``hooks`` are walked too. Other modules that these name are
     followed where they have no parameters and nothing of the ``skipped`` modules, told by their ids: a loss, say.
+    Of ``values`` with their places all is walked but the skipped modules, and code.
     """
 
     def __init__(
         self,
-        models: Iterable[nn.Module],
+        models: Iterable[nn.Module] = (),
         functions: Iterable[Callable[..., Any]] = (),
         skipped: Collection[int] | None = None,
         hooks: Iterable[Callable[..., Any]] = (),
+        values: Sequence[tuple[Place, Any]] = (),
     ) -> None:
         self.found: list[Holder] = []
         self.tensors: dict[int, tuple[Place, torch.Tensor]] = {}
@@ -144,7 +143,9 @@ class Holders:
         """Classes of autograd functions, which are walked behind what else names the same."""
         modules = {id(m): (path, m) for model in models for path, m in model.named_modules()}
         self._modules: Collection[int] = modules.keys()
-        self._skipped = skipped
+        self._skipped, self._follows_code = skipped, not values
+        for place, value in values:
+            self._value(value, place, _DEPTH)
         for path, module in modules.values():
             self._module(path, module)
         for function in functions:
@@ -167,9 +168,19 @@ class Holders:
         """Return the contents of all holders."""
         return [holder.read() for holder in self.found]
 
+    def write(self, before: Iterable[Any]) -> None:
+        """Give all holders the contents that they had when these were read."""
+        for holder, content in zip(self.found, before, strict=True):
+            holder.write(content)
+
     def has(self, value: Any) -> bool:
         """Tell whether the walk came to an object."""
         return id(value) in self._seen
+
+    def named(self) -> Iterator[Any]:
+        """Yield the functions and Python modules that the walk came to, and the classes of all else."""
+        for value in self._seen.values():
+            yield value if isinstance(value, (types.FunctionType, types.ModuleType)) else type(value)
 
     def entries(self, holder: Holder, content: Any) -> list[tuple[Any, Any]]:
         """Return the entries of a content that code may take, by key or position; a state has one, under None."""
@@ -179,7 +190,7 @@ class Holders:
 
     def may_read(self, holder: Holder, key: Any) -> bool:
         """Tell whether the code that was walked may take an entry, which it does of attributes by their names."""
-        return not holder.attributes or self.may_name(key, holder.kind)
+        return not holder.attributes or self.may_name(key, type(holder.owner))
 
     def may_name(self, name: Any, kind: type | None = None) -> bool:
         """Tell whether code may take an attribute: what was walked, or installed classes of an object of this class."""
@@ -198,8 +209,8 @@ class Holders:
 
     def stand_in(self) -> None:
         """Put others in the places of iterators and of functions' caches, to be used up instead; caches are empty."""
-        parts = (part for holder in self.found for part in _values_of(holder.read()))
-        self.stands = {id(part): (part, _stand_in(part)) for part in parts if type(part) in (*ITERATORS, CACHED)}
+        parts = (part for holder in self.found for part in values_of(holder.read()))
+        self.stands = {id(part): (part, stand_in(part)) for part in parts if type(part) in (*ITERATORS, CACHED)}
         self.swap({key: stand for key, (_, stand) in self.stands.items()})
 
     def swap(self, others: Mapping[int, Any], twins: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
@@ -208,9 +219,8 @@ class Holders:
         others = {**others, **{id(one): other for one, other in weak}}
         for holder in self.found if others else ():
             content = holder.read()
-            if any(_swapped(part, others) is not part for part in _values_of(content)):
-                pairs = content.items() if isinstance(content, dict) else enumerate(content)
-                holder.write(applied(content, {key: _swapped(part, others) for key, part in pairs}))
+            if not is_same_content(content, now := with_parts(content, lambda item: swapped(item, others))):
+                holder.write(now)
 
     # -- the walk ----------------------------------------------------------------------------------------------------
     def _add(self, place: Place, read: Callable[[], Any], write: Callable[[Any], None], **known: Any) -> None:
@@ -218,12 +228,12 @@ class Holders:
 
     def _module(self, path: str, module: nn.Module) -> None:
         own = module.__dict__
-        self._add((path, ""), lambda: {**own, CLASS: type(module)}, functools.partial(refill_module, module))
+        self._add((path, ""), lambda: {**own, contents.CLASS: type(module)}, partial(contents.refill_module, module))
         if isinstance(module, torch.jit.ScriptModule):
             return
         for key, value in own.items():
             if key in _TABLES:
-                self._add((path, key), functools.partial(copied, value), functools.partial(refill, value))
+                self._add((path, key), partial(contents.copied, value), partial(contents.refill, value))
             else:
                 self._value(value, (path, key), _DEPTH)
         for name in module._parameters:
@@ -232,7 +242,7 @@ class Holders:
 
     def _parameter(self, table: dict[str, Any], path: str, name: str) -> None:
         """Walk what hangs on the parameter that is in a table: attributes, such as sums of gradients, and hooks."""
-        read, write = functools.partial(marks, table, name), functools.partial(refill_marks, table, name)
+        read, write = partial(contents.marks, table, name), partial(contents.refill_marks, table, name)
         self._add((path, name), read, write)
         for key, value in read().items():
             self._value(value, (path, f"{name}.{key}" if isinstance(key, str) else name), _DEPTH)
@@ -251,9 +261,9 @@ class Holders:
             self._function(value)
         elif isinstance(value, types.ModuleType):
             for key in () if is_installed(value.__name__) else list(vars(value)):
-                self._when_mentioned(key, functools.partial(self._take, vars(value), key))
-        elif (state := state_of(value)) is not None:
-            self._add(place, *state, name=name, draws=isinstance(value, GENERATORS))
+                self._when_mentioned(key, partial(self._take, vars(value), key))
+        elif (state := contents.state_of(value)) is not None:
+            self._add(place, *state, name=name, draws=isinstance(value, contents.GENERATORS), owner=value)
         else:
             self._parts(value, place, depth, name)
 
@@ -262,27 +272,30 @@ class Holders:
             return True
         if self._skipped is None:
             return bool(self._modules) and is_apart(value, self._modules)
-        return next(value.parameters(), None) is None and is_apart(value, self._skipped)
+        trained = self._follows_code and next(value.parameters(), None) is not None
+        return not trained and is_apart(value, self._skipped)
 
     def _parts(self, value: Any, place: Place, depth: int, name: str) -> None:
         if isinstance(value, (dict, list, set, deque)):
-            read, write = functools.partial(copied, value), functools.partial(refill, value)
-            self._add(place, read, write, name=name)
+            read, write = partial(contents.copied, value), partial(contents.refill, value)
+            self._add(place, read, write, name=name, owner=value, space=value if type(value) is dict else None)
         attributes: dict[str, Any] = {}
         if is_object(value) or isinstance(value, nn.Module):
-            attributes, slots = getattr(value, "__dict__", {}), functools.partial(slots_of, value)
-            known: dict[str, Any] = {"name": name, "attributes": True, "kind": type(value)}
-            self._add(place, attributes.copy, functools.partial(refill, attributes), **known)
+            slots = partial(slots_of, value)
+            known: dict[str, Any] = {"name": name, "attributes": True, "owner": value}
+            if hasattr(value, "__dict__"):
+                space = attributes = value.__dict__
+                self._add(place, space.copy, partial(contents.refill, space), space=space, **known)
             if found := slots():
-                assign = functools.partial(object.__setattr__, value), functools.partial(object.__delattr__, value)
-                self._add(place, slots, writer(slots, *assign), **known)
+                assign = partial(object.__setattr__, value), partial(object.__delattr__, value)
+                self._add(place, slots, contents.writer(slots, *assign), **known)
             attributes = {**attributes, **found}
             self._class(type(value))
-        is_callable = isinstance(value, (functools.partial, types.MethodType, staticmethod, classmethod, CACHED))
+        is_callable = isinstance(value, WRAPPERS)
         for key, part in parts_of(value, ()) or ():
             if not isinstance(part, ATOMIC):
                 named = name and (name if is_callable else f"{name}.{key}")
-                walk = functools.partial(self._value, part, place, depth if is_callable else depth - 1, named)
+                walk = partial(self._value, part, place, depth if is_callable else depth - 1, named)
                 if name and attributes.get(key) is part:
                     self._when_mentioned(key, walk, kind=type(value))
                 else:
@@ -290,7 +303,7 @@ class Holders:
 
     def _class(self, kind: type) -> None:
         for each in kind.__mro__:
-            if each not in self._classes and not is_installed(each.__module__):
+            if self._follows_code and each not in self._classes and not is_installed(each.__module__):
                 self._classes.add(each)
                 if issubclass(each, torch.autograd.Function) and not self._of_function:
                     self._autograd_functions.append(each)
@@ -300,14 +313,14 @@ class Holders:
     def _members(self, kind: type) -> None:
         """Walk the members of a class that are called without being named, and others when their names are met."""
         name, place = kind.__qualname__, ("", f"class {kind.__qualname__}")
-        assign = functools.partial(type.__setattr__, kind), functools.partial(type.__delattr__, kind)
-        read: Callable[[], dict[str, Any]] = functools.partial(dict, vars(kind))
-        self._add(place, read, writer(read, *assign), name=name, attributes=True)
+        assign = partial(type.__setattr__, kind), partial(type.__delattr__, kind)
+        read: Callable[[], dict[str, Any]] = partial(dict, vars(kind))
+        self._add(place, read, contents.writer(read, *assign), name=name, attributes=True)
         installed = [base for base in kind.__mro__ if base is not object and is_installed(base.__module__)]
         inherited = {key for base in installed for key in vars(base)}  # code that is not followed may call these
         for key, member in list(vars(kind).items()):
             value = member.fget if isinstance(member, property) else member
-            walk = functools.partial(self._value, value, place, _DEPTH, f"{name}.{key}")
+            walk = partial(self._value, value, place, _DEPTH, f"{name}.{key}")
             if key in ("__init__", "__new__"):
                 self._when_mentioned(kind, walk)
             else:
@@ -329,18 +342,18 @@ class Holders:
             walk()
 
     def _function(self, function: types.FunctionType) -> None:
-        if is_installed(function.__module__):
+        if not self._follows_code or is_installed(function.__module__):
             return
         self.functions.append(function)
         name = function.__qualname__
         place = ("", name)
         own = function.__dict__
-        self._add(place, own.copy, functools.partial(refill, own), name=name, attributes=True)
+        self._add(place, own.copy, partial(contents.refill, own), name=name, attributes=True)
         for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-            read, write = functools.partial(cell_content, cell), functools.partial(refill_cell, cell)
+            read, write = partial(cell_content, cell), partial(contents.refill_cell, cell)
             self._add(place, read, write, name=f"{name}.{free}", cell=True)
-        write = functools.partial(refill_defaults, function)
-        self._add(place, functools.partial(defaults_of, function), write, name=name)
+        write = partial(contents.refill_defaults, function)
+        self._add(place, partial(defaults_of, function), write, name=name)
         for key, value in parts_of(function, ()) or ():
             self._value(value, place, _DEPTH, f"{name}.{key}")
         names = names_in(function.__code__)
@@ -369,31 +382,10 @@ class Holders:
         key, module = (id(space), self._of_hook, self._of_function), str(space.get("__name__", ""))
         if key not in self._spaces:
             names = self._spaces[key] = {}
-            read = functools.partial(named, space, names)
+            read = partial(contents.named, space, names)
             assign = space.__setitem__, space.__delitem__
-            self._add(("", module), read, writer(read, *assign), name=module, attributes=True)
+            self._add(("", module), read, contents.writer(read, *assign), name=module, attributes=True)
         if name not in self._spaces[key]:
             self._spaces[key][name] = None
             if not isinstance(space.get(name), types.ModuleType):  # of one, code names attributes in a row
                 self._value(space.get(name), ("", module), _DEPTH, f"{module}.{name}")
-
-
-def _values_of(content: Any) -> Iterable[Any]:
-    """Return the values of a content that is a dict or a list."""
-    return content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
-
-
-def _swapped(value: Any, others: Mapping[int, Any]) -> Any:
-    """Return what comes in the place of a value; a tuple with other parts is a new one."""
-    if not isinstance(value, tuple) or id(value) in others:
-        return others.get(id(value), value)
-    parts = [_swapped(part, others) for part in value]
-    if all(one is other for one, other in zip(parts, value, strict=True)):
-        return value
-    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-
-
-def _stand_in(value: Any) -> Any:
-    if type(value) is CACHED:
-        return functools.lru_cache(**value.cache_parameters())(value.__wrapped__)
-    return copy.deepcopy(value) if type(value) is itertools.cycle else copy.copy(value)

@@ -19,7 +19,16 @@ from torch import nn
 
 from autosplit.trace.borrowed.holders import Holder, Holders, Place
 from autosplit.trace.borrowed.logged import LoggedNumber, is_logged
-from autosplit.trace.borrowed.values import GONE, ITERATORS, applied, difference, is_object, position
+from autosplit.trace.borrowed.values import (
+    GONE,
+    ITERATORS,
+    applied,
+    difference,
+    is_object,
+    position,
+    slots_of,
+    with_parts,
+)
 from autosplit.trace.inputs.objects import Structure, objects_in, take_apart
 from autosplit.trace.recording.recording import Refusal
 from autosplit.trace.scope import has_hooks, is_layer
@@ -147,16 +156,16 @@ def _mapped(value: Any, function: Callable[[Any], Any], depth: int = _DEPTH) -> 
         return function(value)
     if not depth or value is GONE or isinstance(value, nn.Module):
         return value
+    if isinstance(value, (tuple, set, frozenset)):
+        return with_parts(value, lambda item: _mapped(item, function, depth - 1))
     if isinstance(value, (dict, list, deque)):
         for key, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
             if (other := _mapped(part, function, depth - 1)) is not part:
                 value[key] = other
-    elif isinstance(value, (tuple, set, frozenset)):
-        parts = [_mapped(part, function, depth - 1) for part in value]
-        if any(one is not other for one, other in zip(parts, value, strict=True)):
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    elif is_object(value):
-        _mapped(getattr(value, "__dict__", {}), function, depth - 1)
+    if is_object(value):
+        for name, part in {**getattr(value, "__dict__", {}), **slots_of(value)}.items():
+            if (other := _mapped(part, function, depth - 1)) is not part:
+                object.__setattr__(value, name, other)
     return value
 
 

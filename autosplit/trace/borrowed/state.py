@@ -82,8 +82,7 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
             silence(holders.hook_tables)
             yield holders
         finally:
-            for holder, content in zip(holders.found, before, strict=True):
-                holder.write(content)
+            holders.write(before)
             for tensor, own in data:
                 if not is_on(tensor, own):
                     tensor.data = own

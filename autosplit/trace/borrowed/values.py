@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import copy
 import functools
 import gc
 import itertools
@@ -9,9 +11,10 @@ import operator
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,10 +24,13 @@ ATOMIC = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), tor
 CACHED = type(functools.lru_cache(int))
 ITERATORS: tuple[type, ...] = (itertools.count, itertools.cycle, itertools.repeat)
 ITERATORS += (type(iter([])), type(iter(())), type(iter(range(0))))
+WRAPPERS = (functools.partial, types.MethodType, staticmethod, classmethod, CACHED)
+"""What calls another function."""
+STATES = (np.ndarray, bytearray, array.array)
+"""What has a state, and no parts."""
 _LIBRARIES = frozenset("torch builtins logging functools weakref abc typing threading".split())
 _NOT_OBJECTS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
 _CONTAINERS = (list, tuple, deque, dict, set, frozenset)
-_WRAPPERS = (functools.partial, staticmethod, classmethod, CACHED)
 GONE: Any = object()
 """Stands for a value that is no more."""
 
@@ -80,14 +86,6 @@ def parts_of(value: Any, modules: Collection[int]) -> list[tuple[Any, Any]] | No
     return parts
 
 
-def space_of(value: Any) -> dict[Any, Any] | None:
-    """Return the dict that has all parts of a value: of a dict itself, of a plain object its attributes; else None."""
-    kind: Any = type(value)
-    if kind is dict or isinstance(value, (*_CONTAINERS, *_NOT_OBJECTS, *_WRAPPERS)) or _slots_of(kind):
-        return value if kind is dict else None
-    return getattr(value, "__dict__", None)
-
-
 def referent(value: Any) -> Any:
     """Return what a weak reference, a proxy or a view of a dict stands for, None where it is gone; else the value."""
     if isinstance(value, types.MappingProxyType):
@@ -119,6 +117,44 @@ def cell_content(cell: types.CellType) -> list[Any]:
         return [cell.cell_contents]
     except ValueError:
         return []
+
+
+def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a tuple, set or frozenset, or a content, of changed parts; itself where none is another, or has none."""
+    if isinstance(value, dict):
+        return {key: change(item) for key, item in value.items()}
+    if not isinstance(value, (tuple, list, set, frozenset)):
+        return value
+    changed = [change(item) for item in value]
+    if all(map(operator.is_, changed, value)):
+        return value
+    return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+
+
+def swapped(value: Any, others: Mapping[int, Any]) -> Any:
+    """Return what comes in the place of a value, told by its id; a tuple or frozenset with other parts is a new one."""
+    if id(value) in others or not isinstance(value, (tuple, frozenset)):
+        return others.get(id(value), value)
+    return with_parts(value, lambda item: swapped(item, others))
+
+
+def values_of(content: Any) -> Iterable[Any]:
+    """Return the values of a content; the state of a generator or an array has none."""
+    return content.values() if isinstance(content, dict) else () if isinstance(content, bytes) else content
+
+
+def stand_in(value: Any) -> Any:
+    """Return a copy of an iterator, or an empty one of a cache."""
+    if type(value) is CACHED:
+        return functools.lru_cache(**value.cache_parameters())(value.__wrapped__)
+    return copy.deepcopy(value) if type(value) is itertools.cycle else copy.copy(value)
+
+
+def is_small(value: Any) -> bool:
+    """Tell whether a container or an array has few enough entries or bytes to be compared from call to call."""
+    if isinstance(value, STATES):
+        return (value if isinstance(value, np.ndarray) else memoryview(value)).nbytes <= 8 * ENTRIES
+    return not isinstance(value, Sized) or len(value) <= ENTRIES
 
 
 def position(value: Any) -> Any:

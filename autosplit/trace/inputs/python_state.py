@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import array
-import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,19 +15,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autosplit.trace.borrowed.holders import Holder, Holders, Place
-from autosplit.trace.borrowed.values import ENTRIES, difference, is_same_content, parts_of, referent
+from autosplit.trace.borrowed.values import STATES, WRAPPERS, difference, is_same_content, parts_of, referent
 
-_DEPTH = 3
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _EXACT = frozenset(_VALUES) - {float, complex}
 """Types whose values are equal only where nothing tells them apart."""
-_WRAPPERS = (tuple, functools.partial, types.MethodType, staticmethod, classmethod)
-_FIXED = frozenset((tuple, frozenset, torch.Size, type, types.ModuleType, types.MethodType, types.BuiltinFunctionType))
-"""Types whose values are what they were."""
-_STATES = (np.ndarray, bytearray, array.array)
-"""What has a state of its own in the map, and no parts."""
-_LARGEST: dict[type, int] = {bytes: 8 * ENTRIES, frozenset: ENTRIES, list: ENTRIES, dict: ENTRIES}
-"""The most bytes or entries of a content that is looked at."""
 
 
 class Identity:
@@ -56,95 +46,76 @@ class Identity:
         return isinstance(other, Identity) and (value := self.value()) is not None and value is other.value()
 
 
-class Look(NamedTuple):
-    """A value's class, the keys of its parts, told by equality, and these, by identity: what a walk finds in it."""
-
-    kind: type
-    keys: Any
-    """None: it has no parts that are looked at."""
-    parts: Sequence[Any]
-
-
-@dataclass(frozen=True)
-class Walk:
-    """What a walk through Python values has come to.
-
-    Attributes:
-        modules: the model's modules, by id.
-        ties: numbers of modules, parameters and objects in the signature, by id.
-        seen: the objects that were looked at already, by id: modules share configs.
-        looked: what may change in itself, with what `look` gave, by id; None where it may be gone.
-        loose: whether numbers and tensors may be others, but for whole numbers where ``integers`` count.
-    """
-
-    modules: dict[int, nn.Module]
-    ties: dict[int, int]
-    seen: dict[int, Any] = field(default_factory=dict)
-    looked: dict[int, tuple[Any, Look] | None] = field(default_factory=dict)
-    loose: bool = False
-    integers: bool = True
-
-    @classmethod
-    def of(cls, modules: Iterable[nn.Module]) -> Walk:
-        """Return a walk through the attributes of a model's modules."""
-        by_id = {id(module): module for module in modules}
-        return cls(by_id, {key: number for number, key in enumerate(by_id)})
-
-    def named(self) -> tuple[Any, ...]:
-        """Return functions, Python modules and classes that the walk has come to: what is in them is outside of it."""
-        values = (*self.modules.values(), *self.seen.values())
-        whole = (types.FunctionType, types.ModuleType)
-        return tuple(dict.fromkeys(value if isinstance(value, whole) else type(value) for value in values))
-
-
-def content(value: Any, walk: Walk, depth: int = _DEPTH) -> Any:
-    """Return what tells whether a value is as it was: its class and parts, three levels deep, each object once.
+class Contents:
+    """Tells values from what they were in another call, by a map of Python state.
 
     A function is told by its code: a loop may define the same one anew.
+
+    Attributes:
+        read: the holders in the map and what is in them, None where that is too large; without random generators.
+        ties: numbers of objects that values share, by id.
+        may_be_gone: whether a value that was told is held weakly.
     """
-    if type(value) in _EXACT and not walk.loose:
-        return type(value), value
-    if (value := referent(holder := value)) is not holder:
-        walk.looked[id(holder)] = None
-    if isinstance(value, _VALUES):
-        return _known(value, walk)
-    if isinstance(value, (np.ndarray, np.generic)):
-        walk.looked[id(value)] = value, (known := look(value, walk.modules))
-        return known.keys
-    if id(value) in walk.seen or id(value) in walk.modules:
-        return walk.ties.get(id(value))
-    if isinstance(value, torch.Tensor):
-        return held(value) if walk.loose and not isinstance(value, nn.Parameter) else (Identity(value), *held(value))
-    if depth == 0:
-        return None
-    known = look(value, walk.modules)
-    if type(value) not in _FIXED:
-        walk.looked[id(value)] = value, known
-    if isinstance(value, types.ModuleType):
-        walk.seen[id(value)] = value
-    if known.keys is None:
-        return _whole(value)
-    if not isinstance(value, (tuple, frozenset)):
-        walk.seen[id(value)] = value
-        walk.ties[id(value)] = len(walk.ties)
-    if isinstance(value, types.FunctionType):
-        return value.__code__
-    if isinstance(value, (set, frozenset)) or (walk.loose and isinstance(value, list)):  # a log that grows is the same
-        return type(value), frozenset(content(item, walk, depth - 1) for item in known.parts)
-    pairs = zip(known.keys, known.parts, strict=True)
-    return type(value), tuple((key, content(item, walk, depth - 1)) for key, item in pairs)
 
+    def __init__(
+        self, held: Holders, ties: dict[int, int], *, nested: bool, loose: bool = False, integers: bool = True
+    ) -> None:
+        """``nested``: whether an object is told, once, with all that it has; else what it has is told elsewhere.
 
-def look(value: Any, modules: Collection[int]) -> Look:
-    """Return what a walk finds in a value itself: an array's contents, a function's code, or the parts of others."""
-    if isinstance(value, (np.ndarray, np.generic)):
-        small = value.size <= ENTRIES and not value.dtype.hasobject
-        return Look(type(value), (value.dtype.str, value.shape, value.tobytes()) if small else None, ())
-    if isinstance(value, types.FunctionType):  # what it names, and its defaults, are outside
-        return Look(type(value), ("__code__",), (value.__code__,))
-    if (parts := parts_of(value, modules)) is None:
-        return Look(type(value), None, ())
-    return Look(type(value), [str(key) for key, _ in parts], [item for _, item in parts])
+        With ``loose`` numbers and tensors may be others, but for whole numbers where ``integers`` count.
+        """
+        self.map, self.ties, self._nested, self._loose, self._integers = held, ties, nested, loose, integers
+        self.read = [(holder, holder.look()) for holder in held.found if not holder.draws]
+        self.may_be_gone = False
+        self._of: defaultdict[int, list[Any]] = defaultdict(list)
+        for holder, now in self.read if nested else ():
+            self._of[id(holder.owner)].append(now)
+
+    def of(self, value: Any) -> Any:
+        """Return what tells a value from others: its class and what it is or has."""
+        if type(value) in _EXACT and not self._loose:
+            return type(value), value
+        if (value := referent(reference := value)) is not reference:
+            self.may_be_gone = True
+        if isinstance(value, _VALUES):
+            return self._known(value)
+        if isinstance(value, np.generic):
+            return type(value), value.dtype.str, value.tobytes()
+        if isinstance(value, torch.Tensor):
+            by_kind = self._loose and not isinstance(value, nn.Parameter)
+            return held(value) if by_kind else (Identity(value), *held(value))
+        if isinstance(value, types.FunctionType):  # what it names, and its defaults, are outside
+            return value.__code__
+        if isinstance(value, (tuple, *WRAPPERS)):
+            return type(value), tuple((str(key), self.of(item)) for key, item in parts_of(value, ()) or ())
+        if isinstance(value, frozenset):
+            return frozenset(map(self.of, value))
+        has_parts = isinstance(value, STATES) or parts_of(value, ()) is not None
+        if self._nested:
+            return self._with_parts(value) if has_parts or id(value) in self.ties else _whole(value)
+        followed = has_parts and not isinstance(value, type) and self.map.has(value)
+        return (type(value), self.ties.setdefault(id(value), len(self.ties))) if followed else _whole(value)
+
+    def _with_parts(self, value: Any) -> Any:
+        """Return what tells an object and what it has from others; its number where that was told before."""
+        if id(value) in self.ties:
+            return self.ties[id(value)]
+        contents: Sequence[Any] = self._of.get(id(value), ())
+        if not contents or None in contents:  # it is too deep, or too large
+            return None
+        self.ties[id(value)] = len(self.ties)
+        if isinstance(contents[0], bytes):
+            return type(value), contents[0]
+        if isinstance(value, set) or (self._loose and isinstance(value, list)):  # a log that grows is the same
+            return type(value), frozenset(map(self.of, contents[0]))
+        pairs = [pair for now in contents for pair in (now.items() if isinstance(now, dict) else enumerate(now))]
+        return type(value), tuple((str(key), self.of(item)) for key, item in pairs)
+
+    def _known(self, value: Any) -> Any:
+        """Return what tells a number, text, dtype or device from another by its value."""
+        if self._loose and isinstance(value, (int, float, complex)) and not isinstance(value, bool):
+            return (type(value), value) if self._integers and isinstance(value, int) else type(value)
+        return (float, repr(value)) if isinstance(value, float) else (type(value), value)  # a NaN is equal to itself
 
 
 def held(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -159,13 +130,6 @@ def _whole(value: Any) -> Any:
         return kind, (value.start, value.stop, value.step)
     has_value = kind.__hash__ is not None and any("__eq__" in vars(base) for base in kind.__mro__[:-1])
     return (kind, value) if has_value and kind.__module__ in sys.stdlib_module_names else Identity(value)
-
-
-def _known(value: Any, walk: Walk) -> Any:
-    """Return what tells a number, text, dtype or device from another by its value."""
-    if walk.loose and isinstance(value, (int, float, complex)) and not isinstance(value, bool):
-        return (type(value), value) if walk.integers and isinstance(value, int) else type(value)
-    return (float, repr(value)) if isinstance(value, float) else (type(value), value)  # a NaN is equal to itself here
 
 
 class _Entry(NamedTuple):
@@ -242,28 +206,12 @@ class OutsideValues:
 
     def _read(self) -> None:
         self._told.clear()
-        self._contents = [(holder, holder.read()) for holder in self._map.found]
-        self._contents = [(h, now) for h, now in self._contents if len(now) <= _LARGEST[type(now)] and not h.draws]
-        walk = Walk({}, {}, loose=self._loose, integers=self._integers)
-        self._entries = [_Entry(("", ""), ("", ""), self._entry(root, walk), True) for root in self._roots]
+        told = Contents(self._map, {}, nested=False, loose=self._loose, integers=self._integers)
+        self._contents = [(holder, now) for holder, now in told.read if now is not None]
+        self._entries = [_Entry(("", ""), ("", ""), told.of(root), True) for root in self._roots]
         for holder, now in self._contents:
-            entries = [(holder.place_of(k), self._entry(v, walk)) for k, v in self._map.entries(holder, now)]
+            entries = [(holder.place_of(key), told.of(value)) for key, value in self._map.entries(holder, now)]
             if self._loose and isinstance(now, list):  # a log that grows is the same one
                 entries = [(holder.place_of(0), frozenset(value for _, value in entries))]
             is_live = holder.of_hook or holder.of_function
             self._entries += [_Entry(("", holder.name), *entry, is_live) for entry in entries]
-
-    def _entry(self, value: Any, walk: Walk) -> Any:
-        """Return what tells an entry from another; what is in a list, dict or object is in entries of its own."""
-        value = referent(value)
-        if isinstance(value, types.FunctionType):
-            return value.__code__
-        if isinstance(value, _WRAPPERS):
-            return type(value), tuple(self._entry(item, walk) for _, item in parts_of(value, ()) or ())
-        if isinstance(value, frozenset):
-            return frozenset(self._entry(item, walk) for item in value)
-        followed = isinstance(value, _STATES) or parts_of(value, ()) is not None
-        if followed and not isinstance(value, (type, torch.Tensor)) and self._map.has(value):
-            return type(value), walk.ties.setdefault(id(value), len(walk.ties))
-        known = isinstance(value, (*_VALUES, torch.Tensor, np.generic))
-        return content(value, walk) if known else _whole(value)

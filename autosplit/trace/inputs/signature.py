@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from autosplit.errors import InputError
-from autosplit.trace.borrowed.holders import HOOK_TABLES, Place
+from autosplit.trace.borrowed.holders import HOOK_TABLES, Holders, Place
 from autosplit.trace.borrowed.hooks import only_observes
 from autosplit.trace.graph import Length, lengths_in
 from autosplit.trace.inputs.lengths import Shapes, rows_of, varying, with_lengths, without_rows
 from autosplit.trace.inputs.objects import layout_of, one_tensor
-from autosplit.trace.inputs.python_state import Identity, OutsideValues, Walk, content, held
+from autosplit.trace.inputs.python_state import Contents, Identity, OutsideValues, held
 
 _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 """Tables of hooks that may change what a forward computes; those that only observe are told by their code."""
@@ -195,7 +195,7 @@ class ModelWalk:
         values: what is outside of the modules that functions and classes name, and attributes of parameters.
         modules: the modules, by id.
         marks: of each parameter that has attributes, its ``__dict__`` and the names that walked code mentions.
-        looked: see `Walk`.
+        contents: what tells attributes, of modules and of parameters, from others.
         keys: the signatures of calls for which the model is as it was.
     """
 
@@ -205,26 +205,37 @@ class ModelWalk:
         """``modules`` have their paths, and the names of the attributes that are looked at."""
         self.scope, self._outside = scope, outside
         self.keys: dict[Call, Key] = {}
-        self._left: list[tuple[Place, Any]] = []
-        self._inside: list[tuple[Place, dict[str, Any]]] = []
         self._hooks: list[Any] = []
-        marked: list[tuple[str, str, dict[str, Any]]] = []
-        walk = Walk.of(module for _, module, _ in modules)
-        self.modules, self.looked = walk.modules, walk.looked
-        self.entries = tuple(self._entry(walk, marked, *module) for module in modules)
-        self._roots = walk.named()
+        self._marked: list[tuple[str, str, dict[str, Any]]] = []
+        self.modules = {id(module): module for _, module, _ in modules}
+        values = [((path, name), vars(module)) for path, module, names in modules for name in names]
+        self._inside = [each for each in values if each[0] in scope.inside]
+        self._skipped = scope.inside | scope.without
+        told = self._contents([(at, space[at[1]]) for at, space in values if at not in self._skipped])
+        self.entries = tuple(self._entry(told, *module) for module in modules)
+        left = [(at, space[at[1]]) for at, space in values if at in scope.without - scope.inside]
+        self.contents = [told, *(self._contents([each], {}) for each in left)]  # what else holds it counts there
+        self._left = [(at, each.of(value)) for (at, value), each in zip(left, self.contents[1:], strict=True)]
+        named = (root for each in self.contents for root in each.map.named())
+        self._roots = tuple(dict.fromkeys((*map(type, self.modules.values()), *named)))
         self._named = self._read_outside()
-        self.marks = [(own, [*filter(outside.may_name, own)]) for *_, own in marked]
-        marks = [(*mark, key) for mark, (_, keys) in zip(marked, self.marks, strict=True) for key in keys]
-        self.values = (
-            *self._named,
-            *(((path, f"{name}.{key}"), content(own[key], walk)) for path, name, own, key in marks),
-        )
+        self.marks = [(space, [*filter(outside.may_name, space)]) for *_, space in self._marked]
+        named_marks = zip(self._marked, self.marks, strict=True)
+        marks = [((p, f"{name}.{key}"), space[key]) for (p, name, space), (_, keys) in named_marks for key in keys]
+        self.contents.append(of_marks := self._contents(marks, told.ties))
+        self.values = (*self._named, *((at, of_marks.of(value)) for at, value in marks))
+
+    def _contents(
+        self, values: Sequence[tuple[Place, Any]], ties: dict[int, int] | None = None, *, loose: bool = False
+    ) -> Contents:
+        ties = {key: number for number, key in enumerate(self.modules)} if ties is None else ties
+        return Contents(Holders(skipped=self.modules, values=values), ties, nested=True, loose=loose)
 
     def key(self, call: Call) -> Key:
         """Return the signature of a call, with what is left out as it is now."""
+        inside = [(at, space[at[1]]) for at, space in self._inside]
         left, loose = (
-            [(place, content(own[place[1]], Walk(self.modules, {}, loose=loose))) for place, own in self._inside]
+            [(each[0], self._contents([each], {}, loose=loose).of(each[1])) for each in inside]
             for loose in (False, True)
         )  # what else holds it counts there
         left_out, outside = (*self._left, *left), (*self._outside.left_out(self.scope.without), *loose)
@@ -248,8 +259,8 @@ class ModelWalk:
     def _read_outside(self) -> tuple[Any, ...]:
         return self._outside.signature(self._roots, self._hooks, without=self.scope.without, skipped=self.modules)
 
-    def _entry(self, walk: Walk, marked: list[Any], path: str, module: nn.Module, names: Sequence[str]) -> ModuleEntry:
-        own, ties = module.__dict__, walk.ties
+    def _entry(self, told: Contents, path: str, module: nn.Module, names: Sequence[str]) -> ModuleEntry:
+        own, ties = module.__dict__, told.ties
         hooks: list[Any] = []
         for table in HOOK_TABLES:
             if registered := own.get(table):
@@ -262,16 +273,9 @@ class ModelWalk:
             tie = None if parameter is None else ties.setdefault(id(parameter), len(ties))
             parameters.append((name, tie if parameter is None else (*held(parameter), tie)))
             if parameter is not None and parameter.__dict__:
-                marked.append((path, name, parameter.__dict__))
+                self._marked.append((path, name, parameter.__dict__))
         buffers = [(name, buffer if buffer is None else held(buffer)) for name, buffer in module._buffers.items()]
-        attributes: list[Any] = []
-        for name in names:
-            if (path, name) in self.scope.inside:
-                self._inside.append(((path, name), own))
-            elif (path, name) in self.scope.without:  # nor its ties elsewhere
-                self._left.append(((path, name), content(own[name], replace(walk, ties={}))))
-            else:
-                attributes.append((name, content(own[name], walk)))
+        attributes = [(name, told.of(own[name])) for name in names if (path, name) not in self._skipped]
         tables = map(tuple, (hooks, children, parameters, buffers, attributes))
         return ModuleEntry(path, module.training, type(module), *tables)
 

@@ -13,6 +13,7 @@ that a dict is as it was. Tried on torch 2.13.
 from __future__ import annotations
 
 import operator
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
@@ -23,16 +24,16 @@ import torch
 from torch import nn
 from torch._C._dynamo.guards import dict_version
 
-from autosplit.trace.borrowed.holders import HOOK_TABLES
+from autosplit.trace.borrowed.holders import HOOK_TABLES, Holder
 from autosplit.trace.borrowed.hooks import code_of
-from autosplit.trace.borrowed.values import is_same_content, space_of
-from autosplit.trace.inputs.python_state import Look, OutsideValues, held, look
+from autosplit.trace.borrowed.values import is_same_content
+from autosplit.trace.inputs.python_state import OutsideValues, held
 from autosplit.trace.inputs.signature import ModelWalk, Scope
 
 _TABLES = ("_modules", "_parameters", "_buffers", *HOOK_TABLES)
 _PLAIN: dict[str, type] = {"training": object, **dict.fromkeys(_TABLES, dict)}
 """What a plain module has in its ``__dict__``."""
-_SPACE, _FORM = attrgetter("__dict__"), attrgetter("dtype", "shape", "requires_grad")
+_SPACE, _CODE, _FORM = attrgetter("__dict__"), attrgetter("__code__"), attrgetter("dtype", "shape", "requires_grad")
 
 
 class _Tensor(weakref.ref[torch.Tensor]):
@@ -81,12 +82,20 @@ def _is(kept: Any, value: Any) -> bool:
     return kept is value or (type(kept) is _Tensor and value is not None and kept() is value)
 
 
+def _told_and_kept(content: Any) -> tuple[Any, Sequence[Any]]:
+    """Return what of a content is told by equality, and the parts that are told by identity."""
+    if isinstance(content, dict):
+        return tuple(content), [*content.values()]
+    return (content, ()) if content is None or isinstance(content, bytes) else (None, [*content])
+
+
 class Token(ModelWalk):
     """A walk through a model; :meth:`holds` tells whether another one would come to the same."""
 
     def __init__(self, model: nn.Module, outside: OutsideValues, scope: Scope) -> None:
         self._dicts = _Dicts()
-        self._looks: list[tuple[Any, Look, list[Any]]] = []
+        self._looks: list[tuple[Holder, type, Any, list[Any]]] = []
+        self._functions: list[types.FunctionType] = []
         modules = [(path, m, scope.names(path, vars(m))) for path, m in model.named_modules()]
         self._objects: list[Any] = [module for _, module, _ in modules]
         plain = all(isinstance(vars(m).get(name), kind) for m in self._objects for name, kind in _PLAIN.items())
@@ -102,24 +111,26 @@ class Token(ModelWalk):
                 self._dicts.watch(table, () if name == "_buffers" else table)
         super().__init__(modules, outside, scope)
         self._can_hold = plain and self._note()
-        self.looked.clear()  # a token that cannot hold keeps no value alive
+        self.contents.clear()  # a token that cannot hold keeps no value alive
         self._told, self._values = self._read(held)
         self._can_hold &= not any(form and form[1] is None for form in self._told[0])
 
     def _note(self) -> bool:
         """Note what the walk came to in attributes, and in those of parameters; tell whether all of it stays."""
-        if None in self.looked.values():
+        if any(each.may_be_gone for each in self.contents):
             return False
         self._empty += [space for tensor in self._dicts.tensors if not (space := vars(tensor()))]
         for space, names in self.marks:
             self._dicts.watch(space, names)
-        for value, known in filter(None, self.looked.values()):
-            content = space_of(value)
-            if content is not None and is_same_content(known.parts, [*content.values()]):
-                self._dicts.watch(content, content)
-                self._objects += [] if content is value else [value]
-            else:
-                self._looks.append((value, known._replace(parts=()), self._dicts.kept(known.parts)))
+        for each in self.contents:
+            self._functions += [value for value in each.map.named() if isinstance(value, types.FunctionType)]
+            for holder, content in each.read:
+                if holder.space is None or content is None:
+                    told, parts = _told_and_kept(content)
+                    self._looks.append((holder, type(holder.owner), told, self._dicts.kept(parts)))
+                else:
+                    self._dicts.watch(holder.space, holder.space)
+                    self._objects += [] if holder.space is holder.owner else [holder.owner]
         return True
 
     def _read(self, form: Callable[[torch.Tensor], Any]) -> tuple[list[Any], list[Any]]:
@@ -128,6 +139,7 @@ class Token(ModelWalk):
         buffers, hooks = (chain.from_iterable(map(dict.values, tables)) for tables in (self._buffers, self._hooks_of))
         forms = [*map(form, tensors), *(None if buffer is None else form(buffer) for buffer in buffers)]
         values = [*map(type, self._objects), *map(_SPACE, self._objects), *map(_SPACE, tensors)]
+        values += map(_CODE, self._functions)
         return [forms, [*map(tuple, self._hooks_of)], [*map(code_of, hooks)]], values
 
     def holds(self) -> bool:
@@ -137,9 +149,9 @@ class Token(ModelWalk):
         """
         if not self._can_hold or any(self._empty) or not self._dicts.are_same():
             return False
-        for value, known, kept in self._looks:
-            now = look(value, self.modules)
-            if known != now._replace(parts=()) or not _are(kept, now.parts):
+        for holder, kind, told, kept in self._looks:
+            told_now, parts = _told_and_kept(holder.look())
+            if type(holder.owner) is not kind or told != told_now or not _are(kept, parts):
                 return False
         try:
             told, values = self._read(_FORM)
