@@ -92,7 +92,7 @@ def autosplit(
         lanes: "threads": a thread per CPU lane, so that stages run at the same time, forward and backward; "inline":
             the calling thread issues everything; "auto": threads on several CPU lanes, else inline.
         recompute: what a stage does again in its backward so as not to keep it: "never", "always" (all of it),
-            "except_last" (as "always", but for the last microbatch of a step), "block" (each of its blocks alone; a
+            "except_last" (as "always", except for the last microbatch of a step), "block" (each of its blocks alone; a
             stage without any is one), or a list with one of these per stage. "auto" is "never" unless the memory
             limit does not hold with it: then the plan chooses per stage. Gradients are the same bits.
         rng: "plain": random operations draw the plain model's own numbers, bit for bit, and leave torch's generator as

@@ -176,7 +176,7 @@ def forward_like(model: nn.Module) -> Callable[..., Any]:
 
 
 def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a method of a pipe wait while another thread calls the pipe, but for what is called by a recording.
+    """Make a method of a pipe wait while another thread calls the pipe, except for what is called by a recording.
 
     Other calls wait for that one.
     """

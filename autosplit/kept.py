@@ -66,7 +66,7 @@ class Kept(Recent[Key, tuple[Recorded, ...]]):
         return wide
 
     def renew(self, earlier: Collection[Any], key: Key) -> None:
-        """Keep for a kind of call what was kept for the signatures that it had before, but for the shapes.
+        """Keep for a kind of call what was kept for the signatures that it had before, except for the shapes.
 
         It holds whatever the values are of attributes that it did not touch itself.
         """

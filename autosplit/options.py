@@ -259,7 +259,7 @@ def resolve_rng(rng: str, devices: Sequence[torch.device]) -> str:
     cuda = [str(device) for device in devices if device.type != "cpu"]
     if rng == "plain" and cuda:
         raise InputError(
-            f"rng='plain' is for CPU lanes, devices has {', '.join(cuda)}: a CUDA kernel's numbers hang on how it is "
+            f"rng='plain' is for CPU lanes, devices has {', '.join(cuda)}: a CUDA kernel's numbers depend on how it is "
             "launched; use rng='counter'"
         )
     if rng == "auto":

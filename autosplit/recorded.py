@@ -97,7 +97,7 @@ class Recorded:
         return any(self.outside.get(path, self) != content for path, content in key.outside)
 
     def is_same_but_for_rows(self, key: Key) -> bool:
-        """Tell whether a call's inputs have the shapes for which it was made, but for the batch."""
+        """Tell whether a call's inputs have the shapes for which it was made, except for the batch."""
         return self.kind.shapes == without_rows(key.shapes, self.kind.batch_dims) and self.kind.rows_in(key) > 0
 
     def covers(self, key: Key) -> bool:
@@ -283,7 +283,7 @@ class PythonRuns:
     def key_of(self, leaves: Sequence[Any], spec: Any) -> Key:
         """Return a call's signature, without attributes that calls change time and again or never touch.
 
-        Calls that are alike get the same object; what hangs on a kind of call may be kept by it.
+        Calls that are alike get the same object; what depends on a kind of call may be kept by it.
         """
         scope, token = self._known[-1], self.token
         if token is None or token.scope is not scope or not token.holds():

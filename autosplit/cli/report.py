@@ -143,12 +143,12 @@ def _measured_step(pipe: PipelinedModule, inputs: Any) -> StepTimeline:
 
 
 def _mean_of(output: Any) -> torch.Tensor:
-    """Return the sum of the means of all that hangs on parameters."""
+    """Return the sum of the means of all that depends on parameters."""
     import torch
 
     from autosplit.trace.inputs.objects import leaves_of
 
     leaves = [leaf for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not leaves:
-        raise InputError("--measure runs a training step, and nothing that the model returns hangs on its parameters")
+        raise InputError("--measure runs a training step, and nothing that the model returns depends on its parameters")
     return sum((leaf.mean() for leaf in leaves[1:]), leaves[0].mean())

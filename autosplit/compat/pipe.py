@@ -113,7 +113,7 @@ class Pipe(SequentialPipe):
     def forward(self, *inputs: Any) -> LocalValue:
         """Run a batch and return its output as a `LocalValue`.
 
-        Tensors are cut along their first dimension, but for those in `NoChunk`; what is no tensor is given to every
+        Tensors are cut along their first dimension, except for those in `NoChunk`; what is no tensor is given to every
         microbatch as it is, and comes out as a list with an entry per microbatch. Raises TypeError where an input or a
         stage's output has no tensor, ValueError for inputs on another device than the first stage's or in
         batches of several sizes, and RuntimeError for tensors that give different numbers of microbatches.

@@ -1,6 +1,6 @@
 """What constructors do to tensors on the meta device that leaves no trace there, as their code tells.
 
-Read are the names in the code of ``__init__`` and of the functions that it names, but for those of torch and for
+Read are the names in the code of ``__init__`` and of the functions that it names, except for those of torch and for
 initialisers, which can run again.
 """
 

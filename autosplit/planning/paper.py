@@ -30,7 +30,7 @@ from cost_models.machines import MachineSpec
 _DTYPES = {"fp32": torch.float32, "amp_bf16": torch.float32, "amp_fp16": torch.float32}
 _DTYPES |= {"bf16": torch.bfloat16, "bf16_fp32_master": torch.bfloat16, "fp8": torch.bfloat16}
 _MOST = 16
-"""Microbatches per device of a search at most, but for one more count."""
+"""Microbatches per device of a search at most, except for one more count."""
 _SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 4))
 """What schedule="auto" weighs, with how many stages per device."""
 
@@ -39,7 +39,7 @@ _SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 4))
 class OnPaper:
     """What is planned: the model or its twin, the recording of it, and what was asked for.
 
-    ``by_values``: the forward hangs on values, so that the model's own were used.
+    ``by_values``: the forward depends on values, so that the model's own were used.
     """
 
     recorded: RecordedModel

@@ -193,7 +193,7 @@ def sizes_of(rows: int, chunks: int, min_rows: int, *, like: str = "tensor_split
     """Return the rows of each microbatch, at most ``chunks`` of at least ``min_rows``.
 
     They are cut as ``torch.tensor_split`` cuts, sizes as even as can be, or as ``torch.chunk`` does: all of one size
-    but for a smaller last one, which may give fewer.
+    except for a smaller last one, which may give fewer.
     """
     if like == "chunk":
         size = max(-(-rows // chunks), min_rows)

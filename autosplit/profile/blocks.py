@@ -75,7 +75,7 @@ def shorten_graph(traced: TracedGraph) -> tuple[fx.Graph, Runs]:
 def _copied(
     nodes: Iterable[fx.Node], runs: Sequence[BlockRun], graph: fx.Graph, copies: dict[fx.Node, fx.Node]
 ) -> tuple[fx.Node, ...]:
-    """Copy nodes into a graph, but for those of blocks that others stand for; enter the copies and return them."""
+    """Copy nodes into a graph, except for those of blocks that others stand for; enter the copies and return them."""
     like = templates(runs)
     kept = [node for node in nodes if node not in like]
     for node in kept:
@@ -168,7 +168,7 @@ class _Blocks:
         self.groups = [(p if counts[p] == 1 and taken.isdisjoint(block) else "", block) for p, block in groups]
 
     def runs(self) -> Iterator[BlockRun]:
-        """Yield maximal runs: every block like the one before it, but for the first, whose inputs may be others."""
+        """Yield maximal runs: every block like the one before it, except for the first, whose inputs may be others."""
         blocks: list[tuple[str, tuple[fx.Node, ...]]] = []
         like: Hashable = None
         for path, block in [*self.groups, ("", ())]:

@@ -72,7 +72,7 @@ class RankLoss:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """What tells it from others on this rank, but for numbers and values of tensors."""
+        """What tells it from others on this rank, except for numbers and values of tensors."""
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(self.target))
         return shapes, self.reduction, self.proofs.identity(self.loss_fn)
 

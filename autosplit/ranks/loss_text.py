@@ -30,7 +30,7 @@ _CHECKSUMS: Any = WeakIdKeyDictionary()
 
 
 class LossText:
-    """What ranks say of a loss, but for what it changes itself: it runs on some of them only.
+    """What ranks say of a loss, except for what it changes itself: it runs on some of them only.
 
     Attributes:
         lines: names and texts of what is the same on all ranks.

@@ -34,7 +34,7 @@ from autosplit.trace.borrowed.values import difference
 
 FSDP = "fsdp"
 _TABLES = frozenset(SHARED) - {"_buffers"}
-"""What of a module's own state its copy has for itself: hooks and tables, but for that of buffers."""
+"""What of a module's own state its copy has for itself: hooks and tables, except for that of buffers."""
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 """Under which names torch's wrappers for recomputing and compiling hold a module."""
 

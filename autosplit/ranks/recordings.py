@@ -113,7 +113,7 @@ class RankRecordings(Recordings):
                 self.tensors.end(failed=failed)
 
     def reads_no_values(self, args: Any, kwargs: Any) -> bool:
-        """Tell whether a kind of call is known, and its recording does not hang on the batch's values."""
+        """Tell whether a kind of call is known, and its recording does not depend on the batch's values."""
         with self.guard.opened():
             known = self.kept.get(self.python.key_of(*take_apart((args, kwargs))), ())
         return bool(known) and all(one.trace.guard is None and not one.changes_python for one in known)

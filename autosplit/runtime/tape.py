@@ -53,7 +53,7 @@ class TapeNode:
 
     Attributes:
         name: its stable name.
-        draws: what it draws; None: it draws by itself, when its turn comes, as what it draws hangs on values.
+        draws: what it draws; None: it draws by itself, when its turn comes, as what it draws depends on values.
         micro: whether it runs for each microbatch.
         again: whether it runs again in the backward.
         part: a dimension of what it draws, and the elements along it that this process takes; None: all.

@@ -276,7 +276,7 @@ class Search:
                 break
 
     def alternatives(self, besides: Alternative) -> list[Alternative]:
-        """Return what was weighed, as the plan's file has it, but for one configuration; replays with their peaks."""
+        """Return the weighed alternatives, as the plan's file has them, without one; replayed ones with their peaks."""
         replayed = [
             self._alternative(each.entry, each.cut, each.writer.partition.value_s, each.peaks, each.verdict)
             for each in self.finished

@@ -58,7 +58,7 @@ class Sized:
 
 @dataclass(frozen=True)
 class Setup:
-    """One configuration but for what is recomputed, and the search for its cuts."""
+    """One configuration except for what is recomputed, and the search for its cuts."""
 
     sized: Sized
     options: Options

@@ -6,7 +6,7 @@ A value with several uses gets several gradients, which the engine adds up. On p
 place when nobody else holds it, as a view's base does (``can_accumulate_inplace`` in
 ``torch/csrc/autograd/input_buffer.cpp``); fake tensors are a subclass, for which it makes a new tensor: one too many is
 alive. Here the sum is made in place in the engine's stead. So with gradients that are written into zeros: what ``max``,
-``sort``, ``gather`` or an index took is put back in place, but for subclasses into a copy
+``sort``, ``gather`` or an index took is put back in place, except for subclasses into a copy
 (``areAnyTensorSubclassLike`` in ``torch/csrc/autograd/FunctionsManual.cpp``).
 
 Private torch API, used in this file only, tried on torch 2.13, as torch has no public names for it:

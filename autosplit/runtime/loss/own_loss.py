@@ -38,7 +38,7 @@ class OwnLoss:
 
     @property
     def _scales(self) -> set[fx.Node]:
-        """What the loss is scaled by, but for the model's own attributes."""
+        """What the loss is scaled by, except for the model's own attributes."""
         operands = {operand for node in self.form.chain for operand in node.all_input_nodes}
         return {operand for operand in operands & set(self.form.fixed) if operand.op != "get_attr"}
 

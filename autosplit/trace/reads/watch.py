@@ -248,7 +248,7 @@ class Taint:
         self.kept: list[Any] = []
         self.read = ""
         self.asked = False
-        """Whether any value was read, also a harmless one: how much is drawn may hang on it."""
+        """Whether any value was read, also a harmless one: how much is drawn may depend on it."""
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function; write down what it reads that is not harmless."""

@@ -1,6 +1,6 @@
 """How each random operation is drawn for the whole batch, and how a microbatch's part takes its place.
 
-Operations are left out whose number of draws hangs on values (rejection sampling, random leaky ReLU): see `rule_of`.
+Operations are left out whose number of draws depends on values (rejection sampling, random leaky ReLU): see `rule_of`.
 What the CPU's kernels do with the numbers of an operation that has tensors among its parameters is done again here, to
 the same bits (``aten/src/ATen/native/Distributions.cpp``); tried on torch 2.13.
 """
@@ -41,17 +41,17 @@ def rule_of(draw: Draw) -> Rule | None:
 
 def is_drawn_beforehand(info: TracedNode) -> bool:
     """Tell whether the numbers of a random node can be drawn for the whole batch before it runs."""
-    if info.whole:  # what its Python does hangs on values
+    if info.whole:  # what its Python does depends on values
         return False
     micro = info.node_class is NodeClass.MICRO
     return bool(info.draws) and not any(rule_of(d) is None or (micro and _uneven(d.out)) for d in info.draws or ())
 
 
 def with_plain_numbers(infos: Iterable[TracedNode]) -> tuple[TracedNode, ...]:
-    """Return the random nodes, of those in model order, that can have the plain model's numbers.
+    """Return the random nodes that can have the plain model's numbers; ``infos`` are in model order.
 
-    A node whose draws hang on values can when it runs once, on the whole batch: it draws by itself. That is behind all
-    microbatches, so no cell may need later numbers.
+    A node whose draws depend on values can if it runs once, on the whole batch, and so draws by itself. That is after
+    all microbatches, so no cell may need later numbers.
     """
     plain, late = [], False
     for info in infos:
@@ -77,12 +77,12 @@ def drawn_bytes(info: TracedNode, *, rows: int) -> int:
 
 
 def batch_dim(out: TensorSpec) -> int | None:
-    """Return the dimension of a result that hangs on the number of rows; None where there is none."""
+    """Return the dimension of a result that depends on the number of rows; None where there is none."""
     return next((dim for dim, size in enumerate(out.shape) if ROWS in symbols_in(size)), None)
 
 
 def _uneven(out: TensorSpec) -> bool:
-    """Tell whether a result is no stack of rows: more than one dimension hangs on their number, or not evenly."""
+    """Tell whether a result is no stack of rows: more than one dimension depends on their number, or not evenly."""
     dims = [size for size in out.shape if ROWS in symbols_in(size)]
     return len(dims) > 1 or any(evaluate(size, _some(0)) for size in dims)
 

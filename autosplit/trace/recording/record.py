@@ -119,7 +119,7 @@ class Recorder(TorchFunctionMode):
         return Refusal(f"{where(self.path)} {what}" + (f" ({source})" if source else ""), self.path, whole=whole)
 
     def refuse_gradients(self, what: str, *, observes: bool = True) -> Refusal:
-        """Return a refusal of what hangs on the graph of autograd, or runs it; ``observes``: on the whole batch."""
+        """Return a refusal of what depends on the graph of autograd, or runs it; ``observes``: on the whole batch."""
         whole = f"{OBSERVES}: it {what}, {source_line()}" if observes else ""
         what += "; a graph carries no hooks and computes no gradients in forward"
         return self.refusal(what, whole=whole)

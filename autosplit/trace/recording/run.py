@@ -166,7 +166,7 @@ def _run(
     """
     seed, holders = torch.initial_seed(), recorder.holders
     before = holders.read()
-    random.seed(rows)  # each recording has other Python draws: what hangs on them shows as a difference
+    random.seed(rows)  # each recording has other Python draws: what depends on them shows as a difference
     np.random.seed(rows)
     leaves = list(inputs.leaves)
     for position, index in enumerate(inputs.tensors()):

@@ -106,7 +106,7 @@ class LossCall:
 
     @property
     def in_parts(self) -> bool:
-        """Whether ``reduction="none"`` gives values whose mean or sum is the loss, but for weights and class counts."""
+        """Whether ``reduction="none"`` gives values whose mean or sum is the loss, without weights and class counts."""
         return not self.weighted and self.function not in (*_NEW, F.ctc_loss)
 
     def unreduced(self) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class Form:
         return Half(kind, rows, target, ignore_index, weight)
 
     def _varies(self, node: fx.Node) -> bool:
-        """Tell whether a node hangs on anything that is trained."""
+        """Tell whether a node depends on anything that is trained."""
         return any(
             (n.op == "get_attr" and n.target in self._parameters)
             or (INFO in n.meta and not self._parameters.isdisjoint(n.meta[INFO].reads))
@@ -182,7 +182,7 @@ def note_on_loss(traced: TracedGraph) -> str | None:
 
 
 def _behind(node: fx.Node) -> set[fx.Node]:
-    """Return a node and all that it hangs on."""
+    """Return a node and all that it depends on."""
     behind, todo = {node}, [node]
     while todo:
         for operand in todo.pop().all_input_nodes:

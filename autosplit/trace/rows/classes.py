@@ -147,7 +147,7 @@ def _spread(
     for node in graph.nodes:
         if node not in batched or node.op == "placeholder" or takes_shape_only(node, root):
             continue
-        bounds = sorts.bounds.get(node)  # where groups end hangs on all rows, what a product gives a row does not
+        bounds = sorts.bounds.get(node)  # where groups end depends on all rows, what a product gives a row does not
         operands = [d for d in depends[node] if d is not bounds]
         if any(d in mixing for d in operands):
             mixing.add(node)

@@ -3,7 +3,7 @@
     keys ─► sort ─► order ─► x[order] ─► grouped_mm(·, weights, offs) ─► ... ─► ·[back] ─► rows as they were
                 └► keys in order ─► histc ─► cumsum ──────┘
 
-Between the sort and the way back a tensor's rows stand in an order of their own, which hangs on all rows; a row's
+Between the sort and the way back a tensor's rows stand in an order of their own, which depends on all rows; a row's
 values do not, as long as every operation on the way treats rows one by one. That is a matter of structure: what meets
 the sorted rows must be in the same order, or have no rows; a product in groups must take its bounds from the same keys;
 and nothing may leave but by the way back. A sort of which one of these does not hold is left as it is: it mixes rows.

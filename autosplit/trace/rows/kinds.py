@@ -120,7 +120,7 @@ def leaves_unset(node: fx.Node, root: nn.Module) -> bool:
 
 
 def permutes_at_random(node: fx.Node, root: nn.Module) -> bool:
-    """Tell whether what an operation draws for a row hangs on the others: drawn per microbatch it would be another."""
+    """Tell whether the draws for a row depend on the other rows, so that draws per microbatch would differ."""
     info = node.meta.get(INFO)
     if info is None or not info.random:
         return False

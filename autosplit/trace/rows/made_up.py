@@ -7,9 +7,9 @@
 
 A tensor has the same values wherever and whenever it is used: they follow from its name. Weights keep the size of what
 they are given, biases and means are small, other vectors and buffers positive: a variance, a frequency, a scale. Masks
-have both entries in each row. What is valid hangs on the model: an index, a mask by 0 and 1, or a length. So there are
-several ways to make integers, masks and inputs up, and the next one is taken where one raises or gives NaN, which hides
-influence.
+have both entries in each row. What is valid depends on the model: an index, a mask by 0 and 1, or a length. So there
+are several ways to make integers, masks and inputs up, and the next one is taken where one raises or gives NaN, which
+hides influence.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class OpaqueProbe:
         return tensors_of(output)
 
     def _is_shown(self, site: Site) -> bool:
-        """Tell whether the runs show what a read may bring about, or nothing hangs on it."""
+        """Tell whether the runs show what a read may bring about, or nothing depends on it."""
         seen = self.outcomes[site]
         first = seen[0]
         if isinstance(first, bool):

@@ -106,7 +106,7 @@ class OperatorProbe:
     def mixes_made_up(self, node: fx.Node) -> bool:
         """Tell whether an operation that keeps its operand's shape lets rows influence each other, as a softmax may.
 
-        An index is not made up: what it picks hangs on the model's own values.
+        An index is not made up: what it picks depends on the model's own values.
         """
         operands = [n for n in node.all_input_nodes if INFO in n.meta]
         infos = [tensor for n in operands for tensor in n.meta[INFO].tensors]
@@ -225,7 +225,7 @@ class OperatorProbe:
         return is_torchs(node, self.root) and not weights
 
     def _kind(self, node: fx.Node) -> Any:
-        """Return what tells an operation from others, but for values; None where there is no such thing."""
+        """Return what tells an operation from others, except for values; None where there is no such thing."""
         if not is_torchs(node, self.root):
             return None
         function = function_of(node, self.root)

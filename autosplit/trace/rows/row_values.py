@@ -263,7 +263,7 @@ def _from_rows(tensor: torch.Tensor, layout: RowMap, sources: Sequence[int]) -> 
 
 
 def _arranged(flat: torch.Tensor, kind: str, generator: torch.Generator) -> torch.Tensor:
-    """Return integers or truth values in another arrangement: with the same sum, but for the thinned ones."""
+    """Return integers or truth values in another arrangement: with the same sum, except for the thinned ones."""
     if kind == "thinned":
         return flat * torch.randint(2, flat.shape, generator=generator).to(flat)
     order = torch.randperm(len(flat), generator=generator).to(flat.device)
