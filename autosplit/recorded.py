@@ -1,4 +1,4 @@
-"""One kind of call of a model: its recording, cut into stages, and what was made of it so far."""
+"""One kind of call of a model: its recording, cut into stages, and what has been built from it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a template block did, given to the blocks that it stands for: the same, on storages of their own.
+"""Copy the steps of a template block to the blocks that it stands for, with storages of their own.
 
-A storage is named by where it was made: as the how many-th of its block in its phase. Block ``i`` means by a name of
-the template what stands at the same place in its own, in the previous or in the next block.
+A storage is identified by where it was allocated: its block, the phase, and its number among these. A storage of the
+template becomes, for block ``i``, the one with the same phase and number in block ``i``, the previous or the next one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BlockRun:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a storage was made: in which block of which run (0, 1 or 2 of the short graph), as its how many-th."""
+    """Where a storage was allocated: run, block (0, 1 or 2 of the short graph), phase, and its number among these."""
 
     run: int
     block: int

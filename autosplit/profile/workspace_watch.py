@@ -1,4 +1,4 @@
-"""Scratch of a device's kernels observed: what an operation held at its peak beyond what it was given and left.
+"""Observes the scratch of a device's kernels: what an operation held at its peak beyond its inputs and results.
 
 ```
     held before ──┬── results ──┬──

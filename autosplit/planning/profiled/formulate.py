@@ -1,8 +1,8 @@
 """From a profiled recording to the pure numbers that the solver cuts.
 
-Every micro node is a work. All full nodes together are one more work that comes after all others. A parameter's bytes
-lie with its first use, a shared node's with the first micro node that it serves. A tied parameter is a value of its
-own: its home is the first stage that uses it.
+Every micro node is a work, and all full nodes together are one more, the last. A parameter's bytes belong to its first
+use, those of a shared node to the first micro node that uses it. A tied parameter is a value of its own: its home is
+the first stage that uses it.
 """
 
 from __future__ import annotations

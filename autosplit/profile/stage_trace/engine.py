@@ -1,6 +1,6 @@
-"""What autograd's engine does in a backward on fake tensors: whose turn it is, what it sums in place.
+"""What autograd's engine does in a backward on fake tensors: which node runs, and what is summed in place.
 
-What a backward runs belongs to the node in whose range of sequence numbers its autograd node's number lies.
+Work in a backward belongs to the recorded node in whose range of sequence numbers that of its autograd node lies.
 
 A value with several uses gets several gradients, which the engine adds up. On plain tensors it adds to the first in
 place when nobody else holds it, as a view's base does (``can_accumulate_inplace`` in
