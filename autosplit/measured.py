@@ -73,8 +73,8 @@ class Profiled:
     @property
     def profiled(self) -> StepTimeline | None:
         """The times of the step that was profiled last, and the bytes that were counted last; None before."""
-        found: StepTimeline | None = self._core.measured
-        return found
+        measured: StepTimeline | None = self._core.measured
+        return measured
 
     def profile_step(
         self,
@@ -97,9 +97,9 @@ class Profiled:
         """
         with random_state_on_refusal(), contextlib.closing(StepLog(allocations=memory)) as log:
             self._train_step(args, kwargs, target, loss_fn, loss_reduction, log)
-        found = timeline(log, self._planned().schedule_for(len(log.rows) or 1))
-        self._core.measured = _together(self._core.measured, found)
-        return found
+        step = timeline(log, self._planned().schedule_for(len(log.rows) or 1))
+        self._core.measured = _together(self._core.measured, step)
+        return step
 
     def profile_stages(
         self,
@@ -136,7 +136,7 @@ class Profiled:
             raise InputError(f"the step does not run action by action, so no stage runs alone: {log.whole}")
         schedule = self._planned().schedule_for(len(log.rows))
         grown = lane_memory(logs.pop(), schedule) if memory else ()
-        return stages_alone(logs, schedule, [None if own is None else own.grown_bytes for own in grown])
+        return stages_alone(logs, schedule, [None if held is None else held.grown_bytes for held in grown])
 
     def save_trace(self, path: str | Path, measured: StepTimeline | None = None) -> None:
         """Write the plan's step as a file for Perfetto (Chrome's trace format), beside the step that was profiled last.
@@ -158,13 +158,13 @@ class Profiled:
         return self.plan
 
 
-def _together(before: StepTimeline | None, found: StepTimeline) -> StepTimeline:
+def _together(before: StepTimeline | None, step: StepTimeline) -> StepTimeline:
     """Return the times of the last step that was timed with the bytes of the last one in which they were counted."""
     if before is None:
-        return found
-    if not found.timed:
-        return replace(before, memory=found.memory) if before.timed else found
-    return found if found.memory else replace(found, memory=before.memory)
+        return step
+    if not step.timed:
+        return replace(before, memory=step.memory) if before.timed else step
+    return step if step.memory else replace(step, memory=before.memory)
 
 
 _Way = tuple[int, int, int, bool]
@@ -194,7 +194,7 @@ def timeline(log: StepLog, schedule: Schedule) -> StepTimeline:
     sent = _sent(log, {action: end - first_s for action, (_, end) in times.items()}, first_s, schedule)
     return StepTimeline(
         tuple(sorted(bars, key=lambda bar: (bar.start_s, bar.lane, bar.end_s))),
-        tuple(sorted(sent, key=lambda way: (way.start_s, way.source, way.target))),
+        tuple(sorted(sent, key=lambda copy: (copy.start_s, copy.source, copy.target))),
         last_s - first_s,
         measured=True,
         once_s=max(0.0, log.whole_s - (last_s - first_s)),
@@ -212,15 +212,15 @@ def lane_memory(log: StepLog, schedule: Schedule) -> tuple[HeldBytes | None, ...
 
     Nothing where nobody counted.
     """
-    found: list[HeldBytes | None] = [None] * len(schedule.lanes)
+    held: list[HeldBytes | None] = [None] * len(schedule.lanes)
     grown = {} if log.allocations is None else _allocated_bytes(log.allocations, schedule)
     for number, lane in _lanes(log, schedule).items():
         before, peak = log.before_bytes.get(lane), log.peak_bytes.get(lane)
         if before is not None and peak is not None:
-            found[number] = HeldBytes(before, peak - before)
+            held[number] = HeldBytes(before, peak - before)
         elif log.allocations is not None and lane.device.type == "cpu":
-            found[number] = HeldBytes(None, grown.get(number, 0))
-    return tuple(found) if any(found) else ()
+            held[number] = HeldBytes(None, grown.get(number, 0))
+    return tuple(held) if any(held) else ()
 
 
 def _lanes(log: StepLog, schedule: Schedule) -> dict[int, Lane]:
@@ -231,14 +231,14 @@ def _lanes(log: StepLog, schedule: Schedule) -> dict[int, Lane]:
 
 def least_issue_s(logs: Iterable[StepLog]) -> dict[Action, float]:
     """Return how long actions take to issue: the least of several steps, since a full queue makes a host wait."""
-    found: dict[Action, float] = {}
+    least: dict[Action, float] = {}
     for log in logs:
         _, last, ends = _actions(log)
         for action, end in ends.items():
             waits = log.lane(action.stage, action.microbatch).asynchronous
             issue_s = end.host_s - last[action].host_s if waits else 0.0
-            found[action] = min(found.get(action, issue_s), issue_s)
-    return found
+            least[action] = min(least.get(action, issue_s), issue_s)
+    return least
 
 
 def stages_alone(logs: Sequence[StepLog], schedule: Schedule, grown_bytes: Sequence[int | None] = ()) -> StagesAlone:
@@ -299,15 +299,15 @@ def _sent(log: StepLog, ends: Mapping[Action, float], first_s: float, schedule: 
             continue
         if copy.begun is None:
             kinds: tuple[Kind, ...] = ("I", "B") if copy.backward else ("F",)
-            made = [Action(copy.source, kind, copy.microbatch) for kind in kinds]
-            start_s = end_s = next((ends[action] for action in made if action in ends), 0.0)
+            producers = [Action(copy.source, kind, copy.microbatch) for kind in kinds]
+            start_s = end_s = next((ends[action] for action in producers if action in ends), 0.0)
         else:
             _, lane = _ends(log, copy)
             start_s, end_s = (_host_s(log, lane, stamp) - first_s for stamp in (copy.begun, copy.ended))
-        way = copy.source, copy.target, copy.microbatch, copy.backward
-        low, high = spans.get(way, (start_s, end_s))
-        spans[way] = min(low, start_s), max(high, end_s)
-    return [Sent(*way, *span) for way, span in spans.items()]
+        key = copy.source, copy.target, copy.microbatch, copy.backward
+        low, high = spans.get(key, (start_s, end_s))
+        spans[key] = min(low, start_s), max(high, end_s)
+    return [Sent(*key, *span) for key, span in spans.items()]
 
 
 def _sent_alone(logs: Sequence[StepLog]) -> list[SentAlone]:
@@ -322,12 +322,12 @@ def _sent_alone(logs: Sequence[StepLog]) -> list[SentAlone]:
             if copy.begun is not None:
                 times[copy.source, copy.target, copy.backward].append(taker.clock.seconds(copy.begun, copy.ended))
 
-    def most_bytes(*way: Any) -> int:
-        return max((size for (s, t, _, back), size in sizes.items() if (s, t, back) == way), default=0) // len(logs)
+    def most_bytes(*route: Any) -> int:
+        return max((size for (s, t, _, back), size in sizes.items() if (s, t, back) == route), default=0) // len(logs)
 
-    def copy_s(*way: Any) -> float:
-        microbatches = sum((s, t, back) == way for s, t, _, back in sizes)
-        return fmean(times[way]) * len(times[way]) / (microbatches * len(logs)) if way in times else 0.0
+    def copy_s(*route: Any) -> float:
+        microbatches = sum((s, t, back) == route for s, t, _, back in sizes)
+        return fmean(times[route]) * len(times[route]) / (microbatches * len(logs)) if route in times else 0.0
 
     pairs = sorted({(t, s) if back else (s, t) for s, t, _, back in sizes})
     return [
@@ -393,8 +393,8 @@ def _allocated_bytes(run: Allocations, schedule: Schedule) -> dict[int, int]:
     lane_of: dict[int, int | None] = {}
     live: dict[int, int] = {}
     most: dict[int, int] = {}
-    for place, (block, size) in enumerate(run.changes):
-        held_by = lane_of.setdefault(block, owner[place])
+    for index, (block, size) in enumerate(run.changes):
+        held_by = lane_of.setdefault(block, owner[index])
         if held_by is not None:
             live[held_by] = live.get(held_by, 0) + size
             most[held_by] = max(most.get(held_by, 0), live[held_by])

@@ -100,7 +100,7 @@ class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphMod
         self.__dict__["training"] = model.training
         forward_overrides(self, model)
         type(self).forward = forward_like(model)
-        self.__dict__["_autosplit"] = _Core(model, options, Recordings(model, options, plan, own=own_plan))
+        self.__dict__["_autosplit"] = _Core(model, options, Recordings(model, options, plan, fits=own_plan))
 
     # -- what the caller sees ------------------------------------------------------------------------------------
     @property
@@ -277,7 +277,7 @@ class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphMod
         modules |= {} if edited else step.codes_by(self._core.names)
         try:
             with step.entered() as handed:
-                flat = program(self if edited else SimpleNamespace(**modules), *step.given())
+                flat = program(self if edited else SimpleNamespace(**modules), *step.program_inputs())
                 handed += flat
         except BaseException as error:
             step.locate(error)

@@ -67,11 +67,11 @@ class Recordings:
     tree: TreeRun | None = None
     """Runs what no graph can follow; None until something is."""
 
-    def __init__(self, model: nn.Module, options: Options, plan: Plan | None, *, own: bool) -> None:
+    def __init__(self, model: nn.Module, options: Options, plan: Plan | None, *, fits: bool) -> None:
         self.model = model
         self.options = options
         self.plan = plan
-        self.fits = own or plan is None
+        self.fits = fits or plan is None
         """Whether the plan was made for this model, or checked: the model may change after that."""
         self.lanes: tuple[Lane, ...] = ()
         self._replica_lanes: list[tuple[Lane, ...]] = []
@@ -110,15 +110,15 @@ class Recordings:
     def notes(self) -> str:
         """Return what the report says of stages that were to be compiled."""
         every = (recorded.lowered for variants in self.kept.values() for recorded in variants)
-        found = {place: reason for lowered in every for place, reason in lowered.uncompiled.items()}
-        lines = [f"not compiled: {place}: {reason}" for place, reason in found.items()]
+        reasons = {label: reason for lowered in every for label, reason in lowered.uncompiled.items()}
+        lines = [f"not compiled: {label}: {reason}" for label, reason in reasons.items()]
         lines += self._collapses.found()
         return "".join(f"\n{line}" for line in lines)
 
     def _find(self, key: Key, sample: Sample) -> Recorded | TreeRun:
         """Return the recording for a call whatever it changes in Python; make it when there is none."""
-        found = self._known(key, sample)
-        if found is not None:
+        recorded = self._known(key, sample)
+        if recorded is not None:
             self.kept.use(key)
             self.history.in_a_row = 0
         elif is_transformed():
@@ -133,26 +133,26 @@ class Recordings:
             return self.tree
         else:
             with self.still(), RECORDING, self._shown("planning the pipeline of {}", planned=False):
-                found, why = self._recorded(key, as_called(sample)), self._refused.get(key.rest, "")
+                recorded, why = self._recorded(key, as_called(sample)), self._refused.get(key.rest, "")
                 key = self.python.key_of(*take_apart((sample.args, sample.kwargs)))
                 self._renew(key, sample)
-                if found is None:
+                if recorded is None:
                     self._refused.use(key.rest)
                     self._collapses.note(why, OWN_PYTHON.format(why))
                     self._refused_last = key
                     return self._tree(sample, why)
-                self._collapses.check(key.rest, found.traced, found.kind.rows_in(key))
-        changes = found.lowered.changes_inputs
-        if changes and (why := refusal(found.traced, tensors_in((sample.args, sample.kwargs)), self.model)):
+                self._collapses.check(key.rest, recorded.traced, recorded.kind.rows_in(key))
+        changes = recorded.lowered.changes_inputs
+        if changes and (why := refusal(recorded.traced, tensors_in((sample.args, sample.kwargs)), self.model)):
             self._collapses.note(why, OWN_PYTHON.format(why))
             with RECORDING:
                 return self._tree(sample, why)
-        return found
+        return recorded
 
     def _known(self, key: Key, sample: Sample) -> Recorded | None:
         """Return the recording for a call where there is one that is known to hold at its sizes."""
-        if (found := self.kept.first(key, sample)) is not None:
-            return found
+        if (recorded := self.kept.first(key, sample)) is not None:
+            return recorded
         self._renew(key, sample)
         return self.kept.first(key, sample) or self.kept.covering(key, sample)
 
@@ -160,21 +160,21 @@ class Recordings:
         """Return a new recording for this kind of call; None where no graph can follow it."""
         if key.rest in self._refused:
             return None
-        made, started, own = self.made, time.perf_counter(), self.kept.get(key, ())
+        before, started, variants = self.made, time.perf_counter(), self.kept.get(key, ())
         differences = nearest(key, [*(Key(rest, key.shapes) for rest in self._refused), *self.kept][::-1])
-        found, refused = None, ""
+        recorded, refused = None, ""
         try:
-            found = self._found(key, sample)
+            recorded = self._found(key, sample)
         except TraceError as error:
             self.first_calls += isinstance(error, FirstCall)
             if known_to_all(error) or (isinstance(error, FirstCall) and self.first_calls <= 2):  # others are refused
                 raise
             refused = " ".join((str(error), *(f"({note})" for note in getattr(error, "__notes__", ()))))
             self._refused[key.rest] = refused
-        if found is None or self.made > made:
-            differences = apart(own[0].values_read, found.values_read) if own and found else differences
+        if recorded is None or self.made > before:
+            differences = apart(variants[0].values_read, recorded.values_read) if variants and recorded else differences
             self.history.add(differences, time.perf_counter() - started, refused=refused)
-        return found
+        return recorded
 
     def _renew(self, key: Key, sample: Sample) -> None:
         """Keep what was recorded or refused for this kind of call before more attributes were known to be touched."""
@@ -200,14 +200,14 @@ class Recordings:
 
     def _found(self, key: Key, sample: Sample) -> Recorded:
         """Return a recording for a kind of call that had none: one for another batch size, or a new one."""
-        own = self.kept.get(key, ())
+        variants = self.kept.get(key, ())
         if (ready := self.kept.first(key, sample)) is not None:
             return ready
         recorded = self._proved(key, sample)
-        if recorded is None and len(own) >= _VARIANTS:
+        if recorded is None and len(variants) >= _VARIANTS:
             raise TraceError(
-                f"forward reads a tensor's value that was another one in {len(own)} calls of one kind; no graph can "
-                "follow a choice that changes from batch to batch"
+                f"forward reads a tensor's value that was another one in {len(variants)} calls of one kind; no graph "
+                "can follow a choice that changes from batch to batch"
             )
         recorded = recorded or self._widened(key, sample)
         if recorded is None:
@@ -222,12 +222,12 @@ class Recordings:
         The model is recorded when there is none. Where the model's own Python is not what was recorded, a variant of
         the recording is found or made; where no graph can follow this kind of call, the module tree's run is returned.
         """
-        found = self._find(key, sample)
-        if isinstance(found, TreeRun) or not (found.changes_python or found.is_stale(key)):
-            return found, None
-        alike = [one for one in self.kept.alike(key) if one.is_same_but_for_rows(key)]
-        others = {id(one): one for one in (found, *self.kept.get(key, ()), *alike)}
-        variants = [one for one in others.values() if one is found or one.holds(key, sample)]
+        recorded = self._find(key, sample)
+        if isinstance(recorded, TreeRun) or not (recorded.changes_python or recorded.is_stale(key)):
+            return recorded, None
+        alike = [each for each in self.kept.alike(key) if each.is_same_but_for_rows(key)]
+        others = {id(each): each for each in (recorded, *self.kept.get(key, ()), *alike)}
+        variants = [each for each in others.values() if each is recorded or each.holds(key, sample)]
         with self.still(), RECORDING:
             if (chosen := self.python.choose(variants, key, sample)) is not None:
                 return chosen
@@ -235,8 +235,8 @@ class Recordings:
             try:
                 if len(variants) >= _VARIANTS:
                     raise TraceError(f"forward's own Python did other things in {len(variants)} calls of one kind")
-                self.kept.keep(key, made := self._record(key, sample))
-                if (chosen := self.python.choose([made], key, sample)) is None:
+                self.kept.keep(key, new := self._record(key, sample))
+                if (chosen := self.python.choose([new], key, sample)) is None:
                     raise TraceError("forward's own Python does other things each time it runs")
             except TraceError as refusal:
                 self._refused[key.rest] = str(refusal)
@@ -285,8 +285,8 @@ class Recordings:
             self.made += 1
             if wide is not None:
                 assert self.plan is not None
-                found = self.kept.replacing(base, self._cut(wide, self.plan, key, kind.shapes))
-                return found if found.holds(key, sample) else None
+                widened = self.kept.replacing(base, self._cut(wide, self.plan, key, kind.shapes))
+                return widened if widened.holds(key, sample) else None
             base.failed_generalizations = self.kept.failed_generalizations(key) + 1
             return None
         return None
@@ -296,17 +296,17 @@ class Recordings:
 
         Raises TraceError when one that differs only in its number of rows does not.
         """
-        fitting = [one for one in self.kept.alike(key) if one.kind.lengths_in(key) is not None]
-        fitting = [one for one in fitting if one.kind.rows_in(key) and one.holds(key, sample)]
-        if (found := next((one for one in fitting if one.is_same_but_for_rows(key)), None)) is not None:
-            if not found.changes_python:  # else its own Python runs in every call
-                self._check_rows(found, key, sample)
-            return found
-        for one in fitting:
-            if not one.lacks_one_row(key):
+        fitting = [each for each in self.kept.alike(key) if each.kind.lengths_in(key) is not None]
+        fitting = [each for each in fitting if each.kind.rows_in(key) and each.holds(key, sample)]
+        if (recorded := next((each for each in fitting if each.is_same_but_for_rows(key)), None)) is not None:
+            if not recorded.changes_python:  # else its own Python runs in every call
+                self._check_rows(recorded, key, sample)
+            return recorded
+        for candidate in fitting:
+            if not candidate.lacks_one_row(key):
                 with contextlib.suppress(TraceError):  # another one may do, or a new one will
-                    self._check(one, key, sample)
-                    return one
+                    self._check(candidate, key, sample)
+                    return candidate
         return None
 
     def _check_rows(self, recorded: Recorded, key: Key, sample: Sample) -> None:
@@ -328,34 +328,34 @@ class Recordings:
         self._constants.check(key, sample)
         with torch.inference_mode(False), without_callers_modes():
             with attributes(self.model), self._shown("recording {} for another kind of call", planned=True):
-                found = self._planned(key, sample)
+                trace = self._planned(key, sample)
             assert self.plan is not None
-            return self._cut(found, self.plan, key)
+            return self._cut(trace, self.plan, key)
 
     def _planned(self, key: Key, sample: Sample) -> Trace:
         """Record this kind of call, and plan if there is no plan yet."""
         with self.python.watched():
-            found = self._trace(sample)
-        if found.graph.asks_grad_mode and not key.rest.modes.grad:
+            trace = self._trace(sample)
+        if trace.graph.asks_grad_mode and not key.rest.modes.grad:
             raise TraceError(
-                f"forward asks whether gradients or inference mode are on ({found.graph.asks_grad_mode}) and is called "
+                f"forward asks whether gradients or inference mode are on ({trace.graph.asks_grad_mode}) and is called "
                 "without gradients; a recording has them on"
             )
         self.made += 1
-        rows = batch_rows(found.inputs)
+        rows = batch_rows(trace.inputs)
         if self.plan is None:
-            least, like = found.graph.min_rows, self.options.microbatches
+            least, like = trace.graph.min_rows, self.options.microbatches
             sizes = sizes_of(rows, self.options.chunks, least, like=like)
-            self.plan = make_plan(self.model, self._to_plan(found), self.options, sizes=sizes)
+            self.plan = make_plan(self.model, self._to_plan(trace), self.options, sizes=sizes)
         else:
             self._check_plan(self.plan)
             if not self.kept and self.plan.edited:
-                self.plan = recosted(self.model, self._to_plan(found), self.options, self.plan)
-        return found
+                self.plan = recosted(self.model, self._to_plan(trace), self.options, self.plan)
+        return trace
 
-    def _to_plan(self, found: Trace) -> Trace:
+    def _to_plan(self, trace: Trace) -> Trace:
         """Return what a device runs of a recording, which is what is planned."""
-        return found
+        return trace
 
     def _trace(self, sample: Sample) -> Trace:
         """Record the model's forward."""
@@ -369,19 +369,19 @@ class Recordings:
             check_plan(plan, self.model, devices=len(self.options.devices))
             self.fits = True
 
-    def _cut(self, found: Trace, plan: Plan, key: Key, shapes: Shapes | None = None) -> Recorded:
+    def _cut(self, trace: Trace, plan: Plan, key: Key, shapes: Shapes | None = None) -> Recorded:
         devices = tuple(self.options.devices[stage.lane] for stage in plan.stages)
-        stage_of = assign(DataflowIndex(found.graph), plan.stage_of(), stages=len(devices))
+        stage_of = assign(DataflowIndex(trace.graph), plan.stage_of(), stages=len(devices))
         again = [stage.recompute for stage in plan.stages]
-        lowered = lower(found.graph, stage_of, devices, recompute=again, compiled=self.options.compile)
+        lowered = lower(trace.graph, stage_of, devices, recompute=again, compiled=self.options.compile)
         self._make_lanes(plan)
         self._place(lowered, devices)
         replicas = self._replicas(lowered, stage_of)
-        dims = found.inputs.batch_dims
-        found = replace(found, inputs=replace(found.inputs, leaves=()))  # the batch itself must not live on
-        kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, found.graph.lengths)
-        known = self.python.left_out(found.gathered.recording.recording.inside)
-        return Recorded(found.graph, lowered, found, kind, self.lanes, replicas, *known)
+        dims = trace.inputs.batch_dims
+        trace = replace(trace, inputs=replace(trace.inputs, leaves=()))  # the batch itself must not live on
+        kind = Kind(key.rest, shapes or without_rows(key.shapes, dims), dims, trace.graph.lengths)
+        known = self.python.left_out(trace.gathered.recording.recording.inside)
+        return Recorded(trace.graph, lowered, trace, kind, self.lanes, replicas, *known)
 
     def _replicas(self, lowered: Lowered, stage_of: Mapping[str, int]) -> tuple[Replicas, ...]:
         """Return what runs further replicas of stages."""
@@ -390,8 +390,8 @@ class Recordings:
     def _make_lanes(self, plan: Plan) -> None:
         """Make the lanes, with the first recording."""
         if not self.lanes:
-            own = tuple(lane(device) for device in self.options.devices[: len(plan.devices)])
-            self._replica_lanes = [own[stage.lane : stage.lane + stage.replicas] for stage in plan.stages]
+            lanes = tuple(lane(device) for device in self.options.devices[: len(plan.devices)])
+            self._replica_lanes = [lanes[stage.lane : stage.lane + stage.replicas] for stage in plan.stages]
             self.lanes = tuple(first for first, *_ in self._replica_lanes)
 
     def _place(self, lowered: Lowered, devices: Sequence[torch.device]) -> None:

@@ -151,7 +151,7 @@ class Messages:
         text = pickle.dumps((self._minibatch, route, self._said, description))
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         parts = (torch.tensor([data.numel()]), data)
-        return [dist.isend(part, group=self._world.control, group_dst=to) for part in parts]
+        return [dist.isend(piece, group=self._world.control, group_dst=to) for piece in parts]
 
     def _described(self, source: int, awaited: Route) -> tuple[int, Route, Any, Description]:
         """Return what a rank sends next; at the first step of a kind it says that."""
@@ -177,8 +177,8 @@ class Messages:
     def _post(self, route: Route, source: int, description: Description) -> tuple[list[torch.Tensor], list[Any]]:
         lane = self._lanes[route.target]
         with lane.active():
-            made = [blank_like(one, lane.device) for one in description if one is not None]
-            return made, [self._world.irecv(flattened(tensor), source) for tensor in made if tensor.numel()]
+            blanks = [blank_like(like, lane.device) for like in description if like is not None]
+            return blanks, [self._world.irecv(flattened(tensor), source) for tensor in blanks if tensor.numel()]
 
     def recv(self, route: Route) -> Message:
         """Return what was sent, on this rank's device."""
@@ -186,7 +186,7 @@ class Messages:
         if source == self._world.rank:
             return self._inside.recv(route)
         self.expect(route)
-        said, description, made, works = self._posted.pop((self._minibatch, route))
+        said, description, tensors, works = self._posted.pop((self._minibatch, route))
         if said != self._said:
             raise InputError(
                 f"{_place(route)} came from a rank that has {said}, and this one has {self._said}; every rank takes "
@@ -196,9 +196,9 @@ class Messages:
             for work in works:
                 work.wait()
             arrived(self._sent, self.arrivals.get(route, ()))
-        there = iter(made)
+        there = iter(tensors)
         wants = self._detached and not route.backward
-        return [None if one is None else next(there).requires_grad_(wants and one.requires_grad) for one in description]
+        return [None if d is None else next(there).requires_grad_(wants and d.requires_grad) for d in description]
 
     def clear(self) -> None:
         """Forget what nobody received."""
@@ -211,9 +211,9 @@ def described(tensor: torch.Tensor) -> Described:
     return Described(tuple(tensor.shape), dense.stride(), tensor.dtype, tensor.requires_grad)
 
 
-def blank_like(one: Described, device: torch.device) -> torch.Tensor:
+def blank_like(like: Described, device: torch.device) -> torch.Tensor:
     """Return a tensor of which there is a description, without its values."""
-    return torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=device)
+    return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=device)
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
@@ -232,5 +232,5 @@ def _place(route: Route) -> str:
 
 
 def _text(description: Description) -> str:
-    parts = ["nothing" if one is None else f"{one.dtype}{list(one.shape)}" for one in description]
+    parts = ["nothing" if like is None else f"{like.dtype}{list(like.shape)}" for like in description]
     return ", ".join(parts) or "nothing"

@@ -67,22 +67,22 @@ class RankStart(Start):
     home: dict[int, int] = field(default_factory=dict)
     adding: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def hand_over(self, own: Sequence[Pairs], backward: Callable[[Pairs], None]) -> None:
+    def hand_over(self, by_stage: Sequence[Pairs], backward: Callable[[Pairs], None]) -> None:
         """Give this rank's tensors their gradients, and other ranks those of what they lent."""
         with self.adding():
-            self._hand_over(own, backward)
+            self._hand_over(by_stage, backward)
 
-    def _hand_over(self, own: Sequence[Pairs], backward: Callable[[Pairs], None]) -> None:
+    def _hand_over(self, by_stage: Sequence[Pairs], backward: Callable[[Pairs], None]) -> None:
         waiting: dict[int, Pairs] = defaultdict(list)
         back: dict[int, torch.Tensor] = {}
         for stage in reversed(self.stages):
-            for tensor, gradient in own[stage]:
+            for tensor, gradient in by_stage[stage]:
                 home = self.home.get(id(tensor), stage)
                 if home in self.stages:
                     waiting[home].append((tensor, gradient))
                 else:
                     back[id(tensor)] = gradient
-            own[stage].clear()
+            by_stage[stage].clear()
         self._pass_on(self.ended, waiting)
         for stage in sorted({*self.stages, *self.borrowed}, reverse=True):
             for route, values in self.borrowed.get(stage, ()):
@@ -153,8 +153,8 @@ class _Beginning:
         for key, uses in self.layout.given.items():
             if self.layout.home.get(key) == stage and uses:
                 value = attrgetter(key)(self.lowered.traced.root)
-                for use, one in enumerate(fork(value, uses) if uses > 1 else (value,)):
-                    self._keep(Slot(key, use), one, stage)
+                for use, copy in enumerate(fork(value, uses) if uses > 1 else (value,)):
+                    self._keep(Slot(key, use), copy, stage)
 
     def _keep(self, slot: Slot, value: torch.Tensor, home: int) -> None:
         self.values[slot] = value
@@ -162,26 +162,26 @@ class _Beginning:
 
     def _borrow(self, stage: int, when: int, slots: Sequence[Slot]) -> None:
         """Receive values whose homes are stages of other ranks."""
-        for home, own in self._by_home(slots).items():
+        for home, taken in self._by_home(slots).items():
             if home not in self.stages:
                 route = Route(home, stage, when)
                 values = [value for value in self.transport.recv(route) if value is not None]
                 self.start.borrowed[home].append((route, values))
-                for slot, value in zip(own, values, strict=True):
+                for slot, value in zip(taken, values, strict=True):
                     self._keep(slot, value, home)
 
     def _by_home(self, slots: Sequence[Slot]) -> dict[int, list[Slot]]:
-        found: dict[int, list[Slot]] = {}
+        by_home: dict[int, list[Slot]] = {}
         for slot in slots:
             if slot.value in self.layout.home:
-                found.setdefault(self.layout.home[slot.value], []).append(slot)
-        return dict(sorted(found.items()))
+                by_home.setdefault(self.layout.home[slot.value], []).append(slot)
+        return dict(sorted(by_home.items()))
 
     def _lend(self, stage: int, when: int, slots: Sequence[Slot]) -> None:
         """Send what a stage of another rank takes of this rank's stages."""
-        for home, own in self._by_home(slots).items():
+        for home, taken in self._by_home(slots).items():
             if home in self.stages:
-                values = [self.values[slot] for slot in own]
+                values = [self.values[slot] for slot in taken]
                 route = Route(home, stage, when)
                 self.transport.send(route, values)
                 self.start.lent[home].append((route, values))
@@ -191,11 +191,11 @@ class _Beginning:
         if module is None:
             return
         bundle = tuple(self._take(slot, stage, self.start.taken[stage]) for slot in prologue.takes)
-        given = {**self.step.lengths, "rows": self.step.rows, "shared": bundle}
-        given["key"] = CellContext(self.step.state, SHARED)
+        feeds = {**self.step.lengths, "rows": self.step.rows, "shared": bundle}
+        feeds["key"] = CellContext(self.step.state, SHARED)
         with self.step.lanes[stage].active():
-            made = module(*[given[name] for name in module.takes])
-        for slot, value in zip(prologue.gives, made, strict=True):
+            outputs = module(*[feeds[name] for name in module.takes])
+        for slot, value in zip(prologue.gives, outputs, strict=True):
             self._keep(slot, value, stage)
 
     def _value(self, slot: Slot, stage: int) -> torch.Tensor:
@@ -235,11 +235,11 @@ def pairs_of(lowered: Lowered, ranks: Sequence[Sequence[int]]) -> set[tuple[int,
     ``ranks`` are those of each stage's replicas, which tell each other losses and gradients.
     """
     layout, last = lowered.layout, len(ranks) - 1
-    routes = {(source, stage) for stage, own in enumerate(layout.stages) for source in own.received}
-    routes |= {(stage, last) for stage, own in enumerate(layout.stages) if OUT in own.sent}
+    routes = {(source, stage) for stage, region in enumerate(layout.stages) for source in region.received}
+    routes |= {(stage, last) for stage, region in enumerate(layout.stages) if OUT in region.sent}
     slots = [(stage, slot) for stage in range(len(ranks)) for slot in slots_of(layout, stage)]
     slots += [(last, slot) for slot in ending_slots(lowered)]
     routes |= {(layout.home[slot.value], stage) for stage, slot in slots if slot.value in layout.home}
     pairs = {pair for source, target in routes for pair in product(ranks[source], ranks[target])}
-    pairs |= {pair for own in ranks for pair in product(own, own)}
+    pairs |= {pair for members in ranks for pair in product(members, members)}
     return {pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b}

@@ -60,8 +60,8 @@ class WholeCall:
         step.join_statistics()
         if step.world.rank == step.last:
             self.given = {route: self._taken(route) for route in self._ways()}
-            kept, given = self._attached() if attached and cells.detached else (cells.start.kept, self.given)
-            bundles = {route.source: [given[w] for w in given if w.source == route.source] for route in given}
+            kept, values = self._attached() if attached and cells.detached else (cells.start.kept, self.given)
+            bundles = {route.source: [values[w] for w in values if w.source == route.source] for route in values}
             flat: list[Any] | None = list(step.end(replace(cells.start, kept=kept), bundles))
         else:
             for route in filter(self._is_own, self._ways()):
@@ -80,30 +80,30 @@ class WholeCall:
         """Return what a stage gave for a microbatch."""
         if not self._is_own(route):
             return tuple(tensor for tensor in self.cells.transport.recv(route) if tensor is not None)
-        own = self.cells.cells[route.source, route.microbatch].sent[OUT]
-        return tuple(t.detach().requires_grad_(t.requires_grad) for t in own) if self.cells.detached else own
+        bundle = self.cells.cells[route.source, route.microbatch].sent[OUT]
+        return tuple(t.detach().requires_grad_(t.requires_grad) for t in bundle) if self.cells.detached else bundle
 
     def _attached(self) -> tuple[Bundle, dict[Route, Bundle]]:
         """Return what the ending takes, behind one node of the caller's graph."""
         kept = self.cells.start.kept
         leaves = [*kept, *(tensor for bundle in self.given.values() for tensor in bundle)]
-        made = iter(_Attached.apply(self, leaves, torch.zeros((), requires_grad=True), *leaves))
-        return tuple(next(made) for _ in kept), {
-            route: tuple(next(made) for _ in bundle) for route, bundle in self.given.items()
+        tensors = iter(_Attached.apply(self, leaves, torch.zeros((), requires_grad=True), *leaves))
+        return tuple(next(tensors) for _ in kept), {
+            route: tuple(next(tensors) for _ in bundle) for route, bundle in self.given.items()
         }
 
     def everywhere(self, flat: list[Any] | None) -> list[Any]:
         """Return the outputs on every rank; a backward of them runs :meth:`backward`."""
         last, device = self.step.last, self.step.world.device
-        found = self.step.world.share(last, lambda: [_moved(value, torch.device("cpu")) for value in flat or ()])
+        outputs = self.step.world.share(last, lambda: [_moved(value, torch.device("cpu")) for value in flat or ()])
         if flat is not None:
             return flat
-        found = [_moved(value, device) for value in found]
+        outputs = [_moved(value, device) for value in outputs]
         if not self.cells.detached:
-            return found
-        tensors = [v for v in found if isinstance(v, torch.Tensor) and v.is_floating_point()]
-        made = iter(_Attached.apply(self, (), torch.zeros((), requires_grad=True), *tensors))
-        return [next(made) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in found]
+            return outputs
+        tensors = [v for v in outputs if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        attached = iter(_Attached.apply(self, (), torch.zeros((), requires_grad=True), *tensors))
+        return [next(attached) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for v in outputs]
 
     def begin_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Agree on what a backward begins with, as the last stage's rank has it: what travels hangs on that."""

@@ -71,7 +71,7 @@ class RankRecordings(Recordings):
     def __init__(
         self, model: nn.Module, options: Options, plan: Plan | None, world: World, *, own: bool, weights: Any = None
     ) -> None:
-        super().__init__(model, options, plan, own=own)
+        super().__init__(model, options, plan, fits=own)
         global _trained_last
         _trained_last = None  # who trains on notes it anew
         for _, tensor in named_state(model):

@@ -60,7 +60,7 @@ class RankStreaming:
     def _check_alone(self) -> None:
         """Raise InputError where another pipe has minibatches in flight: their messages go the same ways."""
         _STREAMS.add(self._core.stream)
-        for flight in filter(None, [own.flight for own in _STREAMS if own is not self._core.stream]):
+        for flight in filter(None, [other.flight for other in _STREAMS if other is not self._core.stream]):
             if not flight.segment.is_ended:  # by its loader, or by a loop that was left
                 raise InputError(
                     "a stream of another pipe has minibatches in flight over the same ranks, and their messages would "
@@ -68,8 +68,8 @@ class RankStreaming:
                 )
             flight.finish()
 
-    def _stream(self, *given: Any) -> Stream:
-        return RankStream(self, *given)
+    def _stream(self, *args: Any) -> Stream:
+        return RankStream(self, *args)
 
 
 @dataclass(kw_only=True)
@@ -100,7 +100,7 @@ class RankStreamStep(StreamStep, RankStep):
     @property
     def counts(self) -> list[int]:
         """How many replicas each stage has."""
-        return [len(own) for own in self.ranks]
+        return [len(ranks) for ranks in self.ranks]
 
     @property
     def last(self) -> int:
@@ -136,9 +136,9 @@ class RankSegment(Segment):
 
     is_shared = True
 
-    def __init__(self, *given: Any, step: RankStreamStep) -> None:
+    def __init__(self, *args: Any, step: RankStreamStep) -> None:
         self._world, self._running_step = step.world, step.running
-        super().__init__(*given)
+        super().__init__(*args)
         (stage,) = self._stages
         self._behind = updates_behind(self.staleness, self._replicas)[stage]
         self._told: dict[int, torch.Tensor] = {}
@@ -184,16 +184,16 @@ class RankSegment(Segment):
 
     def _end_forwards(self, stage: int, cell: StreamAction) -> None:
         cells = self._minibatches[cell.minibatch].cells
-        if self._replicas[stage] == 1 and cell.place + 1 == len(cells.step.sizes):
+        if self._replicas[stage] == 1 and cell.offset + 1 == len(cells.step.sizes):
             cells.end_forwards(stage)
 
     def _backward(self, held: Held, cell: StreamAction, cells: StreamCells) -> None:
         super()._backward(held, cell, cells)
         stage, count, step = held.stage, self._replicas[held.stage], _step_of(cells)
-        if cell.place + count < len(step.sizes):
+        if cell.offset + count < len(step.sizes):
             return  # it has more microbatches of this minibatch
         if count > 1:
-            route = Route(stage, stage, cell.place).back
+            route = Route(stage, stage, cell.offset).back
             self._parts.append((cell.update, cells, route, self._part(stage, cells)))
             cells.transport.send(route, self._parts[-1][-1])
         if stage == self._count - 1:
@@ -204,10 +204,10 @@ class RankSegment(Segment):
     def _part(self, stage: int, cells: StreamCells) -> Message:
         """Return this rank's gradients of the stage's weights, and as bytes what norms saw and the sparse ones."""
         gradients = super()._gradients(stage, cells)
-        sparse = {place: g.cpu() for place, g in enumerate(gradients) if g is not None and g.is_sparse}
+        sparse = {index: g.cpu() for index, g in enumerate(gradients) if g is not None and g.is_sparse}
         saw = pickle.dumps((packed(cells.state(stage).statistics, cells.named()), sparse))
         return [
-            *(None if place in sparse else g for place, g in enumerate(gradients)),
+            *(None if index in sparse else g for index, g in enumerate(gradients)),
             torch.frombuffer(bytearray(saw), dtype=torch.uint8).to(self._world.device),
         ]
 
@@ -216,22 +216,22 @@ class RankSegment(Segment):
         count, step = self._replicas[stage], _step_of(cells)
         if count == 1:
             return super()._gradients(stage, cells)
-        own = {route: part for _, of, route, part in self._parts if of is cells}
+        kept = {route: message for _, of, route, message in self._parts if of is cells}
         last = range(max(0, len(step.sizes) - count), len(step.sizes))  # of each replica its last microbatch
-        routes = [Route(stage, stage, place).back for place in sorted(last, key=lambda at: (step.first + at) % count)]
-        parts = [own[route] if route in own else cells.transport.recv(route) for route in routes]
+        routes = [Route(stage, stage, index).back for index in sorted(last, key=lambda at: (step.first + at) % count)]
+        parts = [kept[route] if route in kept else cells.transport.recv(route) for route in routes]
         words = [pickle.loads(data.cpu().numpy().tobytes()) for *_, data in parts if data is not None]
         saw = cells.state(stage).statistics
         saw.clear()
         join(saw, (seen for seen, _ in words), cells.named(), in_turn=True)
         cells.end_forwards(stage)
         total, *others = (
-            [sparse[place].to(self._world.device) if place in sparse else g for place, g in enumerate(gradients)]
+            [sparse[index].to(self._world.device) if index in sparse else g for index, g in enumerate(gradients)]
             for (*gradients, _), (_, sparse) in zip(parts, words, strict=True)
         )
         for gradients in others:
             total = [a if b is None else b if a is None else plus(a, b) for a, b in zip(total, gradients, strict=True)]
-        sent = {id(gradient) for part in own.values() for gradient in part}  # an optimizer may change its gradients
+        sent = {id(gradient) for each in kept.values() for gradient in each}  # an optimizer may change its gradients
         return [gradient.clone() if gradient is not None and id(gradient) in sent else gradient for gradient in total]
 
     def _update(self, stage: int, cell: StreamAction) -> None:
@@ -274,8 +274,8 @@ class RankSegment(Segment):
         ((stage, weights),) = self._stages.items()
         words = self._world.agree("ends a stream", {}, word=(stage, checksum(weights.parameters)))
         first = dict(reversed([(word[0], (rank, word[1])) for rank, word in enumerate(words)]))
-        for rank, (stage, own) in enumerate(words):
-            if own != first[stage][1]:
+        for rank, (stage, digest) in enumerate(words):
+            if digest != first[stage][1]:
                 return as_known(
                     InputError(
                         f"ranks {first[stage][0]} and {rank} are replicas of stage {stage}, and have different weights "
@@ -300,10 +300,10 @@ class RankStream(Stream):
     inside a minibatch ends all ranks: resume from a checkpoint.
     """
 
-    def __init__(self, pipe: Any, *given: Any) -> None:
+    def __init__(self, pipe: Any, *args: Any) -> None:
         if pipe._feed != "all":
             raise InputError("a stream takes its minibatches on every rank; make the pipe with feed='all'")
-        super().__init__(pipe, *given)
+        super().__init__(pipe, *args)
         self._world, self._taken = pipe._world, 0
         self._posted: dict[tuple[int, Route], Incoming] = {}
         self._timeout_s: float = pipe._timeout_s
@@ -325,15 +325,15 @@ class RankStream(Stream):
 
     def _program(self, recorded: Recorded) -> StreamProgram:
         new = id(recorded) not in self._programs
-        made = super()._program(recorded)
+        program = super()._program(recorded)
         if new:
             self._recordings.check_reads(recorded)
-            facts = {"what each stage runs": program_text(made.lowered)}
+            facts = {"what each stage runs": program_text(program.lowered)}
             self._world.agree("takes a minibatch of a new kind", facts)
-        return made
+        return program
 
-    def _step(self, found: FoundCall, program: StreamProgram, target: Any) -> RankStreamStep:
-        number, tensors, elsewhere = self._taken, (*found.tensors, *tensors_in(target)), None
+    def _step(self, call: FoundCall, program: StreamProgram, target: Any) -> RankStreamStep:
+        number, tensors, elsewhere = self._taken, (*call.tensors, *tensors_in(target)), None
         said = f"minibatch {number} of {[[*tensor.shape] for tensor in tensors]}"
         if self._pipe._agreement.compares(number):
             said += f" with checksum {checksum(tensors)}"
@@ -344,7 +344,7 @@ class RankStream(Stream):
             said += f", random state {zlib.crc32(torch.get_rng_state().numpy().data)}"
         self._taken += 1
         return RankStreamStep(
-            **vars(super()._step(found, program, target)),
+            **vars(super()._step(call, program, target)),
             world=self._world,
             ranks=self._recordings.ranks,
             timeout_s=self._timeout_s,

@@ -153,12 +153,12 @@ class StepLog:
         self._thread_s = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         cells = [(stage, microbatch) for stage in range(len(lanes) - 1) for microbatch in range(len(rows))]
         every = dict.fromkeys((*lanes, *(self.lane(*cell) for cell in cells)))
-        self.zeros = {own: Zero.of(own) for own in every}
-        for own in every:
-            own.clock.watch_peak()
-        self.before_bytes = {own: own.clock.held_bytes() for own in every}
+        self.zeros = {each: Zero.of(each) for each in every}
+        for each in every:
+            each.clock.watch_peak()
+        self.before_bytes = {each: each.clock.held_bytes() for each in every}
         self.started_s, self._runs = time.perf_counter(), True
-        if self.allocations is not None and whole is None and any(own.device.type == "cpu" for own in lanes[:-1]):
+        if self.allocations is not None and whole is None and any(each.device.type == "cpu" for each in lanes[:-1]):
             self._profiling.enter_context(self.allocations)
         else:
             self.allocations = None

@@ -110,7 +110,7 @@ class Tape:
         """The generator's state before the first draw; None: whatever it is then."""
         self._now = start
         """For a tape that draws once more, the state before its next draw."""
-        self._places = {node.name: place for place, node in enumerate(nodes)}
+        self._places = {node.name: index for index, node in enumerate(nodes)}
         self._next = 0
         self._drawn: dict[str, list[Sequence[torch.Tensor]]] = {}
         """Of each draw the parts of the microbatches, or the one of a node that runs once."""
@@ -136,17 +136,17 @@ class Tape:
 
     def run(self, name: str, microbatch: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a random operation, or a module with several inside, with a microbatch's numbers."""
-        place = self._places[name]
-        node = self.nodes[place]
-        if place >= self._next:
+        index = self._places[name]
+        node = self.nodes[index]
+        if index >= self._next:
             with DRAWING:
-                while self._next < place:
+                while self._next < index:
                     self._draw_next()
-                if self._next == place and self._draws_itself(node):
+                if self._next == index and self._draws_itself(node):
                     self._begin()
                     self._next += 1
                     return function(*args, **kwargs)
-                if self._next == place:
+                if self._next == index:
                     self._draw_next()
         drawn = self._drawn[name]
         if not node.again:
@@ -184,7 +184,7 @@ class Tape:
             finally:
                 generator.set_state(outside)
         if self.here is None or node.name in self.here:
-            self._drawn[node.name] = [self._parts(node, *own) for own in zip(numbers, node.draws or (), strict=True)]
+            self._drawn[node.name] = [self._parts(node, *pair) for pair in zip(numbers, node.draws or (), strict=True)]
         self._next += 1
 
     @torch.no_grad()

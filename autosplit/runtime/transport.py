@@ -79,14 +79,14 @@ class SharedMemory:
 
     def _moved(self, route: Route, message: Message, ready: Any, *, detached: bool) -> Message:
         there = tuple([tensor for tensor in message if tensor is not None])
-        given = tuple([tensor.detach() for tensor in there]) if detached else there
+        tensors = tuple([tensor.detach() for tensor in there]) if detached else there
         lanes = self._lane(route.source, route.microbatch), self._lane(route.target, route.microbatch)
         if self._log is None:
-            moved = transfer(given, *lanes, ready)
+            moved = transfer(tensors, *lanes, ready)
         else:
             places = route.source, route.target, route.microbatch
             moved = self._log.copied(
-                partial(transfer, given, *lanes, ready), *places, backward=route.backward, ready=ready
+                partial(transfer, tensors, *lanes, ready), *places, backward=route.backward, ready=ready
             )
         if detached:
             moved = tuple([m.requires_grad_(t.requires_grad) for m, t in zip(moved, there, strict=True)])

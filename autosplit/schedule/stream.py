@@ -38,7 +38,7 @@ class StreamAction(NamedTuple):
     Attributes:
         kind: F, B, or U: a round's update.
         minibatch: of U the last one of its round.
-        place: which microbatch of the minibatch.
+        offset: which microbatch of the minibatch.
         microbatch: its number in the stream; of U that of the round's last one, were the round whole.
         update: the number of the update that takes in its gradients.
         last: the number of the round's last microbatch, were the round whole.
@@ -47,7 +47,7 @@ class StreamAction(NamedTuple):
 
     kind: Kind
     minibatch: int
-    place: int
+    offset: int
     microbatch: int
     update: int
     last: int
@@ -160,13 +160,13 @@ def stream_actions(
         backwards: Needs = tuple(("B", other) for other in others if other % count != replica)
         needs = updates(cell.update) + backwards
         updates(cell.update + 1)
-        return StreamAction("U", cell.minibatch, cell.place, cell.last, cell.update, cell.last, needs)
+        return StreamAction("U", cell.minibatch, cell.offset, cell.last, cell.update, cell.last, needs)
 
     def back() -> Iterator[StreamAction]:
         cell = flying.popleft()
         yield StreamAction("B", *cell[1:-1])
         if cell.microbatch == cell.last:
-            yield update(cell, cell.microbatch - cell.place if size == 1 else cell.last + 1 - count, cell.last)
+            yield update(cell, cell.microbatch - cell.offset if size == 1 else cell.last + 1 - count, cell.last)
 
     while (cells := microbatches(minibatch)) is not None:
         if not cells:

@@ -246,7 +246,7 @@ class Segment:
     def _forward(self, held: Held, cell: StreamAction, cells: StreamCells) -> None:
         try:
             self._stages[held.stage].take(cells.sums[held], cell.update)
-            cells.act(Action(held.stage, "F", cell.place))
+            cells.act(Action(held.stage, "F", cell.offset))
         except Exception as error:
             self._fail(cell.minibatch, error)
         else:
@@ -275,7 +275,7 @@ class Segment:
         weights, sums = self._stages[held.stage], cells.sums[held]
         if sums.reads_modules:
             weights.take(sums, cell.update)
-        cells.act(Action(held.stage, "B", cell.place))
+        cells.act(Action(held.stage, "B", cell.offset))
         if cell.microbatch + self._replicas[held.stage] > cell.last:  # its last one of the round
             weights.release(sums)
 

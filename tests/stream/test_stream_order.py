@@ -84,7 +84,7 @@ def clock(replicas: Sequence[int], staleness: str, sizes: Sequence[int], cell_s:
             start = max([times[key], *(ends[need] for need in needs)])
             before: list[tuple[int, str, int]] = []
             if kind == "F":
-                assert cell.microbatch == firsts[cell.minibatch] + cell.place
+                assert cell.microbatch == firsts[cell.minibatch] + cell.offset
                 assert cell.microbatch % replicas[stage] == replica
                 used = weight_version(staleness, replicas, stage, cell.minibatch)
                 before = [(stage, "U", update) for update in range(used)]

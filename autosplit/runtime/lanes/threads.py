@@ -184,7 +184,7 @@ class LaneThreads:
 
     def check_caller(self) -> None:
         """Raise RuntimeError where one of the lanes' own threads calls, which would wait for itself."""
-        if any(own.thread is threading.current_thread() for own in list(self._threads.values())):
+        if any(worker.thread is threading.current_thread() for worker in list(self._threads.values())):
             raise RuntimeError("a pipe was called from inside one of its own stages; use lanes='inline' for that")
 
     def close(self) -> None:
@@ -198,8 +198,8 @@ class LaneThreads:
             intra_op = torch.get_num_threads()
             try:
                 self._threads.update((lane, _LaneThread(f"autosplit lane {lane}")) for lane in missing)
-                for own in list(self._threads.values()):
-                    own.ready.wait()
+                for worker in list(self._threads.values()):
+                    worker.ready.wait()
             finally:
                 torch.set_num_threads(intra_op)  # what threads of the caller's start with; the lanes keep their one
         return [self._threads[lane] for lane in range(self.lanes)]
@@ -208,8 +208,8 @@ class LaneThreads:
         self, coordinator: StepCoordinator, turns: Sequence[Iterable[Turn]], act: Act, state: ThreadState
     ) -> None:
         try:
-            for lane, own in enumerate(turns):
-                coordinator.threads[lane].jobs.put(partial(_work, coordinator, lane, own, act, state))
+            for lane, lane_turns in enumerate(turns):
+                coordinator.threads[lane].jobs.put(partial(_work, coordinator, lane, lane_turns, act, state))
             self._wait(coordinator)
         except BaseException as error:
             coordinator.stop()
@@ -256,10 +256,10 @@ class LaneThreads:
 
 def _end(threads: dict[int, _LaneThread]) -> None:
     """Stop threads and wait for their end, except for this one's own."""
-    own = [threads.pop(lane) for lane in list(threads)]
-    for lane in own:
+    popped = [threads.pop(lane) for lane in list(threads)]
+    for lane in popped:
         lane.jobs.put(None)
-    for lane in own:
+    for lane in popped:
         if lane.thread is not threading.current_thread():
             lane.thread.join(_JOIN_S)
 

@@ -84,8 +84,8 @@ class Cells:
         bundle = self.start.shared.get(held.stage, ())
         if bundle and held.replica:
             bundle = transfer(tuple(bundle), self.step.lanes[held.stage], self.step.lane_of(held))
-        given = _detached(bundle) if self.detached else bundle
-        return Sums(held, self.step.codes.get(held), self.step.lane_of(held), given, self.step.attributes(held))
+        shared = _detached(bundle) if self.detached else bundle
+        return Sums(held, self.step.codes.get(held), self.step.lane_of(held), shared, self.step.attributes(held))
 
     def clear(self) -> None:
         """Forget gradients: of parameters, shared values, inputs, and of what cells sent."""
@@ -144,12 +144,12 @@ class Cells:
         sums = self._sums(stage, microbatch)
         state = self.cells[stage, microbatch] = CellState()
         with sums.lane.active():
-            given = self._given(state, sums, stage, microbatch)
+            values = self._given(state, sums, stage, microbatch)
             if self.step.log is not None:  # on the lane itself it begins when that is there
                 self.step.log.begins(Action(stage, "F", microbatch))
             sums.fill(state.results)
             run = self.step.program(sums.held).cell(stage, last=microbatch == len(self.step.sizes) - 1)
-            state.sent = run(*given)
+            state.sent = run(*values)
         if self.detached and self.step.once(("several", sums.held), lambda: self._has_several(state, sums)):
             sums.ask()
         for target in [name for name in state.sent if name != OUT]:
@@ -159,27 +159,27 @@ class Cells:
 
     def _given(self, state: CellState, sums: Sums, stage: int, microbatch: int) -> list[Any]:
         """Return what a stage takes, in its order."""
-        given: list[Any] = []
+        values: list[Any] = []
         for name in self.lowered.takes[stage]:
             match name:
                 case "rows":
-                    given.append(self.step.sizes[microbatch])
+                    values.append(self.step.sizes[microbatch])
                 case "key":
-                    given.append(self.context(stage, microbatch))
+                    values.append(self.context(stage, microbatch))
                 case "shared":
-                    given.append(self._passed(sums.given))
+                    values.append(self._passed(sums.shared))
                 case "inputs":
-                    given.append(self._passed(self._inputs(state, sums, stage, microbatch)))
+                    values.append(self._passed(self._inputs(state, sums, stage, microbatch)))
                 case _ if name in self.step.lengths:
-                    given.append(self.step.lengths[name])
+                    values.append(self.step.lengths[name])
                 case _:
                     source = int(name.removeprefix("from"))
-                    given.append(self._passed(self.receive(state, Route(source, stage, microbatch))))
-        return given
+                    values.append(self._passed(self.receive(state, Route(source, stage, microbatch))))
+        return values
 
     def _has_several(self, state: CellState, sums: Sums) -> bool:
         """Tell whether a cell has several contributions for a leaf; raise InputError for leaves that are not given."""
-        return has_several(state.sent.values(), sums.leaves, chain(*state.leaves.values(), sums.given))
+        return has_several(state.sent.values(), sums.leaves, chain(*state.leaves.values(), sums.shared))
 
     def context(self, stage: int, microbatch: int) -> CellContext:
         """Return where operations of a cell draw and leave what norms see."""
@@ -286,10 +286,10 @@ class Cells:
             summed = [leaf for leaf in sums.leaves if id(leaf) not in put_off]
             if in_turn:
                 sums.begin(summed, roots, seeds)
-            found = iter(gradients(roots, seeds, [*leaves, *summed, *later.edges], keep=self.keep))
-            back = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=False)}
-            totals = list(zip(summed, found, strict=False))
-            later.catch(found)
+            grads = iter(gradients(roots, seeds, [*leaves, *summed, *later.edges], keep=self.keep))
+            back = {id(leaf): gradient for leaf, gradient in zip(leaves, grads, strict=False)}
+            totals = list(zip(summed, grads, strict=False))
+            later.catch(grads)
             state.deferred = later.products
         if in_turn:
             sums.take(totals)
@@ -341,23 +341,23 @@ class Cells:
     @property
     def free(self) -> list[torch.Tensor]:
         """Leaves under the loss that are no stage's."""
-        return list({id(leaf): leaf for own in self.replicas(self.last) for leaf in own.free}.values())
+        return list({id(leaf): leaf for sums in self.replicas(self.last) for leaf in sums.free}.values())
 
     def hand_over(self) -> None:
         """Give every leaf its whole gradient: parameters, shared values and inputs, in one backward."""
-        own = [self._pairs(stage) for stage in range(len(self.layout.stages))]
+        by_stage = [self._pairs(stage) for stage in range(len(self.layout.stages))]
         inputs = sorted(self.input_gradients.items(), key=lambda item: item[0])
         step = self.step
-        brought = [((s, m, place), step.brought(step.holder(s, m), gradient)) for (s, m, place), gradient in inputs]
-        own.append([(self.start.inputs[s][m][place], gradient) for (s, m, place), gradient in brought])
+        brought = [((s, m, p), step.brought(step.holder(s, m), gradient)) for (s, m, p), gradient in inputs]
+        by_stage.append([(self.start.inputs[s][m][p], gradient) for (s, m, p), gradient in brought])
         brought.clear()
         inputs.clear()
         self.input_gradients.clear()
-        leaves = [tensor for pairs in own for tensor, _ in pairs] + self.step.tensors
+        leaves = [tensor for pairs in by_stage for tensor, _ in pairs] + self.step.tensors
         if self.layout.home:  # of shared values, which parameters may stand behind
             leaves += self.lowered.traced.root.parameters()
         with all_or_nothing(leaves):
-            self.start.hand_over(own, self._hand)
+            self.start.hand_over(by_stage, self._hand)
 
     def _pairs(self, stage: int) -> Pairs:
         """Return what belongs to a stage with what its replicas have added up; their sums are empty afterwards."""
@@ -374,11 +374,11 @@ class Cells:
 
 def parameters(step: Step) -> dict[Held, list[torch.Tensor]]:
     """Return the parameters and buffers that require a gradient, of stages that run in this process."""
-    found = {}
+    by_stage = {}
     for held, code in step.codes.items():
         tensors = {id(t): t for t in (*code.read(), *code.others()) if t is not None and t.requires_grad}
-        found[held] = list(tensors.values())
-    return found
+        by_stage[held] = list(tensors.values())
+    return by_stage
 
 
 def _detached(bundle: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -255,7 +255,7 @@ def _prove(loss: _Loss, whole: Callable[[], Any]) -> list[str] | None:
     flat = [_as_leaf(leaf) for leaf in flat]
     output = rebuild(flat)
 
-    def part(microbatch: int | None) -> Any:
+    def output_of(microbatch: int | None) -> Any:
         if microbatch is None:
             return output
         start = sum(step.sizes[:microbatch])
@@ -271,7 +271,7 @@ def _prove(loss: _Loss, whole: Callable[[], Any]) -> list[str] | None:
     weights = loss.loss_fn.parameters() if isinstance(loss.loss_fn, nn.Module) else ()
     leaves = [leaf for leaf in (*flat, *weights) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     with state.random_state(), state.attributes(functions=[loss.loss_fn]):
-        return prove(loss.loss_fn, part, loss.target, loss.targets, step.sizes, leaves)
+        return prove(loss.loss_fn, output_of, loss.target, loss.targets, step.sizes, leaves)
 
 
 def _as_leaf(value: Any) -> Any:

@@ -65,9 +65,9 @@ class Step:
     @property
     def held(self) -> list[Held]:
         """The stages and their replicas."""
-        found = [Held(stage, 0) for stage in range(len(self.lowered.stages))]
-        found += [Held(stage, number) for number, own in enumerate(self.replicas, 1) for stage in own.lanes]
-        return sorted(found)
+        stages = [Held(stage, 0) for stage in range(len(self.lowered.stages))]
+        stages += [Held(stage, number) for number, replica in enumerate(self.replicas, 1) for stage in replica.lanes]
+        return sorted(stages)
 
     def holder(self, stage: int, microbatch: int) -> Held:
         """Return which of a stage's replicas runs a microbatch."""
@@ -126,10 +126,10 @@ class Step:
         """Give norms what those of further replicas saw."""
         for held, other in replicas.items():
             for name, use in other.statistics.items():
-                own = state.statistics.setdefault(name, use)
-                for microbatch, part in use.parts.items():
-                    moved = (self.brought(held, moment) for moment in part[1:])
-                    own.parts[microbatch] = Moments(part.values, *moved)
+                merged = state.statistics.setdefault(name, use)
+                for microbatch, seen in use.parts.items():
+                    moved = (self.brought(held, moment) for moment in seen[1:])
+                    merged.parts[microbatch] = Moments(seen.values, *moved)
 
     def perform(self, schedule: Schedule, cells: Any) -> None:
         """Perform a schedule's actions in the calling thread; cells send and receive what their list says."""
@@ -162,21 +162,21 @@ class Step:
             self.orders[key] = make()
         return self.orders[key]
 
-    def given(self) -> tuple[Any, ...]:
+    def program_inputs(self) -> tuple[Any, ...]:
         """Return what the program takes."""
         return (*self.tensors, self.rows, *self.lengths.values(), self.sizes, self.lanes, self.state)
 
     def attributes(self, held: Held) -> StandInAttributes | None:
         """Return what a cell runs in, so that attributes set on stand-ins of modules get to the modules."""
 
-        def made() -> StandInAttributes:
-            region, here = self.program(held).stages[held.stage], sum(own.stage == held.stage for own in self.held)
+        def make() -> StandInAttributes:
+            region, here = self.program(held).stages[held.stage], sum(other.stage == held.stage for other in self.held)
             return StandInAttributes(
                 region, held.stage, replicas=here, everywhere=max(here, self.processes(held.stage))
             )
 
-        found = self.once(("attributes", held), made)
-        return found if found.called else None
+        attributes = self.once(("attributes", held), make)
+        return attributes if attributes.called else None
 
     @cached_property
     def codes(self) -> dict[Held, Any]:
@@ -199,9 +199,9 @@ class Step:
     def start(self) -> Start:
         """Run what comes before the first cell, in the caller's thread and graph."""
         with self.located():
-            start = Start(*self.setup(*self.given()))
-        for own in self.replicas:
-            own.refresh(self.lanes)
+            start = Start(*self.setup(*self.program_inputs()))
+        for replica in self.replicas:
+            replica.refresh(self.lanes)
         return start
 
     @contextlib.contextmanager
@@ -210,18 +210,18 @@ class Step:
 
         Yields a list for the tensors that the caller is going to use.
         """
-        own, caller = list(dict.fromkeys(map(self.lane_of, self.held))), self.lanes[-1]
+        lanes, caller = list(dict.fromkeys(map(self.lane_of, self.held))), self.lanes[-1]
         handed: list[Any] = []
-        enter(caller, own)
+        enter(caller, lanes)
         try:
             yield handed
         finally:
-            leave(caller, own, handed)
+            leave(caller, lanes, handed)
 
     def end(self, start: Start, bundles: Mapping[int, Sequence[Bundle]]) -> Sequence[Any]:
         """Run what comes behind the last cell, on what the stages gave per microbatch; return the flat outputs."""
         with self.located():
-            return self.ending(*self.given(), start.kept, bundles)
+            return self.ending(*self.program_inputs(), start.kept, bundles)
 
     @contextlib.contextmanager
     def located(self) -> Iterator[None]:
@@ -249,9 +249,9 @@ class Start:
     kept: Bundle
     transport: Transport | None = None
 
-    def hand_over(self, own: Sequence[Pairs], backward: Callable[[Pairs], None]) -> None:
+    def hand_over(self, by_stage: Sequence[Pairs], backward: Callable[[Pairs], None]) -> None:
         """Give tensors their gradients, listed by the stage that made these; ``backward`` does so for a list."""
-        pairs = [pair for stage in own for pair in stage]
-        for stage in own:
+        pairs = [pair for stage in by_stage for pair in stage]
+        for stage in by_stage:
             stage.clear()
         backward(pairs)

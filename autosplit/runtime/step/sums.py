@@ -53,7 +53,7 @@ class Sums:
         self, held: Held, code: Any, lane: Lane, shared: Sequence[torch.Tensor], attributes: StandInAttributes | None
     ) -> None:
         """``code`` runs the stage (:class:`autosplit.lower.stage_code.StageCode`); None: it does not run here."""
-        self.held, self.lane, self.given, self.attributes, self._code = held, lane, shared, attributes, code
+        self.held, self.lane, self.shared, self.attributes, self._code = held, lane, shared, attributes, code
         self.parameters: Sequence[torch.Tensor] = ()
         self.leaves: list[torch.Tensor] = []
         self.free: list[torch.Tensor] = []
@@ -79,7 +79,7 @@ class Sums:
         """Compute with leaves, by the identity of the parameters that they stand for, and add up their gradients."""
         self._stand_ins = list(leaves.values())
         self._in_slots = [leaves.get(id(tensor), tensor) for tensor in self._code.read()]
-        self.leaves = [leaf for leaf in (*self.given, *self._stand_ins, *self.free) if leaf.requires_grad]
+        self.leaves = [leaf for leaf in (*self.shared, *self._stand_ins, *self.free) if leaf.requires_grad]
 
     @property
     def reads_modules(self) -> bool:
@@ -141,7 +141,7 @@ class Sums:
 
     def hand_over(self, free: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the sums of the parameters, of ``free`` leaves and of what is given; there are none afterwards."""
-        return self._taken((*self._stand_ins, *free, *self.given))
+        return self._taken((*self._stand_ins, *free, *self.shared))
 
     def stand_ins_of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what stands for some of the parameters in cells' graphs."""

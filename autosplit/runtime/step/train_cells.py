@@ -81,12 +81,12 @@ class TrainCells(Cells):
         """Whether anything with a gradient stands behind the loss."""
         self.wants = loss.wants
         for stage in self._split_stages():
-            for own in self.replicas(stage):
-                own.ask()
+            for sums in self.replicas(stage):
+                sums.ask()
         self.passed = [value for value in self.lowered.outputs if _is_input(value) and self._wanted(value.name)]
         """Inputs that are outputs too."""
         slots = ((stage, self._slots(stage)) for stage in range(self.last + 1))
-        self._sources = [(stage, own) for stage, own in slots if own]
+        self._sources = [(stage, taken) for stage, taken in slots if taken]
         """The stages that give the loss something, and the slots of that."""
         self._outputs = Outputs(step)
 
@@ -144,24 +144,24 @@ class TrainCells(Cells):
         sums = self._sums(self.last, microbatch)
         passed = {value.name: self._input(value, microbatch) for value in self.passed}
         with sums.lane.active():
-            made = self._values(microbatch, state)
-            values = passed | made
+            computed = self._values(microbatch, state)
+            values = passed | computed
             flat: list[Any] = list(values.values())
-            given: Any = values
+            output: Any = values
             if not self.loss.takes_values:
                 flat = [
                     None if isinstance(value, fx.Node) and not self._wanted(value.name) else _flat(value, values)
                     for value in self.lowered.outputs
                 ]
                 flat = with_placeholders(self._outputs, flat, microbatch)
-                given = self.lowered.traced.unflatten(flat)
+                output = self.lowered.traced.unflatten(flat)
             if self.check is not None:
                 self.check.keep(flat, microbatch)
             with self.step.losing():
-                value = self.roots[microbatch] = self.loss(given, microbatch)
+                value = self.roots[microbatch] = self.loss(output, microbatch)
         self.losses[microbatch] = value.detach()
         self.depends |= value.requires_grad
-        if free := self._free_leaves(state, sums, list(made.values()), value):
+        if free := self._free_leaves(state, sums, list(computed.values()), value):
             self.step.check_free(free)
             self._held_back.enter_context(held_back(free))
             sums.ask_for(free)
@@ -179,21 +179,21 @@ class TrainCells(Cells):
         return self.transport.recv(Route(stage, self.last, microbatch, loss=True).back) if state.sent[OUT] else ()
 
     def _free_leaves(
-        self, state: CellState, sums: Sums, made: Sequence[torch.Tensor], value: torch.Tensor
+        self, state: CellState, sums: Sums, outputs: Sequence[torch.Tensor], value: torch.Tensor
     ) -> list[torch.Tensor]:
         """Return new leaves under the loss that are not the last stage's: the loss's own parameters, for one.
 
         So are parameters of other stages that the loss looks at itself, as a penalty on weights does, and the batch
-        where it is an output too. What stands behind the outputs that stages ``made`` is the stages' own.
+        where it is an output too. What stands behind the ``outputs`` of stages is the stages' own.
         """
-        found = leaves_under(value, made)
-        if not found:
+        leaves = leaves_under(value, outputs)
+        if not leaves:
             return []
         known = {
-            id(t) for bundle in (*state.leaves.values(), *(own.given for own in self.sums.values())) for t in bundle
+            id(t) for bundle in (*state.leaves.values(), *(each.shared for each in self.sums.values())) for t in bundle
         }
         known |= set(map(id, (*sums.leaves, *sums.free)))
-        return [leaf for leaf in found if id(leaf) not in known]
+        return [leaf for leaf in leaves if id(leaf) not in known]
 
     def _values(self, microbatch: int, last: CellState) -> dict[str, torch.Tensor]:
         """Return what stages give for one microbatch, by name; what earlier stages made has a state of its own."""
@@ -236,7 +236,7 @@ class TrainCells(Cells):
 
     def results(self) -> list[torch.Tensor | None]:
         """Return what the caller's thread works on when the lanes are done."""
-        totals = [total for own in self.sums.values() for total in own.totals()]
+        totals = [total for sums in self.sums.values() for total in sums.totals()]
         kept = self.check.tensors() if self.check is not None else []
         return [*self.losses.values(), *totals, *self.input_gradients.values(), *kept]
 
