@@ -32,7 +32,7 @@ from autosplit.trace.inputs.inputs import has_uneven_list
 from autosplit.trace.inputs.lengths import without_rows
 from autosplit.trace.inputs.objects import leaves_of, take_apart, tensors_in
 from autosplit.trace.inputs.python_state import OutsideValues
-from autosplit.trace.inputs.signature import Call, Key, Kind, Scope
+from autosplit.trace.inputs.signature import CallSignature, Key, Kind, SignatureScope
 from autosplit.trace.inputs.token import Token
 from autosplit.trace.ladder import Trace
 from autosplit.trace.recording.run import PythonRun
@@ -270,14 +270,14 @@ class PythonRuns:
         self.model = model
         self._changed: frozenset[Place] = frozenset()
         """Where calls of the model have changed Python state."""
-        self._known: list[Scope] = [Scope()]
+        self._known: list[SignatureScope] = [SignatureScope()]
         """What is known of attributes, again after each recording that told more."""
         self._touches: Mapping[tuple[str, ...], set[Place]] = {}
         """Attributes that the recording made last has read or set, by the modules that were being called."""
         self._outside = OutsideValues()
         self.token: Token | None = None
         """Of the last call: another one where its walk through the model may come to something else."""
-        self._keys: Callable[..., dict[Call, Key]] = lru_cache(_NUMBERS)(lambda *_: {})
+        self._keys: Callable[..., dict[CallSignature, Key]] = lru_cache(_NUMBERS)(lambda *_: {})
         """Keeps the signatures of calls by what these have of the model."""
 
     def key_of(self, leaves: Sequence[Any], spec: Any) -> Key:
@@ -289,11 +289,11 @@ class PythonRuns:
         if token is None or token.scope is not scope or not token.holds():
             token = self.token = Token(self.model, self._outside, scope)
             token.keys = self._keys(token.entries, token.values)
-        return token.key(Call.of(leaves, spec))
+        return token.key(CallSignature.of(leaves, spec))
 
     def earlier_keys(self, sample: Sample) -> list[Key]:
         """Return the signatures that a call had before the last recordings touched more attributes."""
-        call = Call.of(*take_apart((sample.args, sample.kwargs)))
+        call = CallSignature.of(*take_apart((sample.args, sample.kwargs)))
         return [Token(self.model, self._outside, scope).key(call) for scope in self._known[:-1]]
 
     @contextlib.contextmanager
@@ -307,7 +307,7 @@ class PythonRuns:
             known = self._known[-1]
             self._learn(known._replace(touched=(known.touched or frozenset()).union(*self._touches.values())))
 
-    def _learn(self, known: Scope) -> None:
+    def _learn(self, known: SignatureScope) -> None:
         if known != self._known[-1]:
             self._known.append(known)
 

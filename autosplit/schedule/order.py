@@ -42,7 +42,7 @@ _Need = tuple[Entry, Entry]
 _OfStage = Reduce | Unshard | Reshard | Update
 
 
-class _Message(NamedTuple):
+class _Delivery(NamedTuple):
     """What goes from an action to another, on one device or between two."""
 
     route: Route
@@ -71,8 +71,8 @@ def step_order(
     Raises ScheduleError that names a cycle of devices when actions wait for each other.
     """
     device_of: dict[Entry, int] = {action: device for device, lane in enumerate(schedule.lanes) for action in lane}
-    sent: dict[Entry, list[_Message]] = defaultdict(list)
-    taken: dict[Entry, list[_Message]] = defaultdict(list)
+    sent: dict[Entry, list[_Delivery]] = defaultdict(list)
+    taken: dict[Entry, list[_Delivery]] = defaultdict(list)
     needs: list[_Need] = []
     for message in _messages(schedule, sources, loss_sources):
         needs.append((message.producer, message.consumer))
@@ -80,10 +80,10 @@ def step_order(
             sent[message.producer].append(message)
             taken[message.consumer].append(message)
 
-    def receive(message: _Message) -> Issued:
+    def receive(message: _Delivery) -> Issued:
         return Issued(device_of[message.consumer], Receive(message.route))
 
-    def send(message: _Message) -> Issued:
+    def send(message: _Delivery) -> Issued:
         return Issued(device_of[message.producer], Send(message.route))
 
     order: list[Issued] = []
@@ -247,7 +247,7 @@ def check_order(order: Iterable[Issued], devices: int, *, receives: Receives = "
 
 def _messages(
     schedule: Schedule, sources: Sequence[AbstractSet[int]], loss_sources: Iterable[int]
-) -> Iterator[_Message]:
+) -> Iterator[_Delivery]:
     """Yield what the schedule's actions give each other; an action's own by stage, for the loss last."""
     last, there, back = schedule.stages - 1, set(schedule), schedule.input_gradient
     links = [(source, target, False) for target, taken in enumerate(sources) for source in sorted(taken - {target})]
@@ -255,8 +255,8 @@ def _messages(
     for m in range(schedule.microbatches):
         for source, target, loss in links:
             route = Route(source, target, m, loss)
-            forward = _Message(route, Action(source, "F", m), Action(target, "F", m))
-            for message in (forward, _Message(route.back, back(target, m), back(source, m))):
+            forward = _Delivery(route, Action(source, "F", m), Action(target, "F", m))
+            for message in (forward, _Delivery(route.back, back(target, m), back(source, m))):
                 if message.producer in there:
                     yield message
 

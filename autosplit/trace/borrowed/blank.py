@@ -21,19 +21,19 @@ _CPU = torch.device("cpu")
 def blank(tensor: torch.Tensor, dtype: torch.dtype | None = None, size: torch.Size | None = None) -> torch.Tensor:
     """Return a tensor on meta that is like another one, of another dtype or size where one is given."""
     if size is not None:
-        made = torch.empty(size, dtype=dtype or tensor.dtype, device="meta")
+        new = torch.empty(size, dtype=dtype or tensor.dtype, device="meta")
     else:
-        made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype or tensor.dtype, device="meta")
+        new = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype or tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)
+        return nn.Parameter(new, requires_grad=tensor.requires_grad)
+    return new.requires_grad_(tensor.requires_grad)
 
 
 def fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device = _CPU) -> torch.Tensor:
     """Return a fake twin of a tensor, on a device."""
     if tensor.device == device:
-        own = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
-        return mode.from_tensor(own, static_shapes=True)
+        leaf = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+        return mode.from_tensor(leaf, static_shapes=True)
     twin = FakeTensor(mode, blank(tensor).detach().requires_grad_(tensor.requires_grad), device)
     if isinstance(tensor, nn.Parameter):
         twin._is_param = True  # what makes isinstance(twin, Parameter) true, as torch's own conversion does
@@ -68,8 +68,8 @@ def lies_apart(model: nn.Module, inputs: Iterable[torch.Tensor]) -> bool:
     them, lengths for example. What is on meta lies nowhere.
     """
     held = {t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta}
-    given = {t.device for t in inputs if not t.is_meta}
-    return len(held) > 1 or bool(held and given and not held <= given <= held | {_CPU})
+    devices = {t.device for t in inputs if not t.is_meta}
+    return len(held) > 1 or bool(held and devices and not held <= devices <= held | {_CPU})
 
 
 @contextlib.contextmanager
@@ -84,9 +84,9 @@ def without_values(model: nn.Module, sizes: Mapping[int, torch.Size] = MappingPr
     """
     holders = Holders([model])
     before = holders.read()
-    own = (*model.parameters(), *model.buffers())
+    tensors = (*model.parameters(), *model.buffers())
     try:
-        pairs = [(t, blank(t, size=sizes.get(id(t)))) for t in dict.fromkeys(own) if not t.is_meta]
+        pairs = [(t, blank(t, size=sizes.get(id(t)))) for t in dict.fromkeys(tensors) if not t.is_meta]
         holders.swap({id(t): other for t, other in pairs}, pairs)
         yield
     finally:

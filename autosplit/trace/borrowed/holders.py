@@ -144,8 +144,8 @@ class Holders:
         modules = {id(m): (path, m) for model in models for path, m in model.named_modules()}
         self._modules: Collection[int] = modules.keys()
         self._skipped, self._follows_code = skipped, not values
-        for place, value in values:
-            self._value(value, place, _DEPTH)
+        for where, value in values:
+            self._value(value, where, _DEPTH)
         for path, module in modules.values():
             self._module(path, module)
         for function in functions:
@@ -202,36 +202,36 @@ class Holders:
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors outside of the tables by the names of their places; further ones of a place by number."""
         counts: Counter[str] = Counter()
-        for place, tensor in self.tensors.values():
-            name = ".".join(filter(None, place))
+        for where, tensor in self.tensors.values():
+            name = ".".join(filter(None, where))
             yield (f"{name}.{counts[name]}" if counts[name] else name), tensor
             counts[name] += 1
 
     def stand_in(self) -> None:
         """Put others in the places of iterators and of functions' caches, to be used up instead; caches are empty."""
-        parts = (part for holder in self.found for part in values_of(holder.read()))
-        self.stands = {id(part): (part, stand_in(part)) for part in parts if type(part) in (*ITERATORS, CACHED)}
+        parts = (value for holder in self.found for value in values_of(holder.read()))
+        self.stands = {id(value): (value, stand_in(value)) for value in parts if type(value) in (*ITERATORS, CACHED)}
         self.swap({key: stand for key, (_, stand) in self.stands.items()})
 
     def swap(self, others: Mapping[int, Any], twins: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
         """Put other values in the places of some, told by their ids, and weak references to the second of two twins."""
-        weak = [(weakref.ref(one), weakref.ref(other)) for one, other in twins]
-        others = {**others, **{id(one): other for one, other in weak}}
+        weak = [(weakref.ref(first), weakref.ref(other)) for first, other in twins]
+        others = {**others, **{id(first): other for first, other in weak}}
         for holder in self.found if others else ():
             content = holder.read()
             if not is_same_content(content, now := with_parts(content, lambda item: swapped(item, others))):
                 holder.write(now)
 
     # -- the walk ----------------------------------------------------------------------------------------------------
-    def _add(self, place: Place, read: Callable[[], Any], write: Callable[[Any], None], **known: Any) -> None:
-        self.found.append(Holder(place, read, write, self._of_hook, self._of_function, **known))
+    def _add(self, where: Place, read: Callable[[], Any], write: Callable[[Any], None], **known: Any) -> None:
+        self.found.append(Holder(where, read, write, self._of_hook, self._of_function, **known))
 
     def _module(self, path: str, module: nn.Module) -> None:
-        own = module.__dict__
-        self._add((path, ""), lambda: {**own, contents.CLASS: type(module)}, partial(contents.refill_module, module))
+        fields = module.__dict__
+        self._add((path, ""), lambda: {**fields, contents.CLASS: type(module)}, partial(contents.refill_module, module))
         if isinstance(module, torch.jit.ScriptModule):
             return
-        for key, value in own.items():
+        for key, value in fields.items():
             if key in _TABLES:
                 self._add((path, key), partial(contents.copied, value), partial(contents.refill, value))
             else:
@@ -247,13 +247,13 @@ class Holders:
         for key, value in read().items():
             self._value(value, (path, f"{name}.{key}" if isinstance(key, str) else name), _DEPTH)
 
-    def _value(self, value: Any, place: Place, depth: int, name: str = "") -> None:
+    def _value(self, value: Any, where: Place, depth: int, name: str = "") -> None:
         value = referent(value)
         if isinstance(value, ATOMIC) or depth < 0 or id(value) in self._seen or not self._follows(value):
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
-            self.tensors[id(value)] = place, value
+            self.tensors[id(value)] = where, value
         elif isinstance(value, type):
             self._class(value)
             self._mention(value.__mro__)
@@ -263,9 +263,9 @@ class Holders:
             for key in () if is_installed(value.__name__) else list(vars(value)):
                 self._when_mentioned(key, partial(self._take, vars(value), key))
         elif (state := contents.state_of(value)) is not None:
-            self._add(place, *state, name=name, draws=isinstance(value, contents.GENERATORS), owner=value)
+            self._add(where, *state, name=name, draws=isinstance(value, contents.GENERATORS), owner=value)
         else:
-            self._parts(value, place, depth, name)
+            self._parts(value, where, depth, name)
 
     def _follows(self, value: Any) -> bool:
         if not isinstance(value, nn.Module):
@@ -275,28 +275,28 @@ class Holders:
         trained = self._follows_code and next(value.parameters(), None) is not None
         return not trained and is_apart(value, self._skipped)
 
-    def _parts(self, value: Any, place: Place, depth: int, name: str) -> None:
+    def _parts(self, value: Any, where: Place, depth: int, name: str) -> None:
         if isinstance(value, (dict, list, set, deque)):
             read, write = partial(contents.copied, value), partial(contents.refill, value)
-            self._add(place, read, write, name=name, owner=value, space=value if type(value) is dict else None)
+            self._add(where, read, write, name=name, owner=value, space=value if type(value) is dict else None)
         attributes: dict[str, Any] = {}
         if is_object(value) or isinstance(value, nn.Module):
             slots = partial(slots_of, value)
             known: dict[str, Any] = {"name": name, "attributes": True, "owner": value}
             if hasattr(value, "__dict__"):
                 space = attributes = value.__dict__
-                self._add(place, space.copy, partial(contents.refill, space), space=space, **known)
-            if found := slots():
+                self._add(where, space.copy, partial(contents.refill, space), space=space, **known)
+            if content := slots():
                 assign = partial(object.__setattr__, value), partial(object.__delattr__, value)
-                self._add(place, slots, contents.writer(slots, *assign), **known)
-            attributes = {**attributes, **found}
+                self._add(where, slots, contents.writer(slots, *assign), **known)
+            attributes = {**attributes, **content}
             self._class(type(value))
         is_callable = isinstance(value, WRAPPERS)
-        for key, part in parts_of(value, ()) or ():
-            if not isinstance(part, ATOMIC):
+        for key, item in parts_of(value, ()) or ():
+            if not isinstance(item, ATOMIC):
                 named = name and (name if is_callable else f"{name}.{key}")
-                walk = partial(self._value, part, place, depth if is_callable else depth - 1, named)
-                if name and attributes.get(key) is part:
+                walk = partial(self._value, item, where, depth if is_callable else depth - 1, named)
+                if name and attributes.get(key) is item:
                     self._when_mentioned(key, walk, kind=type(value))
                 else:
                     walk()
@@ -312,15 +312,15 @@ class Holders:
 
     def _members(self, kind: type) -> None:
         """Walk the members of a class that are called without being named, and others when their names are met."""
-        name, place = kind.__qualname__, ("", f"class {kind.__qualname__}")
+        name, where = kind.__qualname__, ("", f"class {kind.__qualname__}")
         assign = partial(type.__setattr__, kind), partial(type.__delattr__, kind)
         read: Callable[[], dict[str, Any]] = partial(dict, vars(kind))
-        self._add(place, read, contents.writer(read, *assign), name=name, attributes=True)
+        self._add(where, read, contents.writer(read, *assign), name=name, attributes=True)
         installed = [base for base in kind.__mro__ if base is not object and is_installed(base.__module__)]
         inherited = {key for base in installed for key in vars(base)}  # code that is not followed may call these
         for key, member in list(vars(kind).items()):
             value = member.fget if isinstance(member, property) else member
-            walk = partial(self._value, value, place, _DEPTH, f"{name}.{key}")
+            walk = partial(self._value, value, where, _DEPTH, f"{name}.{key}")
             if key in ("__init__", "__new__"):
                 self._when_mentioned(kind, walk)
             else:
@@ -346,16 +346,16 @@ class Holders:
             return
         self.functions.append(function)
         name = function.__qualname__
-        place = ("", name)
-        own = function.__dict__
-        self._add(place, own.copy, partial(contents.refill, own), name=name, attributes=True)
+        where = ("", name)
+        fields = function.__dict__
+        self._add(where, fields.copy, partial(contents.refill, fields), name=name, attributes=True)
         for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             read, write = partial(cell_content, cell), partial(contents.refill_cell, cell)
-            self._add(place, read, write, name=f"{name}.{free}", cell=True)
+            self._add(where, read, write, name=f"{name}.{free}", cell=True)
         write = partial(contents.refill_defaults, function)
-        self._add(place, partial(defaults_of, function), write, name=name)
+        self._add(where, partial(defaults_of, function), write, name=name)
         for key, value in parts_of(function, ()) or ():
-            self._value(value, place, _DEPTH, f"{name}.{key}")
+            self._value(value, where, _DEPTH, f"{name}.{key}")
         names = names_in(function.__code__)
         if names.by_text and not self._by_text:
             self._by_text = True

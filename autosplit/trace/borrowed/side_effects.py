@@ -53,8 +53,8 @@ class Changes:
     @property
     def places(self) -> frozenset[Place]:
         """Where it is: a module's path and attribute, or "" and what holds it."""
-        found = [p for holder, entries in self.entries for p in holder.places(self.before[id(holder)], entries)]
-        return frozenset((*found, *((("", "an iterator"),) if self.iterators else ())))
+        changed = [p for holder, entries in self.entries for p in holder.places(self.before[id(holder)], entries)]
+        return frozenset((*changed, *((("", "an iterator"),) if self.iterators else ())))
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors among the new values, each once, in order."""
@@ -66,16 +66,16 @@ class Changes:
         return list({id(number): number for number in kept}.values())
 
     def _leaves(self) -> list[Any]:
-        found: list[Any] = []
+        leaves: list[Any] = []
 
         def note(leaf: Any) -> Any:
-            found.append(leaf)
+            leaves.append(leaf)
             return leaf
 
         for _, entries in self.entries:
             for value in entries.values():
                 _mapped(value, note)
-        return found
+        return leaves
 
     def without(self, handled: Callable[[Holder, Any, Any], bool]) -> Changes:
         """Return those for whose holder, key and value ``handled`` is not true."""
@@ -89,8 +89,8 @@ class Changes:
             return real.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf.compute(real)
 
         for holder, entries in self.entries:
-            own = {key: _mapped(value, known) for key, value in entries.items()}
-            holder.write(applied(holder.read(), own))
+            content = {key: _mapped(value, known) for key, value in entries.items()}
+            holder.write(applied(holder.read(), content))
         self.holders.swap(self.iterators)
 
 
@@ -98,10 +98,10 @@ def changes(holders: Holders, before: Sequence[Any]) -> Changes:
     """Return what is another value now than in the contents ``before``; what hooks of the caller's did is left out."""
     pairs = [*zip(holders.found, before, strict=True)]
     entries = [(holder, difference(content, holder.read())) for holder, content in pairs if not holder.of_hook]
-    stands = [(key, own, stand) for key, (own, stand) in holders.stands.items() if type(own) in ITERATORS]
-    moved = {key: stand for key, own, stand in stands if position(own) != position(stand)}
+    stands = [(key, old, stand) for key, (old, stand) in holders.stands.items() if type(old) in ITERATORS]
+    moved = {key: stand for key, old, stand in stands if position(old) != position(stand)}
     contents = {id(holder): content for holder, content in pairs}
-    return Changes(holders, tuple((holder, found) for holder, found in entries if found), moved, contents)
+    return Changes(holders, tuple((holder, changed) for holder, changed in entries if changed), moved, contents)
 
 
 def made_or_gone(holders: Holders, before: Sequence[Any]) -> list[str]:
@@ -115,25 +115,25 @@ def made_or_gone(holders: Holders, before: Sequence[Any]) -> list[str]:
     ]
 
 
-def kept(found: Changes, known: Collection[int]) -> list[torch.Tensor]:
-    """Return the tensors that a run computed and left, but for those whose ids are known."""
-    assigned = found.without(lambda holder, key, value: holder.place[1] == "_buffers")
+def kept(changes: Changes, known: Collection[int]) -> list[torch.Tensor]:
+    """Return the tensors that a run computed and left, except those whose ids are ``known``."""
+    assigned = changes.without(lambda holder, key, value: holder.place[1] == "_buffers")
     return [tensor for tensor in assigned.tensors() if id(tensor) not in known]
 
 
 @contextlib.contextmanager
-def by_hooks(module: nn.Module, path: str, holders: Holders | None, found: set[Place]) -> Iterator[None]:
-    """Collect what a module with hooks changes inside, which is one call of a graph: it does so again when that runs.
+def by_hooks(module: nn.Module, path: str, holders: Holders | None, places: set[Place]) -> Iterator[None]:
+    """Add to ``places`` what a module with hooks changes in Python; it is one call of the graph, which repeats that.
 
-    Raises Refusal where it is no layer of torch: it would do so per microbatch.
+    Raises Refusal for modules that are not torch's layers: their hooks would change it once per microbatch.
     """
     watched = holders if has_hooks(module) else None
     before = [] if watched is None else watched.read()
     yield
-    if watched is not None and (made := changes(watched, before)):
+    if watched is not None and (changed := changes(watched, before)):
         if not is_layer(module):
-            raise Refusal(f"module {path!r} has hooks and changes Python state: {words(made.places)}", path)
-        found |= made.places
+            raise Refusal(f"module {path!r} has hooks and changes Python state: {words(changed.places)}", path)
+        places |= changed.places
 
 
 def words(places: Iterable[Place]) -> str:
@@ -159,12 +159,12 @@ def _mapped(value: Any, function: Callable[[Any], Any], depth: int = _DEPTH) -> 
     if isinstance(value, (tuple, set, frozenset)):
         return with_parts(value, lambda item: _mapped(item, function, depth - 1))
     if isinstance(value, (dict, list, deque)):
-        for key, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            if (other := _mapped(part, function, depth - 1)) is not part:
+        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if (other := _mapped(item, function, depth - 1)) is not item:
                 value[key] = other
     if is_object(value):
-        for name, part in {**getattr(value, "__dict__", {}), **slots_of(value)}.items():
-            if (other := _mapped(part, function, depth - 1)) is not part:
+        for name, item in {**getattr(value, "__dict__", {}), **slots_of(value)}.items():
+            if (other := _mapped(item, function, depth - 1)) is not item:
                 object.__setattr__(value, name, other)
     return value
 
@@ -173,17 +173,17 @@ def _mapped(value: Any, function: Callable[[Any], Any], depth: int = _DEPTH) -> 
 def check_own(model: nn.Module, output: Any) -> None:
     """Raise Refusal where the output holds an object that the model keeps: a graph would return a copy of it."""
     held = {id(value) for module in model.modules() for value in vars(module).values()}
-    own = next((value for value in objects_in(output) if id(value) in held), None)
-    if own is not None:
-        raise Refusal(f"forward returns a {type(own).__name__} that the model keeps; a graph would return a copy", "")
+    first = next((value for value in objects_in(output) if id(value) in held), None)
+    if first is not None:
+        raise Refusal(f"forward returns a {type(first).__name__} that the model keeps; a graph would return a copy", "")
 
 
-def check_given(given: Any, structure: Structure, leaves: Sequence[Any], output: Any) -> None:
+def check_given(inputs: Any, structure: Structure, leaves: Sequence[Any], output: Any) -> None:
     """Raise Refusal where the forward changed an object, list or dict that it was given, or returns such an object.
 
     ``structure`` and ``leaves`` are what the inputs were made of before the run. A graph works on copies of them.
     """
-    objects, (left, after) = objects_in(given), take_apart(given)
+    objects, (left, after) = objects_in(inputs), take_apart(inputs)
     changed = after != structure or any(_is_other(a, b) for a, b in zip(left, leaves, strict=True))
     if changed and not objects:
         raise Refusal("forward changes a list or dict that it is given, and a graph would change a copy of it", "")

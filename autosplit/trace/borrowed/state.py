@@ -83,9 +83,9 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
             yield holders
         finally:
             holders.write(before)
-            for tensor, own in data:
-                if not is_on(tensor, own):
-                    tensor.data = own
+            for tensor, memory in data:
+                if not is_on(tensor, memory):
+                    tensor.data = memory
     for name, tensor, version in large:
         if tensor._version != version:
             raise InputError(
@@ -188,11 +188,11 @@ def fake_tensors(
                         "a sparse_coo tensor can: keep it so"
                     )
                 if tensor is not None:
-                    own = twins.setdefault(id(tensor), _with_own_gradient(tensor))
+                    original = twins.setdefault(id(tensor), _with_own_gradient(tensor))
                     if mode is not None and device is not None:
-                        entries[name] = fakes.setdefault(id(tensor), fake(own, mode, device))
+                        entries[name] = fakes.setdefault(id(tensor), fake(original, mode, device))
                     else:
-                        entries[name] = own if mode is None else mode.from_tensor(own, static_shapes=True)
+                        entries[name] = original if mode is None else mode.from_tensor(original, static_shapes=True)
                     twin = entries[name]
                     vars(twin).update({key: each for key, each in vars(tensor).items() if twin is not tensor})
                     real[id(twin)] = tensor
@@ -233,9 +233,9 @@ def stand_ins(
         for name, tensor in named:
             plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_leaf and not tensor.is_inference()
             if plain and id(tensor) not in stands:
-                stands[id(tensor)] = made = _stand_in(tensor, storages, copied=id(tensor) in copied)
-                if made.requires_grad:
-                    leaves[name] = made
+                stands[id(tensor)] = stand_in = _stand_in(tensor, storages, copied=id(tensor) in copied)
+                if stand_in.requires_grad:
+                    leaves[name] = stand_in
         holders.swap(stands)
         other_holders.swap(stands)
         yield leaves
@@ -247,10 +247,10 @@ def _stand_in(tensor: torch.Tensor, storages: dict[int, Any], *, copied: bool) -
         data = data.clone()
     elif not (isinstance(tensor, nn.Parameter) or tensor.requires_grad):
         data = _copy(data, storages)
-    made = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
-    made.requires_grad_(tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)
-    return made
+    result = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+    result.requires_grad_(tensor.requires_grad)
+    result.__dict__.update(tensor.__dict__)
+    return result
 
 
 def _copy(data: torch.Tensor, storages: dict[int, Any]) -> torch.Tensor:
@@ -366,13 +366,13 @@ def gradients_aside(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def left_alone(model: nn.Module, given: Any) -> Iterator[None]:
+def left_alone(model: nn.Module, inputs: Any) -> Iterator[None]:
     """Run steps that leave no trace: gradients, buffers, attributes, what is given and random states are as before.
 
     Gradients are None inside.
     """
-    modules = [model, *(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, nn.Module))]
-    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    modules = [model, *(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, nn.Module))]
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     leaves = [leaf for leaf in tensors if leaf.is_leaf]
     leaves += [parameter for module in modules for parameter in module.parameters()]
     with borrowed(*modules), contents(tensors), gradients_aside(dict.fromkeys(leaves)):

@@ -30,12 +30,12 @@ def track_state(recorder: Recorder, call: Call, inputs: Sequence[torch.Tensor]) 
             )
         call.reads += filter(None, own_state)
     if isinstance(module, STATEFUL_LEAVES) and module.training and module.track_running_stats:
-        own = {names[id(b)] for b in module.buffers()}
-        call.writes += sorted(own - set(call.writes))
+        statistics = {names[id(b)] for b in module.buffers()}
+        call.writes += sorted(statistics - set(call.writes))
     elif takes_statistics(call):
         held = {recorder.owners.get(storage_key(tensor)) for tensor in inputs}
-        own = {name for name, _ in model.named_buffers() if name in held}
-        call.writes += sorted(own - set(call.writes))
+        statistics = {name for name, _ in model.named_buffers() if name in held}
+        call.writes += sorted(statistics - set(call.writes))
 
 
 def track_mutation(recorder: Recorder, call: Call, touched: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
@@ -75,9 +75,9 @@ def assign_buffers(recorder: Recorder, buffers: Mapping[str, torch.Tensor]) -> N
     """Record that buffers are others now which were computed."""
     for name, tensor in buffers.items():
         if recorder.attributes.get(id(tensor)) != name and id(tensor) in recorder.refs:
-            path, _, own = name.rpartition(".")
+            path, _, attribute = name.rpartition(".")
             table = recorder.model.get_submodule(path)._buffers
-            args = (recorder.constant(table), own, recorder.reference(tensor))
+            args = (recorder.constant(table), attribute, recorder.reference(tensor))
             recorder.calls.append(Call("function", assign_buffer, args, {}, "", f"#0/assign_{name}", writes=[name]))
 
 
@@ -95,6 +95,6 @@ def give_back(recorder: Recorder) -> None:
             refs[id(tensor)] = index
     written = {name for call in calls for name in call.writes}
     for tensor in (*recorder.model.parameters(), *recorder.model.buffers()):
-        own = id(tensor) in recorder.attributes and recorder.storage_of(tensor) not in changed
-        if own and recorder.owners.get(storage_key(tensor)) not in written:
+        unchanged = id(tensor) in recorder.attributes and recorder.storage_of(tensor) not in changed
+        if unchanged and recorder.owners.get(storage_key(tensor)) not in written:
             refs.pop(id(tensor), None)

@@ -42,10 +42,10 @@ def touched(model: nn.Module) -> Iterator[Mapping[tuple[str, ...], set[Place]]]:
     yielded: dict[tuple[str, ...], set[Place]] = {}
     read, write, delete = nn.Module.__getattribute__, nn.Module.__setattr__, nn.Module.__delattr__
     call, calling, thread = nn.Module.__call__, tuple[str, ...](), threading.get_ident()
-    found: defaultdict[tuple[str, ...], set[tuple[int, str]]] = defaultdict(set)
-    made: set[tuple[int, str]] = set()
+    by_caller: defaultdict[tuple[str, ...], set[tuple[int, str]]] = defaultdict(set)
+    computed: set[tuple[int, str]] = set()
     """What a hook computed before anybody read it."""
-    here, behind, going_back = found[calling], found[BACKWARD], torch._C._current_graph_task_id
+    here, behind, going_back = by_caller[calling], by_caller[BACKWARD], torch._C._current_graph_task_id
 
     def note(module: nn.Module, name: str) -> None:  # it runs for every attribute that anybody reads
         (here if going_back() < 0 else behind).add((id(module), name))
@@ -55,11 +55,11 @@ def touched(model: nn.Module) -> Iterator[Mapping[tuple[str, ...], set[Place]]]:
         if threading.get_ident() != thread:
             return call(module, *args, **kwargs)
         before, calling = calling, (*calling, paths.get(id(module), ""))
-        here = found[calling]
+        here = by_caller[calling]
         try:
             return call(module, *args, **kwargs)
         finally:
-            calling, here = before, found[before]
+            calling, here = before, by_caller[before]
 
     def get(module: nn.Module, name: str) -> Any:
         if name == "__dict__" or name == "__getstate__":
@@ -70,9 +70,9 @@ def touched(model: nn.Module) -> Iterator[Mapping[tuple[str, ...], set[Place]]]:
         return read(module, name)
 
     def set_(module: nn.Module, name: str, value: Any) -> None:
-        place = id(module), name
-        if is_computed(module, name, value) and not any(place in places for places in found.values()):
-            made.add(place)
+        key = id(module), name
+        if is_computed(module, name, value) and not any(key in places for places in by_caller.values()):
+            computed.add(key)
         note(module, name)
         write(module, name, value)
 
@@ -87,14 +87,14 @@ def touched(model: nn.Module) -> Iterator[Mapping[tuple[str, ...], set[Place]]]:
         patch.object(nn.Module, "__delattr__", delete_),
     ):
         for module in model.modules():
-            own: Any = type(module).__getattribute__
-            if own is not get:  # it may ask ``object`` itself
-                found[()].add((id(module), ""))
+            getter: Any = type(module).__getattribute__
+            if getter is not get:  # it may ask ``object`` itself
+                by_caller[()].add((id(module), ""))
         try:
             yield yielded
         finally:
-            for by, places in found.items():
-                yielded[by] = {(paths[key], name) for key, name in places - made if key in paths}
+            for by, places in by_caller.items():
+                yielded[by] = {(paths[key], name) for key, name in places - computed if key in paths}
 
 
 def _looks_up(file: str) -> bool:

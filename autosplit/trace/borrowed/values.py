@@ -101,7 +101,7 @@ def referent(value: Any) -> Any:
 def _closure(function: types.FunctionType) -> list[tuple[str, Any]]:
     """Return the variables of a function's closure that have values."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return [(name, part) for name, cell in cells for part in cell_content(cell)]
+    return [(name, content) for name, cell in cells for content in cell_content(cell)]
 
 
 def defaults_of(function: types.FunctionType) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def is_small(value: Any) -> bool:
 def position(value: Any) -> Any:
     """Return what tells where an iterator is."""
     if type(value) not in ITERATORS:
-        return [position(part) for part in value] if type(value) in (tuple, list) else repr(value)
+        return [position(item) for item in value] if type(value) in (tuple, list) else repr(value)
     return position(value.__reduce__())
 
 

@@ -93,11 +93,11 @@ class Kind:
         """Return a call's lengths if it is of this kind but for them; None if it is of another."""
         if self.rest != key.rest:
             return None
-        own, given = _tensors(self.shapes), _tensors(without_rows(key.shapes, self.batch_dims))
-        if [len(shape) for shape in own] != [len(shape) for shape in given]:
+        recorded, called = _tensors(self.shapes), _tensors(without_rows(key.shapes, self.batch_dims))
+        if [len(shape) for shape in recorded] != [len(shape) for shape in called]:
             return None
-        sizes = lengths_in(self.lengths, given)
-        return sizes if with_lengths(own, self.lengths, sizes) == given else None
+        sizes = lengths_in(self.lengths, called)
+        return sizes if with_lengths(recorded, self.lengths, sizes) == called else None
 
     def varying(self, key: Key) -> tuple[Length, ...] | None:
         """Return as symbols the dimensions in which a call differs from this kind; None if it differs otherwise."""
@@ -138,8 +138,8 @@ def _device_kinds() -> tuple[str, ...]:
     return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
-class Call(NamedTuple):
-    """What a signature has of a call, whatever the model is."""
+class CallSignature(NamedTuple):
+    """The part of a signature that describes the call, not the model."""
 
     modes: GradAutocastState
     structure: Any
@@ -148,21 +148,21 @@ class Call(NamedTuple):
     shapes: Shapes
 
     @classmethod
-    def of(cls, leaves: Sequence[Any], structure: Any) -> Call:
+    def of(cls, leaves: Sequence[Any], structure: Any) -> CallSignature:
         """Return that of the call that is being made, of its flattened inputs and their structure."""
         kinds = tuple(_tensor_kind(v) if isinstance(v, torch.Tensor) else (type(v), _constant(v)) for v in leaves)
         shapes = tuple(_shape(v) if isinstance(v, torch.Tensor) else None for v in leaves)
         return cls(GradAutocastState.current(), structure, kinds, one_tensor(leaves), shapes)
 
 
-class Scope(NamedTuple):
-    """Which attributes signatures have.
+class SignatureScope(NamedTuple):
+    """The attributes that signatures contain.
 
     Attributes:
-        touched: those that recordings have read or set; (path, "") is all of a module's, None all there are.
-        inside: those that opaque modules change themselves, which are left out: as they are and, among what is left
-            out outside of modules, with numbers and tensors that may be others.
-        without: what calls change time and again, which is left out too.
+        touched: those that recordings have read or set; (path, "") means all of a module, None all of all modules.
+        inside: those that opaque modules change themselves. They are left out; of those outside of modules, numbers and
+            tensors may differ.
+        without: those that change from call to call, left out too.
     """
 
     touched: frozenset[Place] | None = None
@@ -180,11 +180,11 @@ class Scope(NamedTuple):
 @functools.lru_cache(maxsize=16)
 def _by_path(places: frozenset[Place]) -> Mapping[str, Collection[str]]:
     """Return the attributes among places by the path of their module, without those that every module has."""
-    found: dict[str, list[str]] = defaultdict(list)
+    by_path: dict[str, list[str]] = defaultdict(list)
     for path, name in sorted(places):
         if name not in _OWN:
-            found[path].append(name)
-    return dict(found)
+            by_path[path].append(name)
+    return dict(by_path)
 
 
 class ModelWalk:
@@ -200,11 +200,11 @@ class ModelWalk:
     """
 
     def __init__(
-        self, modules: Sequence[tuple[str, nn.Module, Sequence[str]]], outside: OutsideValues, scope: Scope
+        self, modules: Sequence[tuple[str, nn.Module, Sequence[str]]], outside: OutsideValues, scope: SignatureScope
     ) -> None:
         """``modules`` have their paths, and the names of the attributes that are looked at."""
         self.scope, self._outside = scope, outside
-        self.keys: dict[Call, Key] = {}
+        self.keys: dict[CallSignature, Key] = {}
         self._hooks: list[Any] = []
         self._marked: list[tuple[str, str, dict[str, Any]]] = []
         self.modules = {id(module): module for _, module, _ in modules}
@@ -231,7 +231,7 @@ class ModelWalk:
         ties = {key: number for number, key in enumerate(self.modules)} if ties is None else ties
         return Contents(Holders(skipped=self.modules, values=values), ties, nested=True, loose=loose)
 
-    def key(self, call: Call) -> Key:
+    def key(self, call: CallSignature) -> Key:
         """Return the signature of a call, with what is left out as it is now."""
         inside = [(at, space[at[1]]) for at, space in self._inside]
         left, loose = (
@@ -260,10 +260,10 @@ class ModelWalk:
         return self._outside.signature(self._roots, self._hooks, without=self.scope.without, skipped=self.modules)
 
     def _entry(self, told: Contents, path: str, module: nn.Module, names: Sequence[str]) -> ModuleEntry:
-        own, ties = module.__dict__, told.ties
+        fields, ties = module.__dict__, told.ties
         hooks: list[Any] = []
         for table in HOOK_TABLES:
-            if registered := own.get(table):
+            if registered := fields.get(table):
                 hooks += [getattr(hook, "__code__", type(hook)) for hook in registered.values()]
                 if path and table in _FORWARD:  # the model's own run behind the program, in every call
                     self._hooks += [hook for hook in registered.values() if not only_observes(hook)]
@@ -275,7 +275,7 @@ class ModelWalk:
             if parameter is not None and parameter.__dict__:
                 self._marked.append((path, name, parameter.__dict__))
         buffers = [(name, buffer if buffer is None else held(buffer)) for name, buffer in module._buffers.items()]
-        attributes = [(name, told.of(own[name])) for name in names if (path, name) not in self._skipped]
+        attributes = [(name, told.of(fields[name])) for name in names if (path, name) not in self._skipped]
         tables = map(tuple, (hooks, children, parameters, buffers, attributes))
         return ModuleEntry(path, module.training, type(module), *tables)
 

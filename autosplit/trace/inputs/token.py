@@ -28,7 +28,7 @@ from autosplit.trace.borrowed.holders import HOOK_TABLES, Holder
 from autosplit.trace.borrowed.hooks import code_of
 from autosplit.trace.borrowed.values import is_same_content
 from autosplit.trace.inputs.python_state import OutsideValues, held
-from autosplit.trace.inputs.signature import ModelWalk, Scope
+from autosplit.trace.inputs.signature import ModelWalk, SignatureScope
 
 _TABLES = ("_modules", "_parameters", "_buffers", *HOOK_TABLES)
 _PLAIN: dict[str, type] = {"training": object, **dict.fromkeys(_TABLES, dict)}
@@ -92,7 +92,7 @@ def _told_and_kept(content: Any) -> tuple[Any, Sequence[Any]]:
 class Token(ModelWalk):
     """A walk through a model; :meth:`holds` tells whether another one would come to the same."""
 
-    def __init__(self, model: nn.Module, outside: OutsideValues, scope: Scope) -> None:
+    def __init__(self, model: nn.Module, outside: OutsideValues, scope: SignatureScope) -> None:
         self._dicts = _Dicts()
         self._looks: list[tuple[Holder, type, Any, list[Any]]] = []
         self._functions: list[types.FunctionType] = []
