@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
+from autosplit.distributed.groups import carries, mesh_group, new_group
 from autosplit.distributed.mesh import Layout, columns_of
 from autosplit.distributed.watch import Watch
 from autosplit.distributed.world import World
@@ -56,61 +57,69 @@ def join(mesh: Any = None) -> World:
     if any(key[0] is not default for key in _JOINED):
         _JOINED.clear()
     if (default, kind, columns) not in _JOINED:
-        _JOINED[default, kind, columns] = _joined(kind, columns)
+        _JOINED[default, kind, columns] = _joined(kind, columns, mesh)
     return _JOINED[default, kind, columns]
 
 
-def _joined(kind: str, columns: tuple[Layout, ...]) -> World:
+def _joined(kind: str, columns: tuple[Layout, ...], mesh: Any) -> World:
     number, size = dist.get_rank(), dist.get_world_size()
     known = next(iter(_JOINED.values()), None)
     watch = Watch(number, size) if known is None else known.watch
-    everyone = dist.new_group(backend="gloo") if known is None else known.everyone
+    everyone = known.everyone if known is not None else dist.group.WORLD
+    if not carries(everyone, "cpu"):
+        everyone = dist.new_group(backend="gloo")
     device = _device(kind, number)
-    all_ranks = tuple(range(size))
-    payload = everyone if kind == "cpu" else dist.group.WORLD
-    one = ((all_ranks,),)
-    world = World(0, number, one, 0, device, everyone, everyone, payload, watch)
+    world = World(0, number, ((tuple(range(size)),),), 0, device, everyone, everyone, everyone, watch)
     words = world.agree("joins", {"their meshes": f"{columns}"}, word=(os.uname().nodename, str(device), kind != "cpu"))
     _check_devices(words, device)
     column = next(place for place, layout in enumerate(columns) if any(number in members for members in layout))
     layout = columns[column]
     names = [words[number][0] for number in layout[0]]
     order = list(dict.fromkeys(names))
-    world = replace(world, hosts=tuple(order.index(name) for name in names))
-    if columns == one:
-        return world
     replica = next(place for place, members in enumerate(layout) if number in members)
-    pipelines = [members for own in columns for members in own]
-    held = [ranks for own in columns for ranks in zip(*own, strict=True)]
-    sharing = list(zip(*([rank for members in own for rank in members] for own in columns), strict=True))
-    across = _group_of(number, held, None) if len(layout) > 1 else None
-    tensor = _group_of(number, sharing, None) if len(columns) > 1 else None
-    control = _group_of(number, pipelines, "gloo")
-    payload = control if kind == "cpu" else _group_of(number, pipelines, None)
     rank = layout[replica].index(number)
     world = replace(world, replica=replica, rank=rank, columns=columns, column=column)
-    return replace(world, control=control, payload=payload, across=across, tensor=tensor)
+    return replace(world, hosts=tuple(order.index(name) for name in names), **_groups(world, mesh))
 
 
-def _group_of(number: int, rows: Iterable[Sequence[int]], backend: str | None) -> Any:
-    """Return the group of a rank among those that all ranks make, one of each row."""
-    made = [(row, dist.new_group(row, backend=backend)) for row in map(list, rows)]
-    return next(group for row, group in made if number in row)
+def _groups(world: World, mesh: Any) -> dict[str, Any]:
+    """Return the groups of a rank: the mesh's own ones where it has them."""
+    pipelines = [members for layout in world.columns for members in layout]
+    replicas = [ranks for layout in world.columns for ranks in zip(*layout, strict=True)]
+    sharing = list(zip(*([rank for members in layout for rank in members] for layout in world.columns), strict=True))
+    kind, label = world.device.type, f"world {len(_JOINED)}"
+
+    def group(purpose: str, rows: Sequence[Sequence[int]], kind: str) -> Any:
+        own = next(row for row in rows if world.number in row)
+        default = dist.group.WORLD if kind != "cpu" and len(rows) == 1 else None  # its messages are the user's own
+        there = default or mesh_group(mesh, own, kind)
+        return new_group(f"{label} {purpose}", rows, kind) if there is None else there
+
+    control = group("control", pipelines, "cpu")
+    return {
+        "label": label,
+        "control": control,
+        "payload": control if kind == "cpu" else group("payload", pipelines, kind),
+        "across": group("replicas", replicas, kind) if world.replicas > 1 else None,
+        "tensor": group("tensors", sharing, kind) if world.tensor_ranks > 1 else None,
+        "by_pairs": kind != "cpu",
+    }
 
 
 def _check_devices(places: list[Any], device: torch.device) -> None:
     """Raise DeviceError on every rank where two have one device, or torch.distributed cannot send what lies there."""
-    config = dist.get_backend_config(dist.group.WORLD)
+    first: dict[Any, int] = {}
     for other, place in enumerate(places):
-        if place[2] and places.index(place) != other:
+        if place[2] and first.setdefault(place, other) != other:
             raise DeviceError(
-                f"ranks {places.index(place)} and {other} have one device, {place[1]} of {place[0]}; start as many "
+                f"ranks {first[place]} and {other} have one device, {place[1]} of {place[0]}; start as many "
                 "processes per host as it has devices"
             )
-    if device.type != "cpu" and device.type not in config:
+    if device.type != "cpu" and not carries(dist.group.WORLD, device.type):
         raise DeviceError(
-            f"this process has {device}, and torch.distributed was initialised with {config}, which carries no "
-            f"{device.type} tensors; initialise it with 'cpu:gloo,cuda:nccl', or leave that to autosplit"
+            f"this process has {device}, and torch.distributed was initialised with "
+            f"{dist.get_backend_config(dist.group.WORLD)}, which carries no {device.type} tensors; initialise it with "
+            "'cpu:gloo,cuda:nccl', or leave that to autosplit"
         )
     if len({place[2] for place in places}) > 1:
         raise DeviceError("some ranks have a CUDA device and others have none; give every rank a device of one kind")

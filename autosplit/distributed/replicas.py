@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from autosplit.backward import donate_gradients
+from autosplit.distributed.groups import new_group
 from autosplit.distributed.world import World
 from autosplit.parallel import BUCKET_BYTES
 from autosplit.runtime.norms import Moments, Use
@@ -245,7 +246,8 @@ def stage_group(world: World, ranks: Sequence[Sequence[int]]) -> Any:
     several = [tuple(own) for own in ranks if len(own) > 1]
     for own in several:
         if own not in world.stages:
-            world.stages[own] = dist.new_group([world.members[rank] for rank in own])
+            row = [world.members[rank] for rank in own]
+            world.stages[own] = new_group(f"{world.label} one stage", [row], world.device.type, world.payload)
     return next((world.stages[own] for own in several if world.rank in own), None)
 
 

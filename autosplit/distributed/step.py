@@ -12,9 +12,9 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.tensor import DTensor
 
+from autosplit.distributed.groups import default_timeout
 from autosplit.distributed.messages import Descriptions, Messages, Sent, arrived
 from autosplit.distributed.replicas import Reductions, Share, added_in_order, adding_gradients, join_statistics
 from autosplit.distributed.start import RankStart, begin
@@ -345,7 +345,7 @@ class RankStep(Step):
 def seconds_of(timeout: Any, device: torch.device) -> float:
     """Return a timeout in seconds; None: torch's default for process groups of this kind of device."""
     if timeout is None:
-        timeout = (default_pg_nccl_timeout if device.type == "cuda" else None) or default_pg_timeout
+        timeout = default_timeout(device.type == "cuda")
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise InputError(f"timeout={timeout!r}; give a number of seconds above 0, or a datetime.timedelta")

@@ -4,10 +4,11 @@
               is killed, stops or hangs: whoever sees it first writes the cause
     others    read the cause ─► stderr ─► until the culprit has ended ─► a second ─► error file ─► exit
 
-A thread of every rank writes four times a second what the rank is doing into the store of the process group, over a
-connection of its own, and reads what the others do. Processes of the same machine learn of each other's end from the
-kernel at once (``pidfd_open``). A process exits since nothing else ends a wait for a lost peer (gloo's ``abort()`` does
-not). The culprit goes first, since torchrun reports the first process that fails as the root cause.
+A thread of every rank writes four times a second what the rank is doing into the store of the process group, counts it
+there where it has moved, and reads the counter and what the next rank does (:mod:`autosplit.distributed.board`).
+Processes of the same machine learn of each other's end from the kernel at once (``pidfd_open``). A process exits since
+nothing else ends a wait for a lost peer (gloo's ``abort()`` does not). The culprit goes first, since torchrun reports
+the first process that fails as the root cause.
 """
 
 from __future__ import annotations
@@ -20,17 +21,14 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-from autosplit.distributed.ends import call_on_sigterm, exit_now, exit_within, is_lost_connection, machine, uncaught
+from autosplit.distributed.board import Board, Cause, News, State
+from autosplit.distributed.ends import call_on_sigterm, exit_now, exit_within, is_lost_connection, uncaught
 from autosplit.errors import DeviceError
 from autosplit.schedule.action import Action, describe
 
@@ -45,59 +43,42 @@ _EXPLAIN_S = 5.0  # how long a lost connection waits for a better cause
 _READ_S = 4.0  # how long a culprit, or who hosts the store, waits until the others have read what it says
 _UNWIND_S = 5.0  # how long its exception may travel before its process ends
 _END_S = _READ_S + _UNWIND_S + 1.0  # when the others kill it, where it is on the same machine
-
+_SHOWN = 8  # of how many ranks a message says what they do
 
 _Doing = tuple[Action | str | None, tuple[int, ...]]
-
-
-class _State(NamedTuple):
-    """What a rank says of itself; ``idle``: beats since it began its action, ``limit_s``: None outside a step."""
-
-    beat: int = 0
-    idle: int = 0
-    limit_s: float | None = None
-    action: str | None = None
-    waits_for: tuple[int, ...] = ()
-    closed: bool = False
-
-    @property
-    def place(self) -> str:
-        return f"in {self.action}" if self.action else "between actions" if self.limit_s else "outside a step"
-
-
-class _Cause(NamedTuple):
-    """Why all ranks end: a rank, -1 for none of them, and its fault; ``stopped``: it cannot end by itself."""
-
-    rank: int
-    text: str
-    stopped: bool = False
 
 
 class Watch:
     """Watches the ranks of the default process group, and ends this process when another one fails.
 
-    All ``size`` ranks make one at the same time; raises DeviceError when one has not within a minute. Every rank reads
-    every other's state four times a second. Where the program leaves SIGTERM alone, the watch handles it.
+    All ``size`` ranks make one at the same time; raises DeviceError when one has not within a minute. Where the program
+    leaves SIGTERM alone, the watch handles it.
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self._pid = rank, os.getpid()
+        self.rank, self._size, self._pid = rank, size, os.getpid()
         self._now: _Doing = (None, ())
         self._last: object = self._now
         self._limit_s: float | None = None
-        self._beats = self._idle = 0
+        self._beats = self._idle = self._still = 0
+        """Beats so far, since this rank has begun its action, and since any rank has begun one."""
         self._connection_lost = False
-        self._raised: _Cause | None = None
-        self._stack = ""
-        self._states = {other: _State() for other in range(size)}
-        self._others = [other for other in range(size) if other != rank]
-        self._silent = dict.fromkeys(self._others, 0)
-        self._cause = ""
+        self._raised: Cause | None = None
+        self._stack = self._cause = ""
+        self._news = News(None, 0, 0, 0)
+        self._closed_before = 0
+        self._silent: dict[int, int] = {}
         self._known, self._may_leave, self._closing = (threading.Event() for _ in range(3))
         self._handles: dict[int, int] = {}
         self._error_files: dict[int, str | None] = {}
-        self._ended: set[int] = set()
-        self._join()
+        self._running: dict[Any, int] = {}
+        """The ranks of this machine by the handle of their process, until it has ended."""
+        self._ended: list[int] = []
+        """Those that have ended since the last beat."""
+        self._board = Board(rank, size, self._state(), _START_S)
+        for other, pid, error_file in self._board.neighbours:
+            self._error_files[other] = error_file
+            self._hold(other, pid)
         atexit.register(self._at_exit)
         if multiprocessing.parent_process() is not None:  # such a process runs no atexit
             Finalize(None, self._at_exit, exitpriority=0)
@@ -108,35 +89,12 @@ class Watch:
         self._thread.start()
         threading.Thread(target=self._watch_store, name="autosplit store watch", daemon=True).start()
 
-    def _join(self) -> None:
-        """Meet the other ranks in the store, and get hold of the processes that run on this machine."""
-        world: Any = dist.group.WORLD
-        store = world.get_group_store().clone()  # a connection of its own
-        self._host = _host(store)
-        attempt = f"autosplit/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        number = store.add(f"{attempt}/{self.rank}", 1)
-        self._store = PrefixStore(f"{attempt}/{number}", store)
-        self._store.compare_set("cause", "", "")
-        self._publish()
-        own = [machine(), self._pid, os.environ.get("TORCHELASTIC_ERROR_FILE")]
-        self._store.set(f"process/{self.rank}", json.dumps(own))
-        keys = [f"process/{rank}" for rank in self._states]
-        try:
-            self._store.wait(keys, timedelta(seconds=_START_S))
-        except RuntimeError as error:
-            late = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
-            raise DeviceError(f"rank {late} has not made the pipe within {_START_S:g} s; every rank must") from error
-        for rank, text in enumerate(self._store.multi_get(keys)):
-            place, pid, error_file = json.loads(text)
-            if place == own[0]:
-                self._error_files[rank] = error_file
-                self._hold(rank, pid)
-
     def _hold(self, rank: int, pid: int) -> None:
         try:
-            self._handles[rank] = os.pidfd_open(pid)
+            self._handles[rank] = handle = os.pidfd_open(pid)
+            self._running[handle] = rank
         except ProcessLookupError:
-            self._ended.add(rank)
+            self._ended.append(rank)
         except (AttributeError, OSError):
             pass  # not Linux, or forbidden: heartbeats alone
 
@@ -166,12 +124,12 @@ class Watch:
         Returns for the exception to go on: when the others know it or, after another's failure, when that rank has
         ended. The process ends a few seconds later, whatever becomes of the exception.
         """
-        if not self._others or not self._thread.is_alive():
+        if self._size == 1 or not self._thread.is_alive():
             return
         if self._raised is None:
             text = f"rank {self.rank} raised {type(error).__name__}: {error}, {self._state().place}"
             self._stack = "".join(traceback.format_exception(error))
-            self._raised = _Cause(self.rank, text)  # the watching thread tells the others
+            self._raised = Cause(self.rank, text)  # the watching thread tells the others
         self._may_leave.wait(_END_S + 1)
 
     def explain(self, error: BaseException) -> DeviceError:
@@ -196,8 +154,8 @@ class Watch:
             with suppress(ValueError):  # another thread than the main one
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._thread.join(_UNWIND_S)
-        if self.rank == 0 and self._host == "rank 0" and self._raised is None:
-            self._await("left", len(self._states))  # the store may end with this process
+        if self.rank == 0 and self._board.host == "rank 0" and self._raised is None:
+            self._await("closed", self._size)  # the store may end with this process
         for handle in self._handles.values():
             os.close(handle)
 
@@ -226,90 +184,96 @@ class Watch:
     def _watch(self) -> None:
         try:
             while not self._closing.is_set():
-                running = {handle: rank for rank, handle in self._handles.items() if rank not in self._ended}
-                ended = wait(list(running), _BEAT_S)
-                self._ended.update(rank for handle, rank in running.items() if handle in ended)
+                self._ended += [self._running.pop(handle) for handle in wait(list(self._running), _BEAT_S)]
                 cause = self._beat()
-                if not cause and self._host == "rank 0" and self._states[0].closed:
+                if not cause and self._board.host == "rank 0" and self._board.seen.get(0, State()).closed:
                     break  # and the store with it
-                if not cause and (found := self._raised or self._judge()):
-                    cause = self._blame(found)
+                if not cause and (wrong := self._raised or self._judge()):
+                    cause = self._blame(wrong)
                 if cause:
                     return self._end(cause)
-            self._publish(closed=True)
-            self._store.add("left", 1)
+            self._board.publish(self._state()._replace(closed=True))
+            self._board.count("closed")
         except RuntimeError:
             if not self._closing.is_set() and not self._known.is_set():
                 self._end(self._lost_store(), has_store=False)
 
-    def _beat(self) -> _Cause | None:
-        """Say what this rank does, read what the others do; return the cause if there is one."""
-        self._idle = self._idle + 1 if self._now is self._last else 0
-        self._last = self._now
+    def _beat(self) -> Cause | None:
+        """Say what this rank does, read what is to be known; return the cause if there is one."""
+        moved, self._last = self._now is not self._last, self._now
+        self._idle = 0 if moved else self._idle + 1
         self._beats += 1
-        self._publish()
-        cause, *texts = self._store.multi_get(["cause", *(f"state/{rank}" for rank in self._others)])
-        for rank, text in zip(self._others, texts, strict=True):
-            state = _State(*json.loads(text))
-            self._silent[rank] = self._silent[rank] + 1 if state.beat == self._states[rank].beat else 0
-            self._states[rank] = state
-        return _Cause(*json.loads(cause)) if cause else None
+        self._board.publish(self._state())
+        if moved:
+            self._board.count("moves")
+        if self._connection_lost and not self._news.lost:
+            self._board.count("lost")
+        before, moves = self._board.seen, self._news.moves
+        self._news = self._board.news()
+        self._still = self._still + 1 if self._news.moves == moves else 0
+        self._silent = {
+            rank: self._silent.get(rank, 0) + 1 if rank in before and state.beat == before[rank].beat else 0
+            for rank, state in self._board.seen.items()
+        }
+        return self._news.cause
 
-    def _state(self) -> _State:
+    def _state(self) -> State:
         action, waits_for = self._now
         text = describe(action) if isinstance(action, Action) else action
-        return _State(self._beats, self._idle, self._limit_s, text, waits_for)
+        return State(self._beats, self._limit_s, text, waits_for)
 
-    def _publish(self, *, closed: bool = False) -> None:
-        self._states[self.rank] = state = self._state()._replace(closed=closed)
-        self._store.set(f"state/{self.rank}", json.dumps(state))
-
-    def _judge(self) -> _Cause | None:
+    def _judge(self) -> Cause | None:
         """Return what is wrong with a rank by what is known of it."""
+        ended, self._ended = self._ended, []
+        for rank, state in self._board.states(ended).items():
+            if not state.closed:
+                return Cause(rank, f"rank {rank} was killed, last seen {state.place}")
         for rank, silent in self._silent.items():
-            state = self._states[rank]
-            if state.closed:
-                continue
-            if rank in self._ended:
-                return _Cause(rank, f"rank {rank} was killed, last seen {state.place}")
-            lost = self._connection_lost and rank not in self._handles
+            state = self._board.seen[rank]
+            lost = self._news.lost and rank not in self._handles
             limit_s = _LOST_S if lost else min(state.limit_s or _SILENT_S, _SILENT_S)
-            if silent * _BEAT_S > limit_s:
+            if not state.closed and silent * _BEAT_S > limit_s:
                 text = f"rank {rank} was killed or stopped (no heartbeat for {limit_s:g} s), last seen {state.place}"
-                return _Cause(rank, text, stopped=True)
-        own = self._states[self.rank]
-        if self._is_late(own) and not own.waits_for:
-            return _Cause(self.rank, f"rank {self.rank} hangs {own.place} for {own.limit_s:g} s")
-        if own.waits_for and own.idle * _BEAT_S == _NOTE_S:
-            others = "; ".join(f"rank {rank} is {self._states[rank].place}" for rank in own.waits_for)
+                return Cause(rank, text, stopped=True)
+        own = self._state()
+        late = own.action is not None and self._passes(own.limit_s)
+        if late and not own.waits_for:
+            return Cause(self.rank, f"rank {self.rank} hangs {own.place} for {own.limit_s:g} s")
+        if own.waits_for and self._idle * _BEAT_S == _NOTE_S:
+            others = _shown(self._board.states(own.waits_for), "is ")
             _say(f"rank {self.rank} has waited {_NOTE_S:g} s for {own.action}: {others}")
-        return self._waits_in_vain(own)
+        return self._waits_for_closed(own) or (self._waits_in_a_circle(own) if late else None)
 
-    def _waits_in_vain(self, own: _State) -> _Cause | None:
-        """Return a cause where this rank waits for one that has finished, or for ranks that all wait themselves."""
-        gone = [rank for rank in own.waits_for if self._states[rank].closed]
-        waits = own.limit_s is not None and own.idle * _BEAT_S > min(own.limit_s, _GONE_S)
-        if gone and (waits or self._connection_lost):
-            return _Cause(self.rank, f"rank {self.rank} {own.place} waits for rank {gone[0]}, which has finished")
-        if not self._is_late(own):
+    def _passes(self, limit_s: float | None) -> bool:
+        """Tell whether it is at this beat that no rank has moved for as long as a step allows, or once more as long."""
+        return limit_s is not None and self._still > 0 and self._still % (int(limit_s / _BEAT_S) + 1) == 0
+
+    def _waits_for_closed(self, own: State) -> Cause | None:
+        """Return a cause where this rank waits for one that has finished."""
+        self._closed_before = self._closed_before if self._idle else 0
+        waits = own.limit_s is not None and self._idle * _BEAT_S > min(own.limit_s, _GONE_S)
+        if self._news.closed == self._closed_before or not own.waits_for or not (waits or self._connection_lost):
             return None
-        waiting = {rank: set(state.waits_for) for rank, state in self._states.items() if not state.closed}
-        stuck = {rank for rank, others in waiting.items() if others}
-        while free := {rank for rank in stuck if not waiting[rank] <= stuck}:
-            stuck -= free
-        if self.rank not in stuck:
-            return None
-        text = "; ".join(f"rank {rank} {self._states[rank].place}" for rank in sorted(stuck))
-        return _Cause(min(stuck), f"ranks wait for each other for {own.limit_s:g} s: {text}")
+        self._closed_before = self._news.closed
+        states = self._board.states(own.waits_for)
+        gone = next((rank for rank, state in states.items() if state.closed), None)
+        text = f"rank {self.rank} {own.place} waits for rank {gone}, which has finished"
+        return None if gone is None else Cause(self.rank, text)
 
-    def _is_late(self, own: _State) -> bool:
-        """Tell whether no rank has moved for as long as this one's step allows."""
-        still_s = _BEAT_S * min(state.idle for state in self._states.values() if not state.closed)
-        return own.limit_s is not None and own.action is not None and still_s > own.limit_s
+    def _waits_in_a_circle(self, own: State) -> Cause | None:
+        """Return a cause where this rank waits for ranks that all wait themselves."""
+        states, waits_for = {self.rank: own}, set(own.waits_for)
+        while unread := self._board.other_ranks(waits_for) - states.keys():
+            found = self._board.states(unread)
+            if any(state.closed or not state.waits_for for state in found.values()):
+                return None
+            states |= found
+            waits_for = {rank for state in found.values() for rank in state.waits_for}
+        return Cause(min(states), f"ranks wait for each other for {own.limit_s:g} s: {_shown(states)}")
 
-    def _blame(self, cause: _Cause) -> _Cause:
+    def _blame(self, cause: Cause) -> Cause:
         """Make a cause the first one, unless there is one; return the first."""
-        first = _Cause(*json.loads(self._store.compare_set("cause", "", json.dumps(cause))))
+        first = self._board.blame(cause)
         if first == cause and cause.rank != self.rank:
             self._report(cause.rank, cause.text)
         return first
@@ -326,10 +290,10 @@ class Watch:
     def _await(self, key: str, ranks: int) -> None:
         """Wait until so many ranks have said so."""
         end = time.monotonic() + _READ_S
-        while self._store.add(key, 0) < ranks and time.monotonic() < end:
+        while self._board.count(key, 0) < ranks and time.monotonic() < end:
             time.sleep(0.02)
 
-    def _end(self, cause: _Cause, *, has_store: bool = True) -> None:
+    def _end(self, cause: Cause, *, has_store: bool = True) -> None:
         """End this process, a second after the culprit; one that raises ends by its exception."""
         exit_within(2 * _END_S)
         raised = cause.rank == self.rank and self._raised is not None
@@ -340,11 +304,11 @@ class Watch:
         if cause.rank == self.rank:
             self._report(self.rank, cause.text, self._stack)
             with suppress(RuntimeError):  # the store is gone, which is another cause
-                self._await("read", sum(not self._states[rank].closed for rank in self._others))
+                self._await("read", self._size - 1 - self._board.count("closed", 0))
         else:
             with suppress(RuntimeError):
                 if has_store:
-                    self._store.add("read", 1)
+                    self._board.count("read")
             if cause.rank in self._handles and (cause.stopped or not self._has_ended(cause.rank)):
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._handles[cause.rank], signal.SIGKILL)
@@ -362,10 +326,12 @@ class Watch:
         """Wait for the end of a process of this machine."""
         return rank in self._handles and bool(wait([self._handles[rank]], _END_S))
 
-    def _lost_store(self) -> _Cause:
-        if self._host == "rank 0" and self._has_ended(0):
-            return _Cause(0, f"rank 0, which hosts the store, was killed, last seen {self._states[0].place}")
-        return _Cause(-1, f"{self._host}, which hosts the store, was killed or cannot be reached")
+    def _lost_store(self) -> Cause:
+        host = self._board.host
+        if host == "rank 0" and self._has_ended(0):
+            place = self._board.seen.get(0, State()).place
+            return Cause(0, f"rank 0, which hosts the store, was killed, last seen {place}")
+        return Cause(-1, f"{host}, which hosts the store, was killed or cannot be reached")
 
     def _watch_store(self) -> None:
         """End this process where the other thread waits for the store: what hosts it is stopped."""
@@ -374,18 +340,15 @@ class Watch:
             seen, silent = self._beats, silent + 1 if self._beats == seen else 0
             limit_s = min(self._limit_s or _SILENT_S, _SILENT_S)
             if silent * _BEAT_S > limit_s:
-                rank = 0 if self._host == "rank 0" else -1
-                text = f"{self._host}, which hosts the store, was killed or stopped (no answer for {limit_s:g} s)"
-                self._end(_Cause(rank, text, stopped=True), has_store=False)
+                rank = 0 if self._board.host == "rank 0" else -1
+                text = f"{self._board.host}, which hosts the store, was killed or stopped (no answer for {limit_s:g} s)"
+                self._end(Cause(rank, text, stopped=True), has_store=False)
 
 
-def _host(store: Any) -> str:
-    """Return whose end takes the store with it."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, TCPStore):
-        return "a machine"
-    return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+def _shown(states: Mapping[int, State], verb: str = "") -> str:
+    texts = [f"rank {rank} {verb}{states[rank].place}" for rank in sorted(states)]
+    more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+    return "; ".join(texts[:_SHOWN] + more)
 
 
 def _say(text: str) -> None:

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from autosplit.distributed.board import EVERYONE
+from autosplit.distributed.groups import new_group
 from autosplit.distributed.mesh import Layout
 from autosplit.distributed.watch import Watch
 from autosplit.errors import AutosplitError, InputError
@@ -57,12 +59,15 @@ class World:
         columns: by column, replica and rank, the ranks of ``torch.distributed``.
         column: the number of this process's column.
         device: this rank's device.
-        everyone: the gloo group of all ranks.
-        control: the gloo group for what the ranks of a pipeline tell each other.
+        everyone: the group of all ranks, for what they tell each other; it carries tensors of the CPU.
+        control: the same for the ranks of a pipeline.
         payload: the group that carries its tensors where no pair of ranks has one of its own.
         across: the group of the ranks with the same part of the model; None where there is one replica.
         tensor: the group of the ranks that share the tensors of a stage; None where there is one column.
-        pairs: the groups of sender and receiver; NCCL keeps the order of a group's messages, and has no tags.
+        label: tells the groups of this world from those of others.
+        by_pairs: whether messages of a sender and a receiver have a group of their own: NCCL keeps the order of a
+            group's messages, and has no tags.
+        pairs: these groups; None where this rank is in none of them.
         stages: the groups of ranks that are replicas of one stage.
         watch: ends every rank when one fails.
         hosts: the number of each rank's host, ascending, in the first replica.
@@ -80,6 +85,8 @@ class World:
     across: Any = None
     tensor: Any = None
     hosts: tuple[int, ...] = ()
+    label: str = ""
+    by_pairs: bool = False
     pairs: dict[tuple[int, int], Any] = field(default_factory=dict)
     stages: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
@@ -134,16 +141,15 @@ class World:
     def open(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Make a group for each sender and receiver of every pipeline; a rank asks for them while it records.
 
-        All ranks make them, those that wait meanwhile too: ``torch.distributed`` names groups by their number.
+        Ranks that wait meanwhile make theirs too, all in one order.
         """
         if (asked := frozenset(pairs)) - self.pairs.keys():
             self.gather(RECORDS, asked)
 
     def _open(self, pair: tuple[int, int]) -> None:
-        """Make the groups of a sender and a receiver; their first use makes them ready."""
-        pipelines = [members for layout in self.columns for members in layout]
-        groups = {members: dist.new_group(sorted(members[rank] for rank in pair)) for members in pipelines}
-        self.pairs[pair] = groups[self.members]
+        """Make the group of a sender and a receiver; its first use makes it ready."""
+        purpose, rows = f"{self.label} from {pair[0]} to {pair[1]}", [[self.members[rank] for rank in pair]]
+        self.pairs[pair] = new_group(purpose, rows, self.device.type, self.payload)
         if self.rank in pair:
             probe = torch.zeros(1, device=self.device)
             work = self.isend(probe, pair[1]) if self.rank == pair[0] else self.irecv(probe, pair[0])
@@ -151,12 +157,12 @@ class World:
 
     def isend(self, tensor: torch.Tensor, target: int, tag: int = 0) -> Any:
         """Send a tensor to a rank; return at once. NCCL has no tags: what a rank sends another comes in its order."""
-        group = self.pairs.get((self.rank, target), self.payload)
+        group = self.pairs.get((self.rank, target)) or self.payload
         return group.send([tensor], dist.get_group_rank(group, self.members[target]), tag)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:
         """Receive a tensor from a rank; return at once."""
-        group = self.pairs.get((source, self.rank), self.payload)
+        group = self.pairs.get((source, self.rank)) or self.payload
         return group.recv([tensor], dist.get_group_rank(group, self.members[source]), tag)
 
     def waiting(self, what: str, *ranks: int) -> AbstractContextManager[None]:
@@ -222,18 +228,20 @@ class World:
         if max(ends) > _BLOCK:
             rest = self._gathered(doing, own[_BLOCK:], max(ends) - _BLOCK)
             found = [text + more for text, more in zip(found, rest, strict=True)]
-        rows = [pickle.loads(text[_HEAD:end]) for text, end in zip(found, ends, strict=True)]
+        read = {text: pickle.loads(text[_HEAD : _end(text)]) for text in set(found)}  # many ranks say the same
+        rows = [read[text] for text in found]
         asked = {pair for does, pairs in rows if does == RECORDS and isinstance(pairs, frozenset) for pair in pairs}
         for pair in sorted(asked - self.pairs.keys()):
             self._open(pair)
         return rows
 
     def _gathered(self, doing: str, text: bytes, size: int) -> list[bytes]:
-        numbers = range(self.size * self.pipelines)
-        blocks = [torch.empty(size, dtype=torch.uint8) for _ in numbers]
-        with self._waiting(f"what ranks agree in (it {doing})", tuple(n for n in numbers if n != self.number)):
-            dist.all_gather(blocks, _block(text, size), group=self.everyone)
-        return [block.numpy().tobytes() for block in blocks]
+        ranks = self.size * self.pipelines
+        blocks = torch.empty(ranks, size, dtype=torch.uint8)
+        with self._waiting(f"what ranks agree in (it {doing})", EVERYONE if ranks > 1 else ()):
+            dist.all_gather(list(blocks.unbind()), _block(text, size), group=self.everyone)
+        every = blocks.numpy().tobytes()
+        return [every[begin : begin + size] for begin in range(0, len(every), size)]
 
     def _waits_for_recording(self, rows: list[tuple[str, Any]]) -> bool:
         """Tell whether another replica records a new kind of call, and this one asks again when it has."""

@@ -284,7 +284,7 @@ class RankRecordings(Recordings):
                 "share state one stage by plan=, or run them in one process"
             )
         warn_where_apart(lowered, self.owner)
-        if self.world.payload is not self.world.control:  # NCCL carries tensors, and has no tags
+        if self.world.by_pairs:
             self.world.open(pairs_of(lowered, ranks))
         self.group = stage_group(self.world, ranks)
         named = dict(named_state(model))

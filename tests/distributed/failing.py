@@ -12,6 +12,7 @@ from timeit import repeat
 import torch
 import torch.distributed as dist
 
+from autosplit.distributed import board
 from autosplit.distributed import watch as watch_module
 from autosplit.distributed.watch import Watch
 from autosplit.schedule.action import Action
@@ -125,7 +126,7 @@ def explained() -> None:
 
 def in_a_wait_of_ones_own() -> None:
     """Rank 1 is killed while the others wait for it in a receive that the watch does not know."""
-    watch_module.machine = lambda: f"machine {dist.get_rank()}"  # nobody knows at once
+    board.machine = lambda: f"machine {dist.get_rank()}"  # nobody knows at once
     Watch(dist.get_rank(), dist.get_world_size())
     started()
     if dist.get_rank() == 1:
@@ -192,7 +193,7 @@ def twice() -> None:
 
 def apart(function: str) -> None:
     """As if every rank ran on a machine of its own."""
-    watch_module.machine = lambda: f"machine {dist.get_rank()}"
+    board.machine = lambda: f"machine {dist.get_rank()}"
     if function == "kill":
         pipeline()
     else:

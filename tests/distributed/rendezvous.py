@@ -42,10 +42,4 @@ def install(limit_s: float = LIMIT_S) -> None:
 
     World.isend, World.irecv = send, receive  # type: ignore[method-assign]
     joined = join._joined
-    join._joined = lambda *given: _apart(joined(*given))  # type: ignore[assignment]
-
-
-def _apart(world: World) -> World:
-    """Return a world whose tensors have groups of their own, as on CUDA: so it opens pairs."""
-    pipelines = [members for layout in world.columns for members in layout]
-    return replace(world, payload=join._group_of(world.number, pipelines, "gloo"))
+    join._joined = lambda *given: replace(joined(*given), by_pairs=True)  # type: ignore[assignment]
