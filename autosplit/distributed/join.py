@@ -102,7 +102,7 @@ def _groups(world: World, mesh: Any) -> dict[str, Any]:
         "payload": control if kind == "cpu" else group("payload", pipelines, kind),
         "across": group("replicas", replicas, kind) if world.replicas > 1 else None,
         "tensor": group("tensors", sharing, kind) if world.tensor_ranks > 1 else None,
-        "by_pairs": kind != "cpu",
+        "accelerated": kind != "cpu",
     }
 
 

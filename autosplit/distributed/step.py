@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autosplit.distributed.groups import default_timeout
@@ -223,7 +224,7 @@ class RankStep(Step):
         self._draw_rest()
         makes = self.world.rank == self.last and self.rows > 0
         value, error = attempt(make) if makes else (None, None)
-        read = self.world.device.type == "cpu" or self.world.pipelines > 1  # else it stays on its device
+        read = not self.world.accelerated  # else it stays on its device
         number = None if value is None else (value.dtype, value.item() if read else 0, self.scaled, self.again)
         if self.world.pipelines > 1:
             words = self.world.agree("has a loss", {}, error, number)
@@ -233,19 +234,28 @@ class RankStep(Step):
         numbers = [one for one in said if one is not None]
         self.scaled = any(scaled for _, _, scaled, _ in numbers)
         self.again = any(again for *_, again in numbers)
-        if value is None or self.world.replicas > 1:
+        if value is None or (read and self.world.replicas > 1):
             value = torch.tensor(sum(n for _, n, *_ in numbers), dtype=numbers[0][0], device=self.world.device)
         if not read:
+            if self.world.replicas > 1:
+                value = value.detach().clone()
+                if self.world.rank == self.last:
+                    self.world.combine("losses of other replicas", value, self.world.across)
             self.world.broadcast(value.detach().view(1), self.last)
         return value
 
     def share_overflow(self) -> None:
         """Make all gradients infinite where one of any rank is, so that each rank's ``GradScaler`` skips the step."""
-        gradients = [taker.grad for taker in self.takers if taker.grad is not None]
-        finite = all(bool(_values(gradient).isfinite().all()) for gradient in gradients)
-        if not all(self.world.gather("looks for infinite gradients", finite)):
-            for gradient in gradients:
-                gradient.mul_(torch.inf)
+        gradients = [_local(taker.grad) for taker in self.takers if taker.grad is not None]
+        infinite = torch.zeros((), device=self.world.device)
+        if gradients:
+            values = [own.coalesce().values() if own.is_sparse else own for own in gradients]
+            infinite += ~torch.stack([own.isfinite().all() for own in values]).all()
+        for group in (self.world.payload, self.world.tensor, self.world.across):
+            self.world.combine("whether gradients of other ranks are infinite", infinite, group, dist.ReduceOp.MAX)
+        factor = torch.where(infinite > 0, torch.inf, 1.0)
+        for gradient in gradients:
+            gradient.mul_(factor)
 
     def among(self, shares: Sequence[Share]) -> RankStep:
         """Return the step as one of a batch of which every rank has said what its replica has."""
@@ -352,7 +362,6 @@ def seconds_of(timeout: Any, device: torch.device) -> float:
     return float(seconds)
 
 
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's values of a gradient: of its shard, or of a sparse one."""
-    own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return own.coalesce().values() if own.is_sparse else own
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a gradient."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -5,14 +5,12 @@
 
 With a dimension "tp" each replica has several pipelines, the columns. Their ranks of one stage share its tensors.
 
-Small Python values travel over a gloo group of our own, one collective each: a block of fixed size, and a second one
-only where a value does not fit. What one rank raises is raised on every rank, so that none waits for another.
+Small Python values travel by the CPU, one collective each: a block of fixed size, and a second one only where a value
+does not fit. What one rank raises is raised on every rank, so that none waits for another.
 """
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -22,22 +20,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from autosplit.distributed import words
 from autosplit.distributed.board import EVERYONE
 from autosplit.distributed.groups import new_group
 from autosplit.distributed.mesh import Layout
 from autosplit.distributed.watch import Watch
-from autosplit.errors import AutosplitError, InputError
+from autosplit.errors import InputError
 
-_BLOCK = 1024
-"""Bytes of one rank's value in the first collective, its length among them."""
-_HEAD = 8
-_VOTE = bytes(_HEAD)
+_VOTE = bytes(words.HEAD)
 """What a vote begins with; any other value has a length there."""
 _KNOWN = "known to all ranks"
 RECORDS = "records a new kind of call, as what its Python reads of the model or of inputs is new there"
 """What the ranks of a replica may do while others wait for them."""
-_SHOWN = 300
-"""How many characters of a value that differs are shown."""
 
 
 class _Said(NamedTuple):
@@ -65,8 +59,8 @@ class World:
         across: the group of the ranks with the same part of the model; None where there is one replica.
         tensor: the group of the ranks that share the tensors of a stage; None where there is one column.
         label: tells the groups of this world from those of others.
-        by_pairs: whether messages of a sender and a receiver have a group of their own: NCCL keeps the order of a
-            group's messages, and has no tags.
+        accelerated: whether tensors lie on an accelerator, as for NCCL, which has no tags: each sender and receiver
+            have a group, and the host reads no losses.
         pairs: these groups; None where this rank is in none of them.
         stages: the groups of ranks that are replicas of one stage.
         watch: ends every rank when one fails.
@@ -86,7 +80,7 @@ class World:
     tensor: Any = None
     hosts: tuple[int, ...] = ()
     label: str = ""
-    by_pairs: bool = False
+    accelerated: bool = False
     pairs: dict[tuple[int, int], Any] = field(default_factory=dict)
     stages: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
@@ -197,6 +191,12 @@ class World:
             with self._waiting(what, tuple(self.holders(self.rank) - {self.number})):
                 work.wait()
 
+    def combine(self, what: str, tensor: torch.Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> None:
+        """Combine a tensor's values over the ranks of a group, in place; None: there is this rank alone."""
+        if group is not None and group.size() > 1:
+            with self._waiting(what, tuple(n for n in dist.get_process_group_ranks(group) if n != self.number)):
+                dist.all_reduce(tensor, op, group=group)
+
     def with_others(self) -> AbstractContextManager[None]:
         """Say that this rank waits for those with which it shares tensors."""
         sharing = tuple(layout[self.replica][self.rank] for layout in self.columns)
@@ -217,18 +217,18 @@ class World:
 
     def vote(self, doing: str, *numbers: int) -> bool:
         """Tell whether all ranks vote, for the same numbers; what ranks meet for instead they meet for once more."""
-        return len(set(self._gathered(doing, _VOTE + repr(numbers).encode(), _BLOCK))) == 1
+        return len(set(self._gathered(doing, _VOTE + repr(numbers).encode(), words.BLOCK))) == 1
 
     def _rows(self, doing: str, value: Any) -> list[tuple[str, Any]]:
-        own = _packed((doing, value))
-        found = self._gathered(doing, own[:_BLOCK], _BLOCK)
+        own = words.packed((doing, value))
+        found = self._gathered(doing, own[: words.BLOCK], words.BLOCK)
         if any(text.startswith(_VOTE) for text in found):  # of ranks that meet the others now
-            found = self._gathered(doing, own[:_BLOCK], _BLOCK)
-        ends = [_end(text) for text in found]
-        if max(ends) > _BLOCK:
-            rest = self._gathered(doing, own[_BLOCK:], max(ends) - _BLOCK)
+            found = self._gathered(doing, own[: words.BLOCK], words.BLOCK)
+        ends = [words.end(text) for text in found]
+        if max(ends) > words.BLOCK:
+            rest = self._gathered(doing, own[words.BLOCK :], max(ends) - words.BLOCK)
             found = [text + more for text, more in zip(found, rest, strict=True)]
-        read = {text: pickle.loads(text[_HEAD : _end(text)]) for text in set(found)}  # many ranks say the same
+        read = {text: words.unpacked(text) for text in set(found)}  # many ranks say the same
         rows = [read[text] for text in found]
         asked = {pair for does, pairs in rows if does == RECORDS and isinstance(pairs, frozenset) for pair in pairs}
         for pair in sorted(asked - self.pairs.keys()):
@@ -239,7 +239,7 @@ class World:
         ranks = self.size * self.pipelines
         blocks = torch.empty(ranks, size, dtype=torch.uint8)
         with self._waiting(f"what ranks agree in (it {doing})", EVERYONE if ranks > 1 else ()):
-            dist.all_gather(list(blocks.unbind()), _block(text, size), group=self.everyone)
+            dist.all_gather(list(blocks.unbind()), words.block(text, size), group=self.everyone)
         every = blocks.numpy().tobytes()
         return [every[begin : begin + size] for begin in range(0, len(every), size)]
 
@@ -265,7 +265,7 @@ class World:
 
     def told(self, source: int, value: Any = None, error: BaseException | None = None) -> Any:
         """Return on every rank the value that one has; its error is raised on every rank."""
-        said = self._broadcast(source, (value, _portable(error)))
+        said = self._broadcast(source, (value, words.portable(error)))
         if self.rank != source:
             value, error = said
             if error is not None:
@@ -275,14 +275,14 @@ class World:
         return value
 
     def _broadcast(self, source: int, value: Any) -> Any:
-        own = _packed(value)
-        found = self._sent(source, own[:_BLOCK], _BLOCK)
-        if (end := _end(found)) > _BLOCK:
-            found += self._sent(source, own[_BLOCK:], end - _BLOCK)
-        return pickle.loads(found[_HEAD:end])
+        own = words.packed(value)
+        found = self._sent(source, own[: words.BLOCK], words.BLOCK)
+        if (end := words.end(found)) > words.BLOCK:
+            found += self._sent(source, own[words.BLOCK :], end - words.BLOCK)
+        return words.unpacked(found)
 
     def _sent(self, source: int, text: bytes, size: int) -> bytes:
-        block = _block(text, size)
+        block = words.block(text, size)
         with self.waiting(f"word of rank {source}", *([] if source == self.rank else [source])):
             dist.broadcast(block, group_src=source, group=self.control)
         return block.numpy().tobytes()
@@ -308,7 +308,7 @@ class World:
                 return None
             return self._differing(said, {**facts, **own}) or self._raised(said, error)
 
-        said = _Said(_digests(facts), _digests(own), _portable(error), word)
+        said = _Said(words.digests(facts), words.digests(own), words.portable(error), word)
         return [row.word for row in self.gather(doing, said, judge)]
 
     def _raised(self, said: list[_Said], error: BaseException | None) -> BaseException | None:
@@ -325,21 +325,11 @@ class World:
         """Return in what a rank differs from the first one of its replica, or of all, by the facts that both have."""
         rows = [[(number, said[number].own) for number in self.of_replica(r)] for r in range(self.replicas)]
         rows.append([(number, row.facts) for number, row in enumerate(said)])
-        if (found := next(filter(None, map(_first_difference, rows)), None)) is None:
+        if (found := next(filter(None, map(words.first_difference, rows)), None)) is None:
             return None
         name, one, other = found
-        texts = self.gather(f"shows {name}", _text(facts.get(name)))
-        return InputError(_difference(name, (one, texts[one]), (other, texts[other])))
-
-
-def _first_difference(rows: list[tuple[int, dict[str, int]]]) -> tuple[str, int, int] | None:
-    """Return a fact in which a rank differs from the first one that has it, and these two."""
-    for name in dict.fromkeys(name for _, facts in rows for name in facts):
-        (first, own), *others = [(number, facts[name]) for number, facts in rows if name in facts]
-        other = next((number for number, fact in others if fact != own), None)
-        if other is not None:
-            return name, first, other
-    return None
+        texts = self.gather(f"shows {name}", words.text(facts.get(name)))
+        return InputError(words.difference(name, (one, texts[one]), (other, texts[other])))
 
 
 def as_known(error: BaseException) -> BaseException:
@@ -353,55 +343,9 @@ def known_to_all(error: BaseException) -> bool:
     return bool(error.__dict__.get(_KNOWN))
 
 
-def _packed(value: Any) -> bytes:
-    """Return a value as bytes, their number first."""
-    data = pickle.dumps(value)
-    return len(data).to_bytes(_HEAD, "little") + data
-
-
-def _end(text: bytes) -> int:
-    return _HEAD + int.from_bytes(text[:_HEAD], "little")
-
-
-def _block(text: bytes, size: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text.ljust(size, b"\0")), dtype=torch.uint8)
-
-
 def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """Return what a function returns, or what it raises."""
     try:
         return make(), None
     except Exception as error:
         return None, error
-
-
-def digest(fact: Any) -> int:
-    """Return a number for a fact, the same in every process; an int stands for itself."""
-    return fact if isinstance(fact, int) else zlib.crc32(_text(fact).encode())
-
-
-def _text(fact: Any) -> str:
-    return fact if isinstance(fact, str) else repr(fact)
-
-
-def _digests(facts: Mapping[str, Any]) -> dict[str, int]:
-    return {name: digest(fact) for name, fact in facts.items()}
-
-
-def _difference(name: str, first: tuple[int, str], other: tuple[int, str]) -> str:
-    one, two = first[1].splitlines(), other[1].splitlines()
-    place = next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
-    left, right = (lines[place][:_SHOWN] if place < len(lines) else "nothing" for lines in (one, two))
-    return f"the ranks differ in {name}: rank {first[0]} has {left}, rank {other[0]} has {right}"
-
-
-def _portable(error: BaseException | None) -> BaseException | None:
-    """Return an error that another process can read."""
-    if error is None:
-        return None
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        public = next((kind for kind in type(error).__mro__ if kind.__module__ == AutosplitError.__module__), None)
-        return public(str(error)) if public is not None else RuntimeError(f"{type(error).__name__}: {error}")
-    return error

@@ -35,7 +35,7 @@ from autosplit.ranks.loss import Elsewhere, RankLoss, Word
 from autosplit.ranks.parallelize import Parallelize, check_plain
 from autosplit.ranks.prepared import PreparedRankStep, is_checked
 from autosplit.ranks.recordings import RankRecordings
-from autosplit.ranks.shards import total_norm
+from autosplit.ranks.shards import GradientNorms
 from autosplit.ranks.state import RankState
 from autosplit.ranks.stream import RankStreaming
 from autosplit.ranks.tensors import check_columns
@@ -86,7 +86,14 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         super().__init__(model, options, plan, own_plan)
         self._core.recordings = RankRecordings(model, options, plan, world, own=own_plan, weights=weights)
         self._core.recordings.parallelize = parallelize
-        self.__dict__.update(_world=world, _feed=feed, _outputs=outputs, _timeout_s=timeout_s, _agreement=agreement)
+        self.__dict__.update(
+            _world=world,
+            _feed=feed,
+            _outputs=outputs,
+            _timeout_s=timeout_s,
+            _agreement=agreement,
+            _norms=GradientNorms(world),
+        )
 
     refused: ClassVar[Mapping[str, str]] = {
         **PipelinedModule.refused,
@@ -108,7 +115,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
     ) -> torch.Tensor:
         """Clip the gradients of all ranks by their norm, as ``torch.nn.utils.clip_grad_norm_`` does; return that."""
         parameters = {n: p for n, p in self.named_parameters() if p.grad is not None}
-        total = total_norm(self._world, (n for n, _ in self._core.model.named_parameters()), parameters, norm_type)
+        total = self._norms.total((n for n, _ in self._core.model.named_parameters()), parameters, norm_type)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {total.item()}, no number")
         for shards in (True, False):  # which torch's loops over many tensors do not mix

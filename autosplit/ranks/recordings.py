@@ -284,7 +284,7 @@ class RankRecordings(Recordings):
                 "share state one stage by plan=, or run them in one process"
             )
         warn_where_apart(lowered, self.owner)
-        if self.world.by_pairs:
+        if self.world.accelerated:
             self.world.open(pairs_of(lowered, ranks))
         self.group = stage_group(self.world, ranks)
         named = dict(named_state(model))

@@ -42,4 +42,4 @@ def install(limit_s: float = LIMIT_S) -> None:
 
     World.isend, World.irecv = send, receive  # type: ignore[method-assign]
     joined = join._joined
-    join._joined = lambda *given: replace(joined(*given), by_pairs=True)  # type: ignore[assignment]
+    join._joined = lambda *given: replace(joined(*given), accelerated=True)  # type: ignore[assignment]
