@@ -19,6 +19,7 @@ from autosplit.distributed.groups import default_timeout
 from autosplit.distributed.messages import Descriptions, Messages, Sent, arrived
 from autosplit.distributed.replicas import Reductions, Share, added_in_order, adding_gradients, join_statistics
 from autosplit.distributed.start import RankStart, begin
+from autosplit.distributed.words import digest
 from autosplit.distributed.world import World, as_known, attempt, known_to_all
 from autosplit.errors import DeviceError, InputError
 from autosplit.lower.split import named_state
@@ -44,6 +45,7 @@ class RankStep(Step):
         sent: what is on its way to others.
         whole: whether what comes behind the last cell runs: the merges, and what mixes rows.
         messages: what travels in steps of this kind.
+        outcomes: what ranks said of the loss of such a step.
         loss: what tells them apart: how a loss adds up, or what a backward begins with.
         timeout_s: the ranks hang when none has moved for so many seconds.
         trained: gives the parameters and buffers of this rank that require a gradient.
@@ -60,6 +62,7 @@ class RankStep(Step):
     sent: Sent = field(default_factory=dict)
     whole: bool = False
     messages: dict[Any, Descriptions] = field(default_factory=dict)
+    outcomes: dict[str, Any] = field(default_factory=dict)
     loss: Any = None
     timeout_s: float
     trained: Callable[[], Sequence[torch.Tensor]] = tuple
@@ -222,27 +225,33 @@ class RankStep(Step):
         An error of one is raised on every rank. Either way random numbers are then where the plain model leaves them.
         """
         self._draw_rest()
-        makes = self.world.rank == self.last and self.rows > 0
+        world, makes = self.world, self.world.rank == self.last and self.rows > 0
         value, error = attempt(make) if makes else (None, None)
-        read = not self.world.accelerated  # else it stays on its device
-        number = None if value is None else (value.dtype, value.item() if read else 0, self.scaled, self.again)
-        if self.world.pipelines > 1:
-            words = self.world.agree("has a loss", {}, error, number)
-            said = [words[members[self.last]] for members in self.world.layout]
-        else:  # one word for all takes less than one of each
-            said = [self.world.told(self.last, number, error)]
-        numbers = [one for one in said if one is not None]
-        self.scaled = any(scaled for _, _, scaled, _ in numbers)
-        self.again = any(again for *_, again in numbers)
-        if value is None or (read and self.world.replicas > 1):
-            value = torch.tensor(sum(n for _, n, *_ in numbers), dtype=numbers[0][0], device=self.world.device)
+        read = world.pipelines == 1 and not world.accelerated  # else it is added up and sent where it lies
+        facts = None if value is None else (value.dtype, self.scaled, self.again, value.item() if read else 0.0)
+        dtype, self.scaled, self.again, number = self._facts_of_loss(facts, error)
+        if value is None:
+            value = torch.tensor(number, dtype=dtype, device=world.device)
+        if world.replicas > 1:
+            value = value.detach().clone()
+            if world.rank == self.last:
+                world.combine("losses of other replicas", value, world.across)
         if not read:
-            if self.world.replicas > 1:
-                value = value.detach().clone()
-                if self.world.rank == self.last:
-                    self.world.combine("losses of other replicas", value, self.world.across)
-            self.world.broadcast(value.detach().view(1), self.last)
+            world.broadcast(value.detach().view(1), self.last)
         return value
+
+    def _facts_of_loss(self, facts: Any, error: BaseException | None) -> Any:
+        """Return what ranks say that have a loss; they vote for what they said in the last step of this kind."""
+        world, known = self.world, self.outcomes.get("loss")
+        if world.pipelines == 1:  # one word for all takes less than one of each
+            return world.told(self.last, facts, error)
+        stands = error is None and known is not None and facts in (None, known)
+        if not (stands and world.vote("has a loss", -2, digest(repr(known)))):
+            words = world.agree("has a loss", {}, error, facts)
+            (dtype, *_), *_ = said = [words[ranks[self.last]] for ranks in world.layout if words[ranks[self.last]]]
+            known = dtype, any(scaled for _, scaled, *_ in said), any(again for _, _, again, _ in said), 0.0
+            self.outcomes["loss"] = known
+        return known
 
     def share_overflow(self) -> None:
         """Make all gradients infinite where one of any rank is, so that each rank's ``GradScaler`` skips the step."""

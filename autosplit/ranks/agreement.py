@@ -38,7 +38,7 @@ class Agreement:
         if not (check_inputs is None or (isinstance(check_inputs, int) and check_inputs >= 0)):
             raise InputError(f"check_inputs={check_inputs!r}; give a number of calls, True, False or None")
         self._world, self._model, self._feed, self._check_inputs = world, model, feed, check_inputs
-        self._votes = feed == "all" and world.pipelines == 1
+        self._votes = feed == "all"
         self._kinds: list[Agreed] = []
         self._steps = self._meetings = 0
 
@@ -54,20 +54,21 @@ class Agreement:
     def stands(self, doing: str, step: PreparedRankStep, word: Any) -> bool:
         """Tell whether all ranks vote for what they agreed on in an earlier call of the kind.
 
-        One that has another ``word`` than then, compares values, or calls the model's own Python meets the others.
+        One that has another ``word`` than then, compares values, or calls the model's own Python meets the others. So
+        does one whose replicas have made other kinds of calls together than then.
         """
         agreed, drawn = step.agreed, _random_state() if step.lowered.random else 0
         if not self._votes or step.python is not None or self.compares(agreed.calls):
             return False
-        known = agreed.number and agreed.words[self._world.number] == word
-        agreed.calls += (stands := bool(known) and self._world.vote(doing, agreed.number, drawn))
+        known = agreed.meeting > 0 and agreed.shares[self._world.number].word == word
+        agreed.calls += (stands := known and self._world.vote(doing, agreed.meeting, drawn))
         return stands
 
     def keep(self, agreed: Agreed, shares: list[Share]) -> None:
         """Keep what ranks have said of a call in a meeting; where not all have known its kind, they do from now on."""
         self._meetings += 1
         agreed.calls += 1
-        agreed.words = [share.word for share in shares]
+        agreed.meeting, agreed.shares = self._meetings, shares
         if {shares[number].kind for number in self._world.members} != {agreed.number or -1}:
             agreed.number = self._meetings
             agreed.messages.clear()
@@ -89,7 +90,7 @@ class Agreement:
         }
         per_replica: dict[str, Any] = {"the call": call}
         if self._feed == "all":
-            if self._check_inputs != 0 and (self._votes or self.compares(step.agreed.calls)):
+            if self._check_inputs != 0 and (self._world.pipelines == 1 or self.compares(step.agreed.calls)):
                 per_replica |= {BATCH: checksum(step.tensors), "the target": checksum(tensors_in(loss and loss.target))}
             if loss is not None:
                 per_replica["the target's shapes"] = str(loss.kind[0])

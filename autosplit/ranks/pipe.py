@@ -213,14 +213,14 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
             shares = self._world.agree(doing, facts, error, share, own=of_replica)
             assert step is not None
             self._agreement.keep(step.agreed, shares)
-            if self._world.replicas > 1:
-                step = step.among(shares)
-                step.check_empty(changes_python=step.recorded.changes_python)
+        if self._world.replicas > 1:
+            step = step.among(step.agreed.shares)
+            step.check_empty(changes_python=step.recorded.changes_python)
         if self._core.model.training or torch.is_grad_enabled():
             recordings.trains()
         if alone and not unseen:
             bring(self._world, first, step.tensors, takers_of(step, step.ranks))
-        return step, step.agreed.words
+        return step, [share.word for share in step.agreed.shares]
 
     def _on_rank(
         self, step: PreparedStep | PreparedTree, doing: str = "", loss: RankLoss | None = None
@@ -250,6 +250,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
             timeout_s=self._timeout_s,
             trained=lambda: [t for t in (*self.parameters(), *self.buffers()) if t.requires_grad],
             messages=agreed.messages,
+            outcomes=agreed.outcomes,
             agreed=agreed,
             elsewhere=cache(self._elsewhere) if checked else None,
             part=self._recordings.part,

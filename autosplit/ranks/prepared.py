@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from autosplit.distributed.messages import Descriptions
+from autosplit.distributed.replicas import Share
 from autosplit.distributed.step import RankStep
 from autosplit.ranks.loss import ReadsHere
 from autosplit.ranks.parallelize import WrappedPart
@@ -30,7 +31,9 @@ class Agreed:
         texts: descriptions for its number of rows and for any number; empty: not computed yet.
         calls: how many calls there were.
         number: of the meeting since which all ranks of the pipeline know the kind; 0: not yet.
-        words: what the ranks said in the last meeting.
+        meeting: the number of the last meeting; 0: there was none.
+        shares: what the ranks said in it.
+        outcomes: what they said of what comes out of such calls.
         messages: the messages of such a call.
         scaled: whether a ``GradScaler`` scales its loss.
     """
@@ -40,7 +43,9 @@ class Agreed:
     texts: tuple[str, ...] = ()
     calls: int = 0
     number: int = 0
-    words: list[Any] = field(default_factory=list)
+    meeting: int = 0
+    shares: list[Share] = field(default_factory=list)
+    outcomes: dict[str, Any] = field(default_factory=dict)
     messages: dict[Any, Descriptions] = field(default_factory=dict)
     scaled: bool = False
 
