@@ -69,20 +69,6 @@ def functional(model: Any, value: Tensor) -> Tensor:
     return model.b(F.dropout(hidden + noise, 0.2, model.training))
 
 
-def test_norms_and_draws_of_the_models_own() -> None:
-    model = Model(functional, buffer_mean=lambda: torch.zeros(6), buffer_var=lambda: torch.ones(6))
-    found = verify(model, split(model, devices=["cpu"] * 2), numbers(10, 6))
-    assert found, str(found)
-    assert not any("random numbers" in note for note in found.notes)
-
-
-def test_a_norm_without_any_state() -> None:
-    norm = nn.BatchNorm1d(6, affine=False, track_running_stats=False)
-    model = nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 6)).double()
-    found = verify(model, split(model, devices=["cpu"] * 2), numbers(10, 6))
-    assert found, str(found)
-
-
 def test_neither_the_model_nor_the_pipe_notices() -> None:
     model = networks()
     model[8].eval()

@@ -133,22 +133,6 @@ def test_the_model_is_on_meta_in_the_dtype_of_the_config_and_keeps_no_cache(writ
     assert build(written(), kwargs={"dtype": "float64"}, blank=True).embed.weight.dtype == torch.float64
 
 
-@pytest.mark.parametrize(
-    ("architectures", "found"),
-    [
-        (None, TinyForCausalLM),
-        (["TinyVision"], TinyVision),
-        (["Mine"], TinyForCausalLM),
-        (["pipeline"], TinyForCausalLM),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:transformers has no")
-def test_the_class_is_the_named_one_else_what_the_family_has(
-    written: Callable[..., str], architectures: list[str] | None, found: type
-) -> None:
-    assert type(build(written(TINY | {"architectures": architectures}), kwargs={}, blank=True)) is found
-
-
 def test_nothing_that_would_be_fetched_reaches_transformers(written: Callable[..., str]) -> None:
     kernel = {"_attn_implementation": "somebody/kernel", "attn_implementation": "somebody/kernel"}
     entries = TINY | kernel | {"text_config": dict(kernel), "use_pretrained_backbone": True}

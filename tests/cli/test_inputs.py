@@ -13,7 +13,6 @@ from torch import nn
 
 from autosplit.cli.inputs import (
     DTYPES,
-    InputOptions,
     InputSpec,
     TensorForm,
     parse_batch_dims,
@@ -140,25 +139,6 @@ def test_places_make_dicts_lists_and_tuples() -> None:
     assert list(sample.kwargs) == ["batch", "pair", "flag"]
     sample = build_sample(parse("1[0]=float32[4]", "0.x=float32[4]"), model=Nested(), seed=0)
     assert [type(value) for value in sample.args] == [dict, list]
-
-
-@pytest.mark.parametrize(
-    ("given_here", "message"),
-    [
-        (
-            ["b.x", "b[0]"],
-            r"--input b is a dict and a list; write \.name for a dict, \[0\] for a list, ",
-        ),
-        (["b.x.0", "b.x[1]"], r"--input b\['x'\] is a list and a tuple; write"),
-        (["b", "b.x"], r"--input b is given twice, or whole and in parts"),
-        (["b.x.y", "b.x"], r"--input b\['x'\] is given twice, or whole and in parts"),
-        (["b.x", "b['x']"], r"--input b\['x'\] is given twice"),
-        (["b[0]", "b[2]", "b[3]"], r"--input b has the positions \[0, 2, 3\]; number them from 0 without gaps"),
-    ],
-)
-def test_places_that_do_not_go_together(given_here: list[str], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        InputOptions(inputs=[f"{t}=true" for t in given_here]).spec("no:f")
 
 
 @pytest.mark.parametrize(

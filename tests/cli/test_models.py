@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from autosplit.cli.app import app
 from autosplit.cli.inputs import parse_kwargs
 from autosplit.cli.models import load_model
-from autosplit.errors import InputError
 
 NETS = str(Path(__file__).parent / "nets.py")
 
@@ -27,23 +26,6 @@ def test_a_factory_gets_its_arguments() -> None:
     assert isinstance(made, nn.Linear)
     assert made.in_features == 3
     assert load_model(f"{NETS}:make_wide", kwargs={"width": 3}, blank=True).weight.is_meta
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs", "message"),
-    [
-        (
-            "make_wide",
-            {},
-            r"make_wide\(width: .*\) -> .* cannot be called: missing .* 'width'; give its arguments as --kwargs",
-        ),
-        ("make_wide", {"width": 3, "depth": 2}, r"got an unexpected keyword argument 'depth'"),
-        ("INSTANCE", {"width": 3}, r"INSTANCE is a Mlp already and takes no --kwargs; name a factory"),
-    ],
-)
-def test_arguments_that_a_factory_does_not_take(name: str, kwargs: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        load_model(f"{NETS}:{name}", kwargs=kwargs)
 
 
 @pytest.mark.parametrize(

@@ -105,34 +105,6 @@ def test_the_page_is_of_the_plan(run: Run, tmp_path: Path, command: str, devices
     assert [stage["forward_s"] for stage in shown["stages"]] == [stage.forward_s for stage in plan.stages]
 
 
-def test_what_stands_for_the_loss_is_said_and_a_loss_can_be_named(run: Run) -> None:
-    text = "no loss is given: the mean of the first output stands for it"
-    plans = {}
-    for loss in ("", f"{NETS}:squared", "torch.nn:MSELoss"):
-        result = run(f"{NETS}:make_mlp", *TWO, *X, "--json", *(("--loss", loss) if loss else ()))
-        assert result.exit_code == 0, result.output
-        plans[loss] = Plan.model_validate_json(result.stdout)
-        assert any(text in note for note in plans[loss].notes) == (not loss)
-    assert min(sum(stage.forward_s for stage in plans[loss].stages) for loss in plans if loss) > sum(
-        stage.forward_s for stage in plans[""].stages
-    )
-
-
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        ("squared", "--loss 'squared' names no function; write package.module:name or file.py:name"),
-        ("absent.py:f", "--loss: there is no file 'absent.py'"),
-        (f"{NETS}:NUMBER", "NUMBER is a int; name a function"),
-        (f"{NETS}:make_wide", "loss_fn cannot be called on the model's output of shape [3, 16]"),
-    ],
-)
-def test_a_loss_that_cannot_be_used(run: Run, loss: str, message: str) -> None:
-    result = run(f"{NETS}:make_mlp", *TWO, *X, "--loss", loss)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr
-
-
 def test_a_model_whose_values_decide_is_planned_with_values_and_that_is_said(run: Run) -> None:
     result = run(f"{NETS}:Gated", *TWO, *X, "--json")
     assert result.exit_code == 0, result.output

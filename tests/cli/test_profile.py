@@ -142,21 +142,3 @@ def test_calibrating_writes_a_file_that_a_profile_takes(
     assert found.totals.forward_s > 4 * 0.5, "what each operation costs besides its kernel"
     assert run("--calibrate").exit_code == 0
     assert [path.name for path in (tmp_path / "caches").rglob("*.json")] == ["calibrated-cpu-lane.json"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("Mlp", *X, "--device", "H100"), "there is no device 'H100', the nearest: H100-NVL-94GB"),
-        (("Halves", "--input", "x=bfloat16[8,16]", "--device", "P40-24GB"), "node 'layers.0#0': "),
-        (("Mlp", *X, "--device", "T4-16GB", "--measure"), "--device T4-16GB asks a cost model"),
-        (("Mlp", *X, "--device", "cuda:99"), "'cuda:99' does not exist"),
-        (("Mlp",), "no inputs are known for Mlp"),
-        (("Mlp", *X, "--save", "x.json"), "--save and --quick are for --calibrate"),
-        (("Mlp", *X, "--rows", "0"), "Invalid value for '--rows'"),
-        (("Mlp", *X, "--calibrate"), "--calibrate measures this machine, no model"),
-    ],
-)
-def test_bad_usage_ends_with_two(run: Run, arguments: tuple[str, ...], said: str) -> None:
-    name, *rest = arguments
-    assert said in error_of(run(f"{NETS}:{name}", *rest))

@@ -118,18 +118,3 @@ def test_a_wrong_word_is_said_before_torch_is_imported(arguments: tuple[str, ...
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_saved_plan_is_shown_as_it_is(run: Run, saved: Path) -> None:
-    result = run("report", str(saved), "--chunks", "4")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert (
-        f"shows a saved plan as it is, without --chunks; name the model, and the plan by --plan {saved}"
-        in result.stderr
-    )
-    Plan.load(saved).move({"layers.1": 1}).save(saved)
-    edited = run("report", str(saved))
-    assert edited.exit_code == 0, edited.output
-    assert "warning: the plan was edited; times and memory are those of before" in edited.stderr
-    result = run(*PLANNED, "--plan", str(saved), "--smallest")
-    assert (result.exit_code, "--smallest searches, --plan is followed as it is" in result.stderr) == (2, True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.compat import BalanceError, GPipe
+from autosplit.compat import GPipe
 from autosplit.compat.chain import CHECKPOINTS
 from tests.compat.sequential_models import assert_like_plain, mlp, pairs, rows, unet
 
@@ -48,35 +48,6 @@ def test_the_balance_is_the_cut():
     layers = [{name.split("#")[0] for name in stage.nodes} for stage in pipe.pipe.plan.stages]
     assert layers == [{"partitions.0.0", "partitions.0.1"}, {"partitions.1.2"}, {"partitions.2.3", "partitions.2.4"}]
     assert "at most" in pipe.pipe.report()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"balance": None}, ValueError, "balance is required(.|\n)*balance_by_time"),
-        ({"balance": [1]}, BalanceError, r"module: 5, sum of balance: 1(.|\n)*balance_by_time"),
-        ({"balance": [6]}, BalanceError, "module: 5, sum of balance: 6"),
-        ({"balance": [0, 5]}, BalanceError, r"positive integer \(balance: \[0, 5\]\)"),
-        ({"balance": [-1, 6]}, BalanceError, "positive integer"),
-        ({"balance": [1, 1, 1, 2]}, IndexError, r"devices: 3, partitions: 4"),
-        ({"chunks": 0}, ValueError, r"chunks must be positive integer \(chunks: 0\)"),
-        ({"checkpoint": "some"}, ValueError, "'always', 'except_last', or 'never'(.*)'some'"),
-    ],
-)
-def test_arguments_that_cannot_be(arguments, error, message):
-    with pytest.raises(error, match=message):
-        GPipe(mlp(), **{"balance": [2, 3], "devices": CPUS} | arguments)
-
-
-def test_models_that_cannot_be():
-    layer = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="Sequential to be partitioned, it is a Linear"):
-        GPipe(layer, [1], devices=CPUS)
-    with pytest.raises(ValueError, match="duplicate children"):
-        GPipe(nn.Sequential(layer, layer), [1, 1], devices=CPUS)
-    tied = nn.Sequential(nn.Sequential(layer), nn.Sequential(layer))
-    with pytest.raises(ValueError, match=r"duplicate parameters in distinct children(.*)autosplit\(model"):
-        GPipe(tied, [1, 1], devices=CPUS)
 
 
 class Pass(nn.Module):

@@ -92,23 +92,6 @@ def test_a_tensor_may_go_whole_to_every_microbatch():
         NoChunk(3)
 
 
-def test_models_and_arguments_that_cannot_be():
-    layer = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="Sequential to be partitioned, it is a Linear"):
-        Pipe(layer)
-    with pytest.raises(ValueError, match="duplicate children"):
-        Pipe(nn.Sequential(layer, layer))
-    with pytest.raises(ValueError, match="chunks must be positive"):
-        Pipe(nn.Sequential(layer), chunks=-1)
-    with pytest.raises(ValueError, match="checkpoint is not one of"):
-        Pipe(nn.Sequential(layer), 1, "some")
-    halves = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
-    with pytest.raises(ValueError, match=r"should have all parameters on a single device(.|\n)*on cpu, meta"):
-        Pipe(nn.Sequential(halves))
-    with pytest.raises(TypeError, match="Pipe should manage device placement"):
-        Pipe(nn.Sequential(layer)).cuda()
-
-
 class Factor(nn.Module):
     def forward(self, x: Tensor, factor: Tensor) -> Tensor:
         return x @ factor

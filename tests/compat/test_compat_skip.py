@@ -9,7 +9,7 @@ from torch import nn
 from autosplit.compat import GPipe, pop, skippable, stash
 from autosplit.compat.chain import CHECKPOINTS
 from autosplit.compat.skip import on_their_own
-from tests.compat.sequential_models import Down, Up, assert_like_plain, rows, unet
+from tests.compat.sequential_models import assert_like_plain, rows, unet
 
 CPUS = ["cpu"] * 5
 
@@ -76,14 +76,6 @@ def test_a_layer_that_reads_values_keeps_its_skips_by_microbatch():
         assert_like_plain(GPipe(copy.deepcopy(model), [1, 1, 1], devices=CPUS, chunks=3), model, rows(6, 3))
 
 
-def test_outside_of_a_pipe_skips_stay_with_the_thread():
-    down, up = Down(1, 1).double(), Up(1, 1).double()
-    x = rows(2, 1, 3)
-    assert torch.equal(up(down(x)), up.module.conv(down.module.conv(x).relu()) + x)
-    with pytest.raises(RuntimeError, match="'skip' has not been stashed"):
-        up(x)
-
-
 @pytest.mark.parametrize(
     ("stashes", "pops", "command", "message"),
     [
@@ -103,17 +95,6 @@ def test_what_is_declared_is_what_is_done(stashes, pops, command, message):
 
     with on_their_own(), pytest.raises(RuntimeError, match=message):
         Layer()(torch.rand(1), skips=(torch.rand(1),) * len(pops))
-
-
-def test_only_skips_may_be_yielded():
-    @skippable()
-    class Layer(nn.Module):
-        def forward(self, x):
-            yield x
-            return x
-
-    with pytest.raises(TypeError, match="is not a command from @skippable"):
-        Layer()(torch.rand(1))
 
 
 def test_a_skippable_layer_shows_what_it_is():

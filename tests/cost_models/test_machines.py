@@ -154,34 +154,6 @@ def test_a_file_with_hosts_and_links_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"devices": ["T4-16GB", "T5"]}, r"no device 'T5', the nearest: T4-16GB"),
-        ({"devices": "2xT5"}, r"there is no device 'T5' in '2xT5', the nearest: T4-16GB"),
-        ({}, r"devices: Field required"),
-        ({"devices": []}, r"devices is \[\]: Tuple should have at least 1 item"),
-        (
-            {"devices": "2xT4-16GB", "host": {"issue_threads": 0, "sources": {}}},
-            r"host.issue_threads is 0: Input should be greater than 0",
-        ),
-        ({"devices": "2xT4-16GB", "host_devices": [3]}, r"host_devices is \[3\], in all 3, of 2"),
-        (
-            {"devices": "2xT4-16GB", "host_devices": [1, 1]},
-            r"2 hosts and no network between them; give network, a link",
-        ),
-        (
-            {"devices": "2xT4-16GB", "links": [{"devices": [0, 1, 2], "link": 3}]},
-            r"links.0.devices is \[0, 1, 2\]: Tuple should have at most 2 items",
-        ),
-        ({"devices": "2xT4-16GB", "color": 3}, r"color is 3: Extra inputs are not permitted"),
-    ],
-)
-def test_a_malformed_file(tmp_path, fields, said):
-    with pytest.raises(ValueError, match=rf"box\.json' does not describe a machine: .*(?:{said})"):
-        machine(write(tmp_path / "box.json", **fields))
-
-
-@pytest.mark.parametrize(
     ("links", "said"),
     [
         ([(0, 0)], r"links has \(0, 0\), no pair of different devices numbered 0 to 1"),

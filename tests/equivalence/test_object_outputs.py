@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections import UserDict
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -202,38 +199,6 @@ def test_an_object_that_the_forward_changes_is_the_callers_own() -> None:
     assert pipe.plan is not None
     assert pipe.plan.rung == "module tree"
     assert any("object that it is given" in note for note in pipe.plan.notes)
-
-
-class Beside(nn.Module):
-    """Returns something beside its tensor."""
-
-    def __init__(self, beside: Any) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8, dtype=X.dtype), nn.Linear(8, 6, dtype=X.dtype)
-        self.beside = beside
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.last(torch.relu(self.first(x))), self.beside(x)
-
-
-BESIDE: dict[str, Any] = {
-    "a function": lambda x: len,
-    "a number of numpy": lambda x: np.float64(0.5),
-    "an array made anew": lambda x: np.ones(len(x)),
-    "a path": lambda x: Path("a"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The pipeline of Beside has collapsed")
-@pytest.mark.parametrize("name", BESIDE)
-def test_what_generated_code_cannot_print_comes_back(name: str) -> None:
-    model = Beside(BESIDE[name])
-    pipe = copy.deepcopy(autosplit(model, devices=["cpu"] * 2, chunks=3))
-    for rows in (8, 7):
-        (actual, beside), (expected, own) = pipe(X[:rows]), model(X[:rows])
-        torch.testing.assert_close(actual, expected)
-        assert type(beside) is type(own)
-        assert np.array_equal(beside, own)
 
 
 # -- transformers' models with their default use_cache=True ----------------------------------------------------------

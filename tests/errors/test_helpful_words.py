@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autosplit import InputError, autosplit, plan
-from autosplit.cli.hf import build
 
 
 class Masked(nn.Module):
@@ -59,35 +55,3 @@ def test_limits_that_say_what_they_are_stand() -> None:
 def test_fp16_is_meant_as_amp() -> None:
     with pytest.raises(InputError, match=r"did you mean 'amp_fp16'\?"):
         planned(precision="fp16")
-
-
-class Late:
-    """A package that imports its parts late, and names no cause of its own where that fails."""
-
-    __version__ = "5.0"
-
-    CONFIG_MAPPING: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        try:
-            raise RuntimeError("operator torchvision::nms does not exist")
-        except RuntimeError as error:
-            raise ModuleNotFoundError(f"Could not import module {name!r}") from error
-
-
-def test_the_cause_of_a_failed_import_of_transformers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tmp_path / "config.json"
-    config.write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
-    text = SimpleNamespace()
-    made = SimpleNamespace(architectures=["GPT2LMHeadModel"], model_type="gpt2", get_text_config=lambda: text)
-    late = Late()
-    late.CONFIG_MAPPING = {"gpt2": SimpleNamespace(from_dict=lambda _: made)}
-    monkeypatch.setitem(sys.modules, "transformers", late)
-    words = (
-        r"Could not import module 'GPT2LMHeadModel' \(caused by RuntimeError: operator torchvision::nms does not "
-        r"exist\)$"
-    )
-    with pytest.raises(InputError, match=words):
-        build(f"hf:{config}", kwargs={}, blank=True)

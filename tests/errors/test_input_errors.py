@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,13 +21,6 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
-def plan_or_call(model: nn.Module, sample: Sample, *, early: bool) -> None:
-    """Plan at once from a sample, or on the first call."""
-    pipe = autosplit(model, devices=["cpu"] * 2, chunks=2, sample=sample if early else None)
-    if not early:
-        pipe(*sample.args, **sample.kwargs)
-
-
 @pytest.mark.parametrize("planned", [True, False])
 def test_an_empty_batch(planned: bool, unchanged: Unchanged) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
@@ -40,19 +32,6 @@ def test_an_empty_batch(planned: bool, unchanged: Unchanged) -> None:
 
 class Boom(RuntimeError):
     """An error of the model's own."""
-
-
-class Armed(nn.Module):
-    """Raises in its forward once it is armed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.armed = False
-
-    def forward(self, value: Tensor) -> Tensor:
-        if self.armed:
-            raise Boom("the fuse is lit")
-        return torch.relu(value)
 
 
 def text_of(error: BaseException) -> str:
@@ -163,35 +142,6 @@ def test_a_pipe_is_usable_after_a_call_that_does_not_fit(lanes: str) -> None:
             with pytest.raises(TypeError, match=reason):
                 pipe(*sample.args, **sample.kwargs)
         torch.testing.assert_close(pipe(numbers(4, 3), numbers(4, 4)), model(numbers(4, 3), numbers(4, 4)))
-
-
-class Deep(nn.Module):
-    """Raises two modules down, behind a value read of its own."""
-
-    def __init__(self, read: bool) -> None:
-        super().__init__()
-        self.read = read
-        self.body = nn.Sequential(nn.Linear(4, 4), Armed(), nn.Linear(4, 4))
-
-    def forward(self, value: Tensor) -> Tensor:
-        value = self.body(value)
-        return -value if self.read and value.mean() > 0 else value
-
-
-@pytest.mark.filterwarnings("ignore:.* devices were given")
-@pytest.mark.parametrize("armed", ["planning", "first call", "later"])
-@pytest.mark.parametrize("read", [True, False])
-def test_a_forward_that_raises_keeps_its_error_on_every_rung(read: bool, armed: str, unchanged: Unchanged) -> None:
-    model = Deep(read)
-    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=numbers(8, 4) if armed == "later" else None)
-    planning = partial(plan_or_call, model, Sample(numbers(8, 4)), early=True)
-    call = planning if armed == "planning" else partial(pipe, numbers(8, 4))
-    model.body[1].armed = True
-    with unchanged(model), pytest.raises(Boom, match="the fuse is lit") as caught:
-        call()
-    assert "body.1" in text_of(caught.value)
-    model.body[1].armed = False
-    torch.testing.assert_close(pipe(numbers(8, 4)), model(numbers(8, 4)))
 
 
 @pytest.mark.parametrize("step", [True, False])

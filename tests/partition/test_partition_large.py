@@ -8,9 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from autosplit.partition.goal import FOREVER, Goal
+from autosplit.partition.goal import Goal
 from autosplit.partition.graph import Graph, base_graph
-from autosplit.partition.ideals import thresholds as large
 from autosplit.partition.ideals import thresholds as lattice_module
 from autosplit.partition.ideals.chains import best_chain
 from autosplit.partition.ideals.enumerate import list_ideals
@@ -120,31 +119,3 @@ def test_thresholds_find_the_optimum_and_prove_it() -> None:
         sure = threshold_search(whole_lattice(graph), stages=stages, lower=0.0, upper=least)
         assert (sure.lower_bound, sure.chain) == (least, None), seed
     assert better > 60
-
-
-def test_needless_ideals_are_left_out_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The frontier decides as the search without it does, at thresholds around every optimum."""
-    decided: dict[bool, list[bool]] = {}
-    extended = {True: 0, False: 0}
-    whole_frontier = large._Thresholds._frontier
-    for pruned in (True, False):
-
-        def frontier(
-            self: large._Thresholds, reached: np.ndarray, threshold: float, pruned: bool = pruned
-        ) -> np.ndarray:
-            kept = whole_frontier(self, reached, threshold) if pruned else reached
-            extended[pruned] += len(kept)
-            return kept
-
-        monkeypatch.setattr(large._Thresholds, "_frontier", frontier)
-        decided[pruned] = []
-        for seed in range(250, 370):
-            graph = narrow_graph(seed)
-            stages = random.Random(seed).randint(2, 5)
-            search = large._Thresholds(whole_lattice(graph), stages=stages, clock=FOREVER)
-            least = optimum(graph, stages)
-            for factor in (0.7, 0.9, 0.999, 1.0, 1.1):
-                decided[pruned].append(search.chain(factor * least * (1 + 1e-12)) is not None)
-    assert decided[True] == decided[False]
-    assert extended[True] < 0.6 * extended[False]
-    assert 0.2 < sum(decided[True]) / len(decided[True]) < 0.8

@@ -63,14 +63,3 @@ def test_equals_the_plain_simulator(
     for cut, step_s in enumerate(steps):
         plain_s = plain_step_s(name, times, cut, microbatches=microbatches, virtual_stages=virtual_stages)
         assert step_s == pytest.approx(plain_s, rel=1e-12, abs=1e-300)
-
-
-def test_more_cuts_than_one_block_keep_their_order() -> None:
-    times = drawn_times(3, cuts=3000, stages=4, dense=0.5)
-    fast = FastSimulator(build("1f1b", stages=4, microbatches=40))
-    steps = fast.steps(times)
-    assert len(steps) == 3000
-    for cut in (0, 1500, 2999):
-        assert steps[cut] == pytest.approx(
-            plain_step_s("1f1b", times, cut, microbatches=40, virtual_stages=1), rel=1e-12
-        )

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 import autosplit
-from autosplit.checks import resolve_machine
-from autosplit.planning.explain.changes import device_counts
 from autosplit.planning.plan.record import Change
 
 WIDTH, ROWS = 64, 32
@@ -102,20 +100,3 @@ def test_where_no_change_is_enough_two_together_are() -> None:
     assert len(change.arguments) == 2
     assert " and " in change.text
     assert again(change, **choices, devices=f"8x{H100}").verdict != "no", change.text
-
-
-@pytest.mark.parametrize(
-    ("more_than", "per_host", "first"),
-    [
-        (0, None, ["1x", "2x", "3x"]),
-        (6, None, ["7x", "8x", "2x8x"]),
-        (8, None, ["2x8x", "3x8x", "4x8x"]),
-        (16, None, ["3x8x", "4x8x", "5x8x"]),
-        (3, 4, ["4x", "2x4x", "3x4x"]),
-    ],
-)
-def test_devices_come_one_by_one_and_then_by_hosts(more_than: int, per_host: int | None, first: list[str]) -> None:
-    found = device_counts(H100, more_than=more_than, per_host=per_host)
-    listed = [next(found) for _ in range(3)]
-    assert [text for _, text in listed] == [f"{count}{H100}" for count in first]
-    assert [len(resolve_machine(text).devices) for _, text in listed] == [count for count, _ in listed]

@@ -215,15 +215,3 @@ def test_what_is_nothing_at_all(reader: str, content: bytes, tmp_path: Path) -> 
     with only(error):
         read(path)
         pytest.fail("it was read")
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_what_cannot_be_opened(reader: str, tmp_path: Path) -> None:
-    read, error = READERS[reader]
-    with only(error):
-        read(tmp_path / "absent.json")
-        pytest.fail("it was read")
-    (tmp_path / "folder.json").mkdir()
-    with only(error):
-        read(tmp_path / "folder.json")
-        pytest.fail("it was read")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from dataclasses import asdict
 from typing import Any
 
@@ -160,22 +159,6 @@ def test_modules_in_a_module_are_named_in_full() -> None:
     ]
 
 
-def test_a_block_that_is_cut_goes_where_most_of_it_runs() -> None:
-    cut = stages_of([3, 3]) | {"layers.2.down": 1}
-    plan = planned(Language(), cut=cut)
-    assert {plan.stage_of()[f"layers.2.{part}#0"] for part in ("norm", "up", "down")} == {0, 1}
-    said = r"cuts inside 1 module, which other tools keep whole: layers\.2 \(stages 0, 1\) goes to stage 0\. .*--move"
-    with pytest.warns(UserWarning, match=said):
-        assert json.loads(plan.export("torchtitan"))[0][-1] == "layers.2"
-    costs = dict.fromkeys(("weight_s", "static_bytes", "kept_bytes", "transient_bytes", "sent_bytes"), 0)
-    units = (
-        Unit(name="layers.2.up", stage=0, forward_s=1e-3, backward_s=0, **costs),
-        Unit(name="layers.2.down", stage=1, forward_s=2e-3, backward_s=0, **costs),
-    )
-    with pytest.warns(UserWarning, match=r"goes to stage 1\. "):
-        assert plan.model_copy(update={"units": units}).export("megatron") == "Ett|ttttL\n"
-
-
 def test_an_edited_cut_is_exported_and_not_that_of_its_units(plan: Plan) -> None:
     costs = dict.fromkeys(("weight_s", "static_bytes", "kept_bytes", "transient_bytes", "sent_bytes"), 0)
     unit = Unit(name="layers.2.up", stage=0, forward_s=1e-3, backward_s=0, **costs)
@@ -206,16 +189,6 @@ def test_megatron_gets_its_layout(counts: list[int], text: str, plan: Plan) -> N
     )
     made = plan.model_copy(update={"stages": stages, "devices": ("cpu",) * len(counts)})
     assert made.export("megatron") == text + "\n"
-
-
-def test_virtual_stages_go_round_the_devices() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        looped = planned(Language(), schedule="interleaved", virtual_stages=2)
-        assert looped.export("megatron").count("|") == 3
-        v_shaped = planned(Language(), schedule="zb_v", virtual_stages=2)
-    with pytest.raises(InputError, match=r"stages on lanes \[0, 1, 1, 0\]; .* goes round the devices, \[0, 1, 0, 1\]"):
-        v_shaped.export("megatron")
 
 
 def test_a_model_without_one_list_of_blocks_has_no_layout() -> None:

@@ -14,17 +14,6 @@ def blocks(count: int = 6, width: int = 64) -> nn.Sequential:
     return wide_blocks(count, width, norm=True)
 
 
-class Unused(nn.Module):
-    """A layer that the forward does not call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(torch.relu(torch.sigmoid(value)))
-
-
 def test_the_same_model_with_and_without_values_has_the_same_plan() -> None:
     with torch.device("meta"):
         blank = blocks()
@@ -35,28 +24,6 @@ def test_the_same_model_with_and_without_values_has_the_same_plan() -> None:
     assert with_values.machine == "2xL4-24GB"
     assert with_values.devices == ("L4-24GB", "L4-24GB")
     assert with_values.verdict == "fits"
-
-
-@pytest.mark.parametrize(
-    ("model", "why"),
-    [
-        (blocks().requires_grad_(False), "all 36 parameters that it uses are frozen, and the plan has no backward"),
-        (Unused(), "the model uses no parameters, and the plan has no backward"),
-    ],
-)
-def test_a_model_of_which_nothing_trains_says_so(model: nn.Module, why: str) -> None:
-    found = plan(model, "2xL4-24GB", 4, sample=torch.randn(8, 64))
-    assert {stage.backward_s for stage in found.stages} == {0.0}
-    assert [note.startswith(f"nothing trains: {why}") for note in found.notes if "trains" in note] == [True]
-    evaluated = plan(model, "2xL4-24GB", 4, sample=torch.randn(8, 64), schedule="forward")
-    trained = plan(blocks(), "2xL4-24GB", 4, sample=torch.randn(8, 64))
-    assert not any("nothing trains" in note for note in (*evaluated.notes, *trained.notes))
-
-
-def test_a_backward_for_the_inputs_alone_is_called_that() -> None:
-    x = torch.randn(8, 64, requires_grad=True)
-    notes = plan(blocks().requires_grad_(False), "2xL4-24GB", 4, sample=x).notes
-    assert any("a backward for the gradients of inputs alone" in note for note in notes)
 
 
 def test_a_reserve_is_of_the_devices_and_a_limit_is_literal() -> None:

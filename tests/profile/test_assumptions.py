@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.options import Sample
-from autosplit.profile.node_costs.assumptions import BALANCED, EVERY_ROW, parameters_met, why_estimated
-from autosplit.profile.node_costs.combine import profile
-from autosplit.trace.ladder import trace
+from autosplit.profile.node_costs.assumptions import parameters_met
 
 WIDTH, EXPERTS, CHOSEN = 8, 4, 2
 ROUTER, EXPERT = WIDTH * EXPERTS + EXPERTS, WIDTH * WIDTH + WIDTH
@@ -81,19 +78,3 @@ class Unalike(nn.Module):
 )
 def test_the_parameters_that_a_row_meets(module: nn.Module, expected: int) -> None:
     assert parameters_met(module) == expected
-
-
-@pytest.mark.parametrize(("said", "met"), [(True, ROUTER + CHOSEN * EXPERT), (False, ROUTER + EXPERTS * EXPERT)])
-def test_experts_inside_a_recording(said: bool, met: int) -> None:
-    x = torch.randn(6, 64)
-    found = profile(trace(Net(said=said), Sample(x)).graph, rows=6, batch_rows=6)
-    [(name, why)] = found.estimated.items()
-    assert name == "routed#0"
-    assert why.startswith("it did not run on fake tensors: DynamicOutputShapeException: aten.nonzero.default; ")
-    assert why.endswith(BALANCED if said else EVERY_ROW)
-    assert found.nodes[name].forward_flops == 2 * met * 6
-
-
-def test_other_errors_assume_nothing() -> None:
-    assert why_estimated(RuntimeError("no\nmore")) == "it did not run on fake tensors: RuntimeError: no"
-    assert why_estimated(ValueError(), module=Routed()) == "it did not run on fake tensors: ValueError"

@@ -9,19 +9,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cost_models
 from autosplit.devices import Timed
 from autosplit.profile import calibrate as calibrating
-from autosplit.profile.calibrate import TimedSample, Timing, calibrate, cases_for, issue_s, time_cases
-from autosplit.profile.calibration_cases import Case, Program, cases
+from autosplit.profile.calibrate import TimedSample, Timing, calibrate, issue_s, time_cases
+from autosplit.profile.calibration_cases import Case, Program
 from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.node_costs.work import work_of
-from benchmarks.families import families
 from cost_models.calibration import Calibrated
-from cost_models.work import KINDS, OpWork
-from tests.pairwise import mostly_slow
+from cost_models.work import OpWork
 
 
 def small(name: str = "small", *, low: bool = False) -> Case:
@@ -113,31 +110,6 @@ def sum_of_operations(case: Case) -> int:
         result = program()
         torch.autograd.grad(result, leaves, torch.ones_like(result))
     return len(ledger.operations)
-
-
-@pytest.mark.parametrize("gpu", mostly_slow([False, True], True))
-def test_the_cases_know_every_class_and_have_no_shapes_of_a_family(gpu):
-    """On fake tensors. Predictions for the families would be no predictions if their products were among the cases."""
-    everything = list(cases(gpu=gpu))
-    assert len({case.name for case in everything}) == len(everything)
-    assert next(cases_for(torch.device("cuda" if gpu else "cpu"))).name == everything[0].name
-    shapes = {
-        shape
-        for family in families().values()
-        for parameter in family.make().parameters()
-        if parameter.dim() == 2
-        for shape in (tuple(parameter.shape), tuple(parameter.shape)[::-1])
-    }
-    seen: dict[bool, set[str]] = {False: set(), True: set()}
-    for case in everything:
-        with FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
-            program, leaves = case.build()
-            result = program()
-            torch.autograd.grad(result, leaves, torch.ones_like(result))
-        seen[case.quick] |= {work_of(operation).base_kind for operation in ledger.operations}
-        if case.name.startswith(("dense", "stack", "cross")):
-            assert not {tuple(tensor.shape) for tensor in leaves if tensor.dim() == 2} & shapes, case.name
-    assert seen[True] == set(KINDS) - {"optimizer", "other"}
 
 
 def test_a_calibration_is_stamped_and_read_back(monkeypatch, tmp_path):

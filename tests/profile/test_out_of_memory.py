@@ -6,14 +6,11 @@ import copy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.devices import Timed
-from autosplit.profile import measured
 from autosplit.profile.measured import measure
 from autosplit.profile.node_costs.combine import profile
 from tests.profile.graphs import Leaf, traced
@@ -103,35 +100,6 @@ def test_a_cost_model_answers_for_what_memory_runs_out_for(hungry):
     assert found.measured
     assert all(node.forward_s > 0 for node in found.nodes.values())
     assert found.nodes["greedy"].forward_flops == fits.nodes["greedy"].forward_flops > 0
-
-
-def test_a_device_that_runs_out_gives_its_cache_back(monkeypatch):
-    class Card:
-        """A device on which only small results fit."""
-
-        released = 0
-        warms = False
-
-        def timed(self, run: Any) -> Timed:
-            result = run()
-            if isinstance(result, Tensor) and result.numel() > 100:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            return Timed(result, 0.001, 1000)
-
-        def held_bytes(self) -> int:
-            return 400
-
-        def release(self) -> None:
-            self.released += 1
-
-    card = Card()
-    monkeypatch.setattr(measured, "clock_of", lambda device, *, threads: card)
-    layers = [nn.Linear(8, 8), nn.Linear(8, 80), nn.Linear(80, 8)]
-    found = measure(traced(nn.Sequential(*layers), torch.randn(ROWS, 8)), inputs=[torch.randn(ROWS, 8)], rows=ROWS)
-    assert list(found.nodes) == ["_0"]
-    assert found.nodes["_0"].forward_peak_bytes == 600
-    assert list(found.out_of_memory) == ["_1", "_2"]
-    assert card.released == 2, "when memory ran out, and at the end"
 
 
 LIMITED = """

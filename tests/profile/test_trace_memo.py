@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.memory.pieces import RankParts, Recompute, StageTrace, StageTraces
+from autosplit.memory.pieces import RankParts, Recompute, StageTraces
 from autosplit.options import Options, Sample
 from autosplit.planning.memory import Cut, fullest_moments
-from autosplit.profile import blocks
 from autosplit.profile.node_costs.combine import profile
 from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
@@ -119,23 +118,6 @@ def by_block(*recompute: Recompute) -> Cut:
     options = Options(devices=(torch.device("cpu"),) * stages, chunks=CHUNKS, measure=False)
     schedule = build("1f1b", stages=stages, microbatches=CHUNKS)
     return Cut(own.traced, own.profile, options, stage_of, own.sizes, schedule, recompute)
-
-
-def test_stages_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[StageNodes] = []
-
-    def run(stage: StageNodes, how: How) -> StageTrace:
-        runs.append(stage)
-        return trace_stage(stage, how)
-
-    monkeypatch.setattr(blocks, "trace_stage", run)
-    never: tuple[Recompute, ...] = tuple("never" for _ in range(LAYERS + 1))
-    alone = by_block(*never)
-    memo = TraceMemo(alone.traced)
-    first = fullest_moments(alone, memo=memo)
-    assert len(runs) == LAYERS + 1
-    assert fullest_moments(alone, memo=memo) == first
-    assert len(runs) == LAYERS + 1
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,7 +17,7 @@ from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.profile.workspace_watch import WorkspaceWatch
-from autosplit.profile.workspaces import Workspace, cublas_workspace_bytes, cuda_workspace, operation_key
+from autosplit.profile.workspaces import Workspace, cuda_workspace, operation_key
 from tests.profile.graphs import traced
 
 MIB = 1 << 20
@@ -138,17 +137,3 @@ def test_the_trace_of_a_stage_holds_what_was_observed_and_its_guess_is_gone():
         return max(count for step in trace.forward for _, count in step.changes)
 
     assert most(observed) == 64 * MIB > most(plain)
-
-
-@pytest.mark.parametrize(
-    ("config", "count"),
-    [
-        (None, 4096 * 1024 * 2 + 16 * 1024 * 8),
-        (":4096:2:16:8", 4096 * 1024 * 2 + 16 * 1024 * 8),
-        (":16:8", 16 * 1024 * 8),
-        (":4096:8", 4096 * 1024 * 8),
-        ("none of this", 4096 * 1024 * 2 + 16 * 1024 * 8),
-    ],
-)
-def test_the_setting_of_cublas_is_its_workspace(config: str | None, count: int):
-    assert cublas_workspace_bytes((8, 0), config=config) == count

@@ -148,43 +148,6 @@ def test_a_pointer_chooses_zooms_and_drags_the_view(opened):
     assert page.js("page.view.from") == 0
 
 
-def shares(values):
-    """How far each lies on the way from the first to the last."""
-    return [(value - values[0]) / (values[-1] - values[0]) for value in values]
-
-
-def test_other_plans_are_reached_by_keys_and_pointer(opened):
-    plan = searched(paper_plan())
-    page = opened(plan)
-    points = page.all("#frontier .point")
-    assert len(points) == len(plan.frontier)
-    assert page.js("page.frontierChart.chosen") == 2
-    reach = [point.find_element("css selector", ".reach") for point in points]
-    xs, ys = ([float(circle.get_attribute(name)) for circle in reach] for name in ("cx", "cy"))
-    assert shares(xs) == pytest.approx(shares([one.step_s for one in plan.frontier]))
-    assert shares(ys) == pytest.approx(shares([one.peak_bytes for one in plan.frontier]))
-    points[2].send_keys(Keys.ARROW_RIGHT)
-    focused = page.js("document.activeElement.getAttribute('aria-label')")
-    assert focused.startswith("1f1b, 8 chunks, recompute except_last")
-    page.pointer("#frontier", (xs[0], ys[0]))
-    assert "interleaved x 2, 16 chunks" in page.text("#tip")
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_light_and_dark_follow_the_system_and_the_reader(opened, dark):
-    page = opened(paper_plan(), dark=dark)
-
-    def ground():
-        return page.find("body").value_of_css_property("background-color")
-
-    own, shown = ground(), page.js("page.colours.kinds[0]")
-    page.find(f"#theme option[value={'light' if dark else 'dark'}]").click()
-    assert ground() != own
-    assert page.js("page.colours.kinds[0]") != shown
-    page.find("#theme option[value=auto]").click()
-    assert (ground(), page.js("page.colours.kinds[0]")) == (own, shown)
-
-
 @pytest.mark.parametrize("width", [1440, 480, 320])
 def test_nothing_is_wider_than_the_window(opened, width):
     page = opened(searched(paper_plan(stages=8, microbatches=16)), width=width)

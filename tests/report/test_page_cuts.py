@@ -111,18 +111,3 @@ def test_moves_are_named_as_the_command_line_takes_them(opened):
     page.find(".handle").send_keys(*[Keys.ARROW_RIGHT] * 5)
     page.settle()
     assert page.text("#command") == "--plan plan.json --move layers.1=0"
-
-
-def test_a_stage_s_units_stay_together_where_branches_interleave(opened):
-    units = [
-        unit.model_copy(update={"stage": stage})
-        for unit, stage in zip(make_units(8, stages=2), [0, 0, 1, 0, 0, 1, 1, 1], strict=True)
-    ]
-    plan = paper_plan(units, stages=2)
-    page = opened(plan)
-    assert stages_of(page) == [unit.stage for unit in units]
-    page.find(".handle").send_keys(Keys.ARROW_LEFT)
-    moved = [0, 0, 1, 0, 1, 1, 1, 1]
-    page.settle()
-    assert stages_of(page) == moved
-    assert page.js("page.result.step") == pytest.approx(with_cuts(plan, moved).step_s, rel=1e-12)

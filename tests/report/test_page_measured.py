@@ -78,24 +78,6 @@ def test_both_are_told_for_the_bar_under_the_pointer_and_for_the_chosen_one(open
     assert "measured: " in page.text("#details")
 
 
-def test_what_is_shown_is_chosen_by_pointer_and_keys(opened):
-    plan = paper_plan()
-    page = opened(plan, measured=recorded(plan))
-    height = page.js("page.timelineChart.height")
-    assert page.js("page.shown") == "both"
-    page.keys("#timeline", "m")
-    assert page.js("page.shown") == "predicted"
-    assert page.find("input[value=predicted]").is_selected()
-    assert page.js("page.view.to") == pytest.approx(1.02 * predicted(plan).step_s)
-    assert page.js("page.timelineChart.height") < height
-    page.find("input[value=measured]").click()
-    assert page.js("page.view.to") == pytest.approx(1.02 * SLOWER * predicted(plan).step_s)
-    page.keys("#timeline", Keys.ARROW_RIGHT, Keys.ENTER, Keys.ESCAPE)
-    page.keys("#timeline", "m")
-    assert page.js("page.shown") == "both"
-    assert page.console() == []
-
-
 def test_measured_peaks_stand_in_the_table(opened):
     plan = paper_plan()
     page = opened(plan, measured=recorded(plan))

@@ -92,41 +92,11 @@ def test_times_say_where_they_come_from() -> None:
     assert "per microbatch, modelled)" in modelled
 
 
-def test_the_proof_is_optimal_a_gap_or_unknown() -> None:
-    least = "the least of all cuts with the same schedule and chunks"
-    assert line_of(make_plan(), label="bottleneck").endswith(least)
-    gap = make_plan(status="bounded", bottleneck_s=0.050, lower_bound_s=0.040)
-    assert line_of(gap, label="bottleneck").endswith(
-        "25.0% above the least of all cuts with the same schedule and chunks (lower bound 40.0 ms)"
-    )
-    step = make_plan(status="bounded", objective="step_time", step_s=0.2, lower_bound_s=0.16)
-    assert line_of(step, label="step").endswith(f"at most 25.0% above {least} (lower bound 160 ms)")
-    assert line_of(step, label="bottleneck").endswith("37.3 ms per microbatch")
-    again = tuple(stage.model_copy(update={"recompute": "block"}) for stage in step.stages)
-    words = line_of(step.model_copy(update={"stages": again}), label="step")
-    assert "the same schedule, chunks and recompute" in words
-    unknown = make_plan(status="bounded", lower_bound_s=0.0)
-    assert line_of(unknown, label="bottleneck").endswith("no lower bound is known")
-
-
 @pytest.mark.parametrize(("full", "state"), [(0.5, "has collapsed"), (0.1, "is held back")])
 def test_a_large_full_share_is_said_in_a_sentence(full: float, state: str) -> None:
     line = line_of(make_plan(class_flops={"micro": 1 - full, "full": full, "shared": 0.0}), label="pipeline")
     assert f"The pipeline {state}: {full:.0%} of the work mixes rows" in line
     assert f"at most {1 / (full + (1 - full) / 2):.2f} times" in line
-
-
-def test_memory_names_the_stage_that_is_nearest_to_its_capacity() -> None:
-    stages = (
-        make_stage(0, peak_bytes=30 * GIB, capacity_bytes=80 * GIB),
-        make_stage(1, peak_bytes=20 * GIB, capacity_bytes=24 * GIB, device="cuda:1"),
-    )
-    line = line_of(make_plan(stages=stages), label="memory ")
-    assert line == "memory     fits; the tightest is stage 1: it needs 20.0 GiB, cuda:1 has 24.0 GiB"
-    borderline = line_of(make_plan(stages=stages, fits=None, verdict="borderline"), label="memory ")
-    assert borderline == "memory     borderline: stage 1 needs 20.0 GiB, cuda:1 has 24.0 GiB"
-    refused = line_of(make_plan(stages=stages, fits=False, verdict="no"), label="memory ")
-    assert refused.startswith("memory     DOES NOT FIT: stage 1 needs 20.0 GiB, cuda:1 has 24.0 GiB; 3.00 GiB of")
 
 
 def test_what_a_stage_sends_counts_every_consumer() -> None:

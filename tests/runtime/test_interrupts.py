@@ -111,19 +111,6 @@ def test_ctrl_c_inline(how: str, action: Action) -> None:
     case.assert_works()
 
 
-@pytest.mark.parametrize("sender", SENDERS)
-def test_ctrl_c_wherever_the_system_delivers_it(draining: threading.Event, sender: str) -> None:
-    case = case_of("threads", "1f1b")
-
-    def work() -> None:
-        SENDERS[sender]()
-        hold(until=draining)
-
-    with case.gates.at({Action(1, "B", 1): work}), pytest.raises(KeyboardInterrupt):
-        case.run("1f1b")
-    case.assert_works()
-
-
 @how_of
 @pytest.mark.parametrize("kind", ["F", "B"])
 def test_a_second_ctrl_c_leaves_behind_what_hangs(draining: threading.Event, how: str, kind: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -83,32 +82,6 @@ def test_measured_peaks_are_near_the_predicted_ones(schedule: str, recompute: st
 def planned(pipe: PipelinedModule) -> Plan:
     assert pipe.plan is not None
     return pipe.plan
-
-
-def test_the_report_has_what_was_measured(pipe: PipelinedModule) -> None:
-    run(pipe, "train_step")
-    pipe._core.measured = None
-    assert "measured beside" not in pipe.report().lower()
-    assert json.loads(pipe.report("json")) == json.loads(planned(pipe).to_json())
-    counted, _ = run(pipe, "profile_step", memory=True)
-    assert "only bytes were counted" in pipe.report()
-    timed, _ = run(pipe, "profile_step")
-    text = pipe.report()
-    beside = text.split("Predicted beside measured")[1]
-    assert "peaks on the CPU" in beside
-    row = next(line for line in beside.splitlines() if line.startswith("0: cpu"))
-    assert row.split().count("-") == 0
-    assert "Stages, predicted beside measured" in beside
-    assert "## Predicted beside measured" in pipe.report("markdown")
-    recorded = json.loads(pipe.report("json"))["recorded"]
-    assert recorded["step_s"] == timed.step_s
-    assert recorded["microbatch_rows"] == [128] * CHUNKS
-    first = recorded["devices"][0]
-    assert first["peak_bytes"] > counted.memory[0].grown_bytes
-    assert first["busy_s"] == pytest.approx(sum(b.end_s - b.start_s for b in timed.bars if b.lane == 0))
-    forwards = sorted(b.end_s - b.start_s for b in timed.bars if (b.stage, b.kind) == (1, "F"))
-    assert recorded["stages"][1]["forward_s"] == pytest.approx((forwards[1] + forwards[2]) / 2)
-    assert all(len(line) <= 80 for line in pipe.report(width=80).splitlines())
 
 
 def test_a_failed_step_leaves_no_profiler_behind(pipe: PipelinedModule) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import random
 import weakref
 from pathlib import Path
@@ -121,34 +120,6 @@ def test_a_plan_made_for_one_mode_and_length_serves_others(tmp_path: Path) -> No
 def _loss(output: Any, target: torch.Tensor) -> torch.Tensor:
     value = getattr(output, "logits", output)
     return (value.flatten(1) - target[:, None]).pow(2).mean()
-
-
-class Carries(nn.Module):
-    """A model that carries a sample, as Lightning's do."""
-
-    def __init__(self, example_input_array: object) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        self.example_input_array = example_input_array
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return self.layers(value)
-
-
-def test_the_first_call_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
-    pipe = autosplit(Carries(None), devices=2, chunks=3)
-    with caplog.at_level(logging.DEBUG, "autosplit"):
-        pipe(torch.ones(9, 4))
-        first = [(entry.levelname, entry.message) for entry in caplog.records]
-        caplog.clear()
-        pipe(torch.ones(9, 4))
-        assert not caplog.records
-        pipe.eval_step(torch.ones(9, 4))
-        assert caplog.records[0].message == "recording Carries for another kind of call"
-    assert first[0] == ("INFO", "planning the pipeline of Carries")
-    assert ("DEBUG", "tracing the forward") in first
-    assert first[-1][1].startswith("planning the pipeline of Carries: ")
-    assert {level for level, _ in first[1:-1]} == {"DEBUG"}
 
 
 def test_batches_do_not_live_on_in_the_pipe():
