@@ -32,7 +32,7 @@ from autosplit.planning.parallel.search import MeshRequest, plan_mesh
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.write import Writer
 from autosplit.planning.request import chosen, settle, sizes_of
-from autosplit.planning.search.make import given
+from autosplit.planning.search.make import as_given
 from autosplit.planning.timeline import simulated
 from autosplit.profile.node_costs.work import cost_model_of
 from benchmarks.layout_models import SHAPES, Shape, build, gpt, loss
@@ -210,7 +210,7 @@ def planned(row: Row) -> Result:
     case = case.under(options, settle(options, parts=stages, microbatches=len(sizes)))
     options_of = {"auto": ("never", "block"), "selective": ("never",)}
     for again in options_of.get(row.recompute, (row.recompute,)):
-        plan = Writer(case, given(case, published_cut(row), (again,), stages=stages)).plan()
+        plan = Writer(case, as_given(case, published_cut(row), (again,), stages=stages)).plan()
         if plan.verdict != "no":
             break
     return Result(

@@ -1,14 +1,28 @@
-"""The arithmetic of the benchmarks: who is read when, and what becomes of the readings."""
+"""The benchmarks run, and their readings are what they say."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from benchmarks import pairs
+from autosplit.options import Sample
+from benchmarks import pairs, partition, planning, published
+from benchmarks.families import Family
+from benchmarks.family_transformers import Chain, ClassHead, Patches, PreNormBlock
+from benchmarks.layout_models import SHAPES, build
+from benchmarks.layouts import Row, machine_of, rows
+from benchmarks.memory_step import Way, step_lines
+from benchmarks.memory_subject import Subject, recorded
 from benchmarks.pairs import Reading, Spread
+from benchmarks.planning import Pair, measured
+from benchmarks.published_models import unet
+from benchmarks.published_torchgpipe import Experiment, experiments, stages_of
 
 
 def test_a_spread_is_the_median_and_the_quartiles():
@@ -57,3 +71,132 @@ def test_figures_are_written_as_plain_json(tmp_path):
     assert content["machine"]["cores"] == 2
     with pytest.raises(ValueError, match="not JSON compliant"):
         pairs.write(path, figures=[{"wall_s": float("nan")}], **given)
+
+
+def test_a_small_pair_goes_through_search_and_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "CHUNKS", (4,))
+    monkeypatch.setattr(planning, "SCHEDULES", (("1f1b", 1),))
+
+    def build() -> tuple[nn.Module, Sample]:
+        return nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), Sample(torch.empty(64, 64))
+
+    found = measured(Pair("small", build, "2xL4-24GB"))
+    assert (found.configurations, found.devices) == (4, 2)
+    assert found.above == pytest.approx(0.0, abs=planning.ABOVE)
+    assert found.chosen == found.best
+
+
+def test_every_row_is_modelled_or_says_why_not() -> None:
+    """Devices, batch and degrees of a modelled row fit together; the others are those with cp, and without batches."""
+    every = list(rows())
+    modelled = [own for own in every if isinstance(own, Row)]
+    assert len(modelled) == 31
+    assert {own[1] for own in every if isinstance(own, tuple)} == {
+        "context parallelism is not modelled",
+        "neither its microbatches nor its stages per device are published with it",
+    }
+    for row in modelled:
+        assert len(machine_of(row)) == row.parallel.ranks
+        assert row.batch % (row.parallel.dp * row.micro_batch) == 0
+
+
+@pytest.mark.parametrize(("name", "billions"), [("GPT3-5B", 5.25)])
+def test_shapes_have_their_parameters(name: str, billions: float) -> None:
+    """The names say about how many parameters there are."""
+    count = sum(parameter.numel() for parameter in build(SHAPES[name]).parameters())
+    assert count / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+def test_one_workload_through_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.json"
+    code = partition.main(["--only", "pd_alexnet", "tar_layer_bert24_t", "--json", str(path)])
+    found = json.loads(path.read_text(encoding="utf-8"))
+    missed = {check["name"] for check in found["checks"] if not check["ok"]}
+    # How long it takes, and what a process of tests has in memory, is the machine's and not for a test to ask.
+    assert all(name.endswith(("seconds", "bytes")) for name in missed)
+    assert code == (1 if missed else 0)
+    assert [(figure["workload"], figure["stages"]) for figure in found["figures"]] == [
+        ("pd_alexnet_bw1e10", 8),
+        ("pd_alexnet_bw1e10", 4),
+        ("pd_alexnet_bw1e10", 16),
+        ("tar_layer_bert24_training", 6),
+        ("tar_layer_bert24_training", 12),
+    ]
+    assert {figure["status"] for figure in found["figures"]} == {"optimal"}
+    printed = capsys.readouterr().out
+    assert "41.7261 optimal" in printed
+    assert "5 cuts in" in printed
+
+
+def parameters(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_the_rows_of_torchgpipe_are_all_modelled():
+    assert [row["model"] for row in published.rows()] == list(experiments())
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "millions"),
+    [
+        ("U-Net (11,128) chunks32 [505]", 505, 2213.8),
+        ("U-Net (24,128) chunks32 [526,551]", 1077, 4993.9),
+        ("AmoebaNet-D (18,208)", 24, 81.5),
+        ("AmoebaNet-D (18,544) [16,8]", 24, 542.7),
+    ],
+)
+def test_the_networks_are_torchgpipes(name, layers, millions):
+    experiment = experiments()[name]
+    with torch.device("meta"):
+        model = experiment.make()
+    assert len(model.layers) == layers == sum(experiment.balance or (layers,))
+    assert parameters(model) / 1e6 == pytest.approx(millions, rel=1e-3)
+
+
+def test_stages_share_out_the_model_and_hand_over_what_the_other_takes():
+    experiment = Experiment(lambda: unet(convolutions=1, channels=4), 4, 64, (32, 33), 2)
+    first, last = stages_of(experiment)
+    with torch.device("meta"):
+        assert sum(first.parameters) + sum(last.parameters) == 4 * parameters(experiment.make())
+    arriving = [size for step in last.recomputed.forward[:1] for _, size in step.changes if not step.node]
+    assert sum(arriving) == first.output_bytes
+    assert len(arriving) == 6
+    assert last.output_bytes == 4 * 2 * 64 * 64
+    assert set(first.recomputed.gradients.values()).isdisjoint(last.recomputed.gradients.values())
+
+
+def _make() -> Chain:
+    blocks = [PreNormBlock(64, 2, causal=False, dropout=0.1) for _ in range(4)]
+    return Chain(Patches(64, 8, 32), *blocks, ClassHead(64, 10))
+
+
+def _images(rows: int) -> tuple[Tensor, ...]:
+    return (torch.randn(rows, 3, 32, 32),)
+
+
+TINY = Family("tiny", "transformer", 8, _make, _images, lambda rows: torch.randint(0, 10, (rows,)), F.cross_entropy)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return recorded(TINY, "fp32")
+
+
+def test_a_step_takes_what_was_predicted(subject):
+    sgd, adam = step_lines(subject, Way("fp32", "never", rows=8), optimizers=["sgd", "adam"])
+    assert abs(sgd.dynamic_error) < 0.005
+    assert abs(adam.dynamic_error) < 0.005
+    trained = sum(parameter.numel() for parameter in subject.model.parameters())
+    counters = len(list(subject.model.parameters()))
+    assert adam.static_bytes - sgd.static_bytes == 8 * trained + 4 * counters
+    block = step_lines(subject, Way("fp32", "block", rows=8), optimizers=["sgd"])[0]
+    assert abs(block.error) < 0.005
+    assert block.measured_bytes < 0.8 * sgd.measured_bytes

@@ -1,4 +1,4 @@
-"""``train_step`` with torch's GradScaler: the scale in the loss, then unscale, clip, step and update as usual."""
+"""Lower precision in training: scaled losses, and sums under autocast."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from autosplit import autosplit
+from autosplit.runtime.loss.proof import prove
 from tests.equivalence.equality import LANES, difference
 from tests.models.named import numbers
 
@@ -75,3 +77,33 @@ def test_a_scaled_step_is_the_plain_one_and_an_overflow_is_skipped_by_both(name:
         for one, other in zip(pipe.parameters(), plain.parameters(), strict=True):
             assert difference(one.detach(), other.detach()) <= 1e-12
     assert scales == [4096, 8192, 8192, 4096, 4096], "the scale has grown and fallen"
+
+
+class CudaSums(TorchFunctionMode):
+    """Has sums of bfloat16 come out in float32 where nothing else is asked for, as autocast has it on CUDA."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.sum, torch.sum) and args[0].dtype == torch.bfloat16 and "dtype" not in kwargs:
+            kwargs = {**kwargs, "dtype": torch.float32}
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def cuda_sums() -> Any:
+    with CudaSums():
+        yield
+
+
+@pytest.mark.usefixtures("cuda_sums")
+def test_a_loss_in_bfloat16_is_proved() -> None:
+    output = torch.randn(8, 4, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randn(8, 4, dtype=torch.bfloat16)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).float().abs().pow(1.5).mean()
+
+    def rows(microbatch: int | None) -> Tensor:
+        return output if microbatch is None else output[4 * microbatch : 4 * microbatch + 4]
+
+    assert prove(loss_fn, rows, target, [target[:4], target[4:]], [4, 4], [output]) == ["mean"]

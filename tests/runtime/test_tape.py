@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autosplit.runtime.lanes.lanes import generators
+from autosplit.runtime.ops import CallState, CellContext, draw
 from autosplit.runtime.tape import Tape, TapeNode
 from autosplit.trace.graph import Symbol
 from autosplit.trace.recording.random_watch import Draw, TensorSpec
@@ -97,3 +101,40 @@ def test_other_operations_than_were_recorded_are_an_error() -> None:
         tape.run("a", 0, torch.rand, (3, 4), {})
     with pytest.raises(RuntimeError, match=r"of \[2, 4\] where aten::bernoulli_.float of \[3, 4\] was recorded"):
         tape.run("a", 0, mask, (2,), {})
+
+
+CARDS = 3
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Generator, ...]:
+    made = tuple(torch.Generator().manual_seed(card) for card in range(CARDS))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", made)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    return made
+
+
+def test_the_generators_of_the_cpu_and_the_current_device(cards: tuple[torch.Generator, ...]) -> None:
+    everything = (torch.default_generator, *cards)
+    own = [generator.get_state() for generator in everything]
+
+    def draws(*_: Any) -> list[Tensor]:
+        return [torch.rand(4, generator=cards[2]), torch.rand(4)]
+
+    first, second = (draw(CellContext(CallState(seed=7), 2), "dropout", draws, torch.zeros(1)) for _ in range(2))
+    other = draw(CellContext(CallState(seed=7), 3), "dropout", draws, torch.zeros(1))
+    for one, again, apart in zip(first, second, other, strict=True):
+        assert torch.equal(one, again)
+        assert not torch.equal(one, apart)
+    for before, generator in zip(own, everything, strict=True):
+        assert torch.equal(before, generator.get_state())
+    assert generators() == [torch.default_generator, cards[2]]
+
+
+def test_a_card_that_nobody_uses_is_left_alone(
+    cards: tuple[torch.Generator, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert generators() == [torch.default_generator]

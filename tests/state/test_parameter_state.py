@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autosplit import autosplit
+from autosplit.trace.graph import NodeClass
 from tests.state.test_outside_state import Net, batch, both, check
 
 
@@ -89,3 +93,104 @@ def test_a_hook_that_a_forward_registers_on_its_parameter_is_there_once() -> Non
     for _ in range(3):
         check(plain, pipe, nn.MSELoss(), *batch())
     assert len(model.a.weight._backward_hooks) == 1
+
+
+Count = Callable[["Counting", Tensor, Tensor], Any]
+
+
+class Counting(nn.Module):
+    """Two of four experts for each row; ``count`` gets the module, what was chosen and the scores."""
+
+    def __init__(self, count: Count) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(8, 4), nn.Linear(4, 8)
+        self.register_buffer("counts", torch.zeros(4))
+        self.register_buffer("whole", torch.zeros(4, dtype=torch.long))
+        self.register_buffer("rows", torch.zeros((), dtype=torch.long))
+        self.count = count
+
+    def forward(self, value: Tensor) -> Tensor:
+        scores = self.gate(value).sigmoid()
+        chosen = scores.topk(2, -1).indices
+        made = self.count(self, chosen, scores)
+        scores = scores if made is None else scores * made
+        return value + self.out(scores * F.one_hot(chosen, 4).sum(-2))
+
+
+def _experts(chosen: Tensor) -> Tensor:
+    return F.one_hot(chosen, 4).sum(-2)
+
+
+def _without_gradients(own: Counting, chosen: Tensor, scores: Tensor) -> None:
+    with torch.no_grad():
+        own.counts += _experts(chosen).to(scores.dtype).sum(0)
+
+
+def _integers(own: Counting, chosen: Tensor, scores: Tensor) -> None:
+    own.whole += _experts(chosen).sum(0)
+    own.rows += scores.shape[0]
+
+
+def _behind_the_sum(own: Counting, chosen: Tensor, scores: Tensor) -> None:
+    own.counts.sub_(_experts(chosen).sum(0).double(), alpha=0.5)
+    own.rows += _experts(chosen).sum()
+
+
+def _at_places(own: Counting, chosen: Tensor, scores: Tensor) -> None:
+    ones = torch.ones_like(chosen.view(-1), dtype=scores.dtype)
+    own.counts.index_add_(0, chosen.view(-1), ones)
+    own.counts.scatter_add_(0, chosen.flatten(), torch.ones(chosen.numel(), dtype=scores.dtype))
+
+
+def _read_before(own: Counting, chosen: Tensor, scores: Tensor) -> Tensor:
+    made = 1 + own.counts
+    own.counts += scores.detach().sum(0)
+    return made
+
+
+def _read_behind(own: Counting, chosen: Tensor, scores: Tensor) -> Tensor:
+    own.counts += _experts(chosen).sum(0)
+    return 1 + own.counts
+
+
+def _cut_off(own: Counting, chosen: Tensor, scores: Tensor) -> None:
+    own.whole += scores.detach().sum(0).long()
+
+
+def _mean(own: Counting, chosen: Tensor, scores: Tensor) -> None:
+    own.counts += scores.detach().mean(0)
+
+
+def _moving(own: Counting, chosen: Tensor, scores: Tensor) -> None:
+    own.counts.mul_(0.9).add_(_experts(chosen).sum(0), alpha=0.1)
+
+
+PARTS = [_without_gradients, _integers, _behind_the_sum, _at_places, _read_before]
+WHOLE = [_read_behind, _cut_off, _mean, _moving]
+
+
+@pytest.mark.parametrize(
+    ("count", "recompute"),
+    [*((count, "never") for count in (*PARTS, *WHOLE)), (_without_gradients, "block"), (_read_before, "always")],
+    ids=lambda given: given if isinstance(given, str) else given.__name__.strip("_"),
+)
+def test_counters_are_the_plain_models(count: Count, recompute: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Counting(count) for _ in range(3)], nn.Linear(8, 3)).double()
+    plain = copy.deepcopy(model)
+    value, target = torch.randn(10, 8).double(), torch.arange(10) % 3
+    pipe = autosplit(model, devices=["cpu"] * 2, chunks=4, sample=value, recompute=recompute)
+    optimizers = [torch.optim.SGD(module.parameters(), 0.05) for module in (model, plain)]
+    for rows in (10, 10, 7):
+        loss = F.cross_entropy(plain(value[:rows]), target[:rows])
+        loss.backward()
+        own = pipe.train_step(value[:rows], target=target[:rows], loss_fn=F.cross_entropy)
+        torch.testing.assert_close(own, loss.detach())
+        torch.testing.assert_close(pipe.eval_step(value), plain(value).detach())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+    (recorded, *_), *_ = pipe._core.recordings.kept.values()
+    infos = [info for _, info in recorded.traced.compute_nodes()]
+    assert any(info.node_class is NodeClass.FULL for info in infos) == (count in WHOLE)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
+from autosplit import autosplit
 from autosplit.errors import TraceError
 from autosplit.options import Sample
+from autosplit.profile.node_costs.fake import fake_mode
+from autosplit.profile.node_costs.ledger import Ledger
+from autosplit.trace.compared_runs import FixedDraws
 from autosplit.trace.ladder import trace
 from autosplit.trace.recording import gather
+from autosplit.trace.shapes.shape_rules import ShapeRules, new_tensor
+from tests.models.three_layers import WIDTH, Model
 
 
 class Tied(nn.Module):
@@ -74,3 +83,124 @@ def test_a_leaf_whose_parameter_is_used_once_is_a_leaf(runs: list[int]) -> None:
 def test_python_that_takes_a_rest_of_the_rows_is_refused(modulus: int, rows: int) -> None:
     with pytest.raises(TraceError, match="rows"):
         trace(Rests(modulus), Sample(torch.randn(rows, 4)))
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "feature dropout": lambda x: F.dropout1d(x, 0.3),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
+    "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.3)[:, 0],
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "normal": lambda x: x + torch.randn_like(x),
+    "uniform": lambda x: x * torch.rand(x.shape, dtype=x.dtype),
+    "in place": lambda x: x * torch.empty_like(x).uniform_(1, 3) + torch.empty_like(x).normal_(1, 2),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.2)),
+    "integers": lambda x: x + torch.randint_like(x, 2, 9),
+    "gumbel": lambda x: F.gumbel_softmax(x, dim=-1),
+    "stochastic depth": lambda x: x * (0.8 + torch.rand(x.shape[0], 1, 1, dtype=x.dtype)).floor() / 0.8,
+    "choices": lambda x: x.gather(-1, x.softmax(-1).flatten(0, 1).multinomial(2).unflatten(0, x.shape[:2])),
+    "lstm": lambda x: LSTM(x)[0],
+}
+LSTM = nn.LSTM(6, 6, num_layers=2, dropout=0.5, batch_first=True).double()
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_parts_draw_what_the_whole_draws(name: str) -> None:
+    draw = DRAWS[name]
+    whole = torch.randn(7, 4, 6, dtype=torch.float64, requires_grad=True)
+    parts = whole.detach().clone().requires_grad_()
+    with FixedDraws() as mode:
+        expected = draw(whole)
+        actual = torch.cat([draw(part) for part in parts.split([3, 2, 2])])
+        expected.cos().sum().backward()
+        actual.cos().sum().backward()
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(parts.grad, whole.grad)
+    assert mode.unknown == set()
+
+
+def test_what_it_cannot_replace_is_named() -> None:
+    with FixedDraws() as mode:
+        torch.distributions.Gamma(torch.tensor(1.0), torch.tensor(1.0)).sample()
+    assert mode.unknown == {"_standard_gamma"}
+
+
+ROWS = 8
+COUNTERS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "an addition": lambda own, taken: own.count.add_(torch.bincount(taken, minlength=WIDTH)),
+    "a method": lambda own, taken: own.count.add_(taken.bincount(minlength=WIDTH)),
+    "weights": lambda own, taken: own.count.add_(torch.bincount(taken, taken + 0.5, minlength=WIDTH)),
+    "an average": lambda own, taken: own.count.copy_(0.9 * own.count + 0.1 * torch.bincount(taken, None, WIDTH)),
+}
+
+
+def counting(count: Callable[[Any, Tensor], Any]) -> Model:
+    """A layer that counts which of its columns is the largest."""
+
+    def body(own: Any, x: Tensor) -> Tensor:
+        h = own.a(x)
+        with torch.no_grad():
+            count(own, h.argmax(1))
+        return own.c(torch.tanh(own.b(h)))
+
+    model = Model(body)
+    model.register_buffer("count", torch.zeros(WIDTH).double())
+    return model
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_counts_beside_a_layer_leave_it_in_microbatches(name: str) -> None:
+    plain, pipe = counting(COUNTERS[name]), autosplit(counting(COUNTERS[name]), devices=["cpu"] * 2, chunks=4)
+    for _ in range(2):
+        x = torch.randn(ROWS, WIDTH).double()
+        torch.testing.assert_close(pipe(x), plain(x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(pipe.state_dict(), plain.state_dict(), rtol=1e-12, atol=1e-12)
+    assert pipe.plan is not None
+    assert pipe.plan.class_flops["micro"] == 1.0
+
+
+def test_counts_beyond_the_recorded_number_are_refused_by_name() -> None:
+    model = Model(lambda own, x, n: own.c(x) * torch.bincount(n, minlength=3).sum())
+    pipe, x, n = autosplit(model, devices=["cpu"] * 2, chunks=4), torch.randn(ROWS, WIDTH).double(), torch.arange(ROWS)
+    torch.testing.assert_close(pipe(x, n % 3), model(x, n % 3), rtol=1e-12, atol=1e-12)
+    with pytest.raises(RuntimeError, match=r"bincount has 8 counts where minlength=3 was recorded"):
+        pipe(x, n)
+    longer = autosplit(model, devices=["cpu"] * 2, chunks=4)
+    torch.testing.assert_close(longer(x, n), model(x, n), rtol=1e-12, atol=1e-12)
+
+
+GROUPED_MM, HISTC = torch.ops.aten._grouped_mm.default, torch.ops.aten.histc.default
+
+
+def told(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Return what an operation gives by the rule, and check that meta and fake tensors follow it."""
+    new = new_tensor(func, args, kwargs)
+    assert new is not None
+    with ShapeRules():
+        args_on_meta, kwargs_on_meta = tree_map_only(torch.Tensor, lambda own: own.to("meta"), (args, kwargs))
+        meta = func(*args_on_meta, **kwargs_on_meta)
+    mode = fake_mode()
+    with mode:
+        fake = Ledger(kernels="cpu").run(func, *tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs)))
+    for made in (meta, fake):
+        assert (tuple(made.shape), made.dtype) == new
+        assert made.is_contiguous()
+    return new
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("one", "other", "end"),
+    [((8, 16), (2, 16, 32), 8), ((2, 8, 16), (16, 32), 32), ((8, 16), (16, 32), 16), ((2, 8, 16), (2, 16, 32), None)],
+)
+def test_grouped_products(one: tuple[int, ...], other: tuple[int, ...], end: int | None, dtype: torch.dtype) -> None:
+    """They are those of the CPU's kernel."""
+    left, right = torch.zeros(one, dtype=dtype), torch.zeros(other, dtype=dtype)
+    kwargs = {} if end is None else {"offs": torch.tensor([4, end], dtype=torch.int32)}
+    made = torch._grouped_mm(left, right, **kwargs)
+    assert told(GROUPED_MM, [left, right], kwargs) == (tuple(made.shape), made.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32], ids=str)
+def test_histograms_of_integers(dtype: torch.dtype) -> None:
+    assert told(HISTC, [torch.zeros(8, dtype=dtype)], {"bins": 4, "min": 0, "max": 3}) == ((4,), dtype)

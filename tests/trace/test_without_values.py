@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autosplit import Sample
+from autosplit.errors import TraceError
+from autosplit.trace import ladder
 from autosplit.trace.borrowed.blank import without_values
-from autosplit.trace.graph import NodeClass
-from autosplit.trace.ladder import trace
+from autosplit.trace.graph import Length, NodeClass
+from autosplit.trace.ladder import trace, widen
 from tests.models.decoders import VOCABULARY
-from tests.trace.test_made_up import classes, on_meta, tokens
+from tests.trace.placed_models import MODELS, MOVES, PLACES
+from tests.trace.test_made_up import classes, full, on_meta, tokens
+from tests.trace.test_row_mixing import APART, MIXING, ROWS, WIDTH, between
 
 
 class Part(nn.Module):
@@ -90,3 +99,92 @@ def test_the_structure_alone_tells_what_attention_mixes(batch_first: bool) -> No
     ]
     assert found[0] == found[1]
     assert set(found[1].values()) == {NodeClass.MICRO}
+
+
+@pytest.fixture
+def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing be probed, and no recording be compared with its model."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise TraceError("asked again")
+
+    for name in ("run_probe", "run_probe_made_up", "check_recording"):
+        monkeypatch.setattr(ladder, name, refuse)
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+@pytest.mark.parametrize("name", ["later rows", "two flips"])
+def test_findings_of_another_process_are_taken(name: str, place: str, request: pytest.FixtureRequest) -> None:
+    model, sample = between((MIXING | APART)[name]), Sample(torch.randn(ROWS, WIDTH).double())
+    first = trace(model, sample)
+    request.getfixturevalue("unasked")
+    with pytest.raises(TraceError, match="asked again"):
+        trace(model, sample)
+    findings = pickle.loads(pickle.dumps(first.findings))
+    again = trace(on_meta(model) if place == "meta" else model, sample, made_up=True, findings=findings)
+    assert (classes(again), again.findings, full(again) == set()) == (classes(first), findings, name in APART)
+
+
+def test_made_up_values_find_the_same_at_another_length() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.register_buffer("table", torch.randn(40, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) + self.table[: x.shape[1]] + x.flip(0)
+
+    model = Positions()
+    first, second = Sample(torch.randn(5, 8, 4)), Sample(torch.randn(5, 12, 4))
+    options = {"lengths": (Length("dim0", ((0, 1),)),), "before": [(5, 8, 4)]}
+    expected = widen(model, trace(model, first), second, **options)
+    twin = on_meta(model)
+    made_up = widen(twin, trace(twin, first, made_up=True), second, **options)
+    assert expected is not None
+    assert made_up is not None
+    assert classes(made_up) == classes(expected)
+    assert full(made_up)
+    assert str(made_up.domain) == str(expected.domain)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """Return what a process found that has a device of its own; see :mod:`tests.trace.card`."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.trace.card"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results: dict[str, Any] = json.loads(done.stdout)
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_and_its_batch_may_lie_anywhere(found: dict[str, Any], name: str, places: str) -> None:
+    assert found[f"{name}, {places}"] == found[f"{name}, cpu, cpu"]
+
+
+@pytest.mark.slow
+def test_a_stage_on_the_cpu_makes_its_tensors_there(found: dict[str, Any]) -> None:
+    assert found["a stage on the CPU names the card"] is False
+
+
+@pytest.mark.slow
+def test_a_batch_elsewhere_does_not_keep_the_graph_from_being_held_against_the_model(found: dict[str, Any]) -> None:
+    assert "does not reproduce the model" in found["hides, cpu, cpu"]
+    assert found["hides, card, cpu"] == found["hides, cpu, cpu"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["first on the card", "all on the card"])
+def test_value_reads_are_asked_again_wherever_the_model_was_moved(found: dict[str, Any], place: str) -> None:
+    assert found[f"held, {place}"] == [True, True, False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", MOVES)
+def test_a_recording_becomes_one_for_all_lengths_wherever_the_model_was_moved(
+    found: dict[str, Any], place: str
+) -> None:
+    assert found[f"widened, {place}"] is True
