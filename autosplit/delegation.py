@@ -15,16 +15,13 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import fx, nn
 
 from autosplit.errors import DeviceError, InputError
 from autosplit.recordings import RECORDING
-
-if TYPE_CHECKING:
-    from autosplit.pipelined import PipelinedModule
 
 _SPECIAL = frozenset("__len__ __iter__ __reversed__ __getitem__ __setitem__ __delitem__ __contains__".split())
 """Python looks these up in the class, never in the instance."""
@@ -141,7 +138,7 @@ class _Forwarded:
         return self if pipe is None else _answer(pipe, self.name)
 
 
-def forward_overrides(pipe: PipelinedModule, model: nn.Module) -> None:
+def forward_overrides(pipe: nn.Module, model: nn.Module) -> None:
     """Give the class of the pipe what Python would not look up in the model: its special methods and overrides."""
     kinds = type(pipe).__mro__
     defined = {name for kind in kinds[: kinds.index(nn.Module)] for name in vars(kind)}

@@ -14,8 +14,7 @@ import typer
 from torch import nn
 
 from autosplit.api import autosplit
-from autosplit.cli.common import beside_stdout
-from autosplit.cli.costs import CPU_LANE
+from autosplit.cli.common import CPU_LANE, beside_stdout
 from autosplit.errors import DeviceError, InputError
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.figures import step_amounts

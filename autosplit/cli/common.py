@@ -33,6 +33,23 @@ if TYPE_CHECKING:
 DONE, ANSWER_IS_NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 MODEL_HELP = f"{MODEL_FORM}: a callable that makes the model, an nn.Module, or a transformers config."
 
+CPU_LANE = "cpu-lane"
+"""The device file of one thread of this machine's CPU."""
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """The options that say what is profiled, and how."""
+
+    rows: Annotated[int | None, typer.Option(min=1, help="Batch rows of a microbatch (default: the input's).")] = None
+    chunks: Annotated[int, typer.Option(min=1, help="Number of microbatches.")] = 1
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda:0 to measure there; a known device or a file to ask a cost model.")
+    ] = None
+    measure: Annotated[
+        bool | None, typer.Option("--measure/--no-measure", help="Measure times, or ask a cost model.")
+    ] = None
+
 
 def complete(*valid: str) -> Callable[[str], list[str]]:
     """Return what a shell asks for the values of an option that begin with what was typed."""

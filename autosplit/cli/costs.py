@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import torch
 
 import cost_models
+from autosplit.cli.common import CPU_LANE, ProfileOptions
 from autosplit.cli.inputs import ROWS_PER_DEVICE, ModelSpec
 from autosplit.cli.models import make_model, make_sample
 from autosplit.devices import device_text
@@ -20,11 +20,6 @@ from autosplit.trace.borrowed.blank import has_meta
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.rows.probe import probe_inputs
-
-if TYPE_CHECKING:
-    from autosplit.cli.profile import ProfileOptions
-
-CPU_LANE = "cpu-lane"
 
 
 def costs_of(spec: ModelSpec, options: ProfileOptions) -> CostReport:

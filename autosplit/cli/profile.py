@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -33,26 +32,12 @@ Exit codes: 0 done; 2 bad usage or input.
 """
 
 
-@dataclass(frozen=True)
-class ProfileOptions:
-    """The options that say what is profiled, and how."""
-
-    rows: Annotated[int | None, typer.Option(min=1, help="Batch rows of a microbatch (default: the input's).")] = None
-    chunks: Annotated[int, typer.Option(min=1, help="Number of microbatches.")] = 1
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda:0 to measure there; a known device or a file to ask a cost model.")
-    ] = None
-    measure: Annotated[
-        bool | None, typer.Option("--measure/--no-measure", help="Measure times, or ask a cost model.")
-    ] = None
-
-
 @common.command
 def profile_command(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=common.MODEL_HELP)] = None,
     *,
     inputs: InputOptions,
-    options: ProfileOptions,
+    options: common.ProfileOptions,
     train: common.Mode = None,
     depth: Annotated[int | None, typer.Option(min=0, help="Module levels (default: what 40 rows hold).")] = None,
     nodes: Annotated[bool, typer.Option("--nodes", help="One row per operation instead of per module.")] = False,

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autosplit import __version__
 from autosplit.errors import InputError
 from autosplit.lower.split import Lowered
 from autosplit.options import Options
@@ -24,6 +23,7 @@ from autosplit.trace.borrowed.blank import has_meta
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.objects import take_apart
 from autosplit.trace.inputs.signature import GradAutocastState
+from autosplit.version import __version__
 
 BATCH = "the batch's values (give every rank of a pipeline the same batch, or feed='first_last')"
 """What a fact is called that several meetings of ranks compare."""

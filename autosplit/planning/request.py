@@ -6,8 +6,7 @@ is said at once. A schedule is one of the catalog's by its name, or the caller's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,8 @@ from autosplit.checks import (
 )
 from autosplit.errors import InputError, PlanError, ScheduleError
 from autosplit.schedule.action import Schedule
-from autosplit.schedule.catalog import build, least_per_device, stages_per_device
-from autosplit.schedule.files import from_rows, read_actions
-from autosplit.schedule.validate import validate
+from autosplit.schedule.catalog import least_per_device, stages_per_device
+from autosplit.schedule.files import from_rows, read_actions, schedule_of
 from autosplit.units import plural
 
 if TYPE_CHECKING:
@@ -98,33 +96,6 @@ def _fitting(custom: Schedule, *, virtual_stages: int, devices: int, chunks: int
         )
     rows = tuple(tuple(map(str, lane)) for lane in custom.lanes)
     return ScheduleRequest(custom.name, each, custom.stages, custom.microbatches, rows)
-
-
-def schedule_of(
-    name: str,
-    *,
-    stages: int,
-    microbatches: int,
-    virtual_stages: int = 1,
-    actions: Sequence[Sequence[str]] = (),
-    replicas: tuple[int, ...] = (),
-) -> Schedule:
-    """Return a legal schedule for so many microbatches: the catalog's of that name, or that of ``actions``.
-
-    Raises ScheduleError where there are more microbatches than ``actions`` have, or other stages.
-    """
-    if not actions:
-        return build(name, stages=stages, microbatches=microbatches, virtual_stages=virtual_stages, replicas=replicas)
-    whole = from_rows(actions, name=name)
-    if whole.stages != stages:
-        raise ScheduleError(f"schedule {name!r} is for {whole.stages} stages, and there are {stages}; plan again")
-    if microbatches > whole.microbatches:
-        raise ScheduleError(
-            f"schedule {name!r} has {plural(whole.microbatches, 'microbatch')}, {microbatches} are to run; "
-            f"give chunks={whole.microbatches}, or a file with {microbatches}"
-        )
-    lanes = tuple(tuple(a for a in lane if a.microbatch < microbatches) for lane in whole.lanes)
-    return validate(replace(whole, lanes=lanes))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ from pathlib import Path
 
 from autosplit.errors import ScheduleError
 from autosplit.schedule.action import Action, Cell, Schedule
+from autosplit.schedule.catalog import build
 from autosplit.schedule.validate import validate
+from autosplit.units import plural
 
 MOST_BYTES = 2**20
 """A larger file is no schedule that could be planned."""
@@ -101,6 +103,33 @@ def from_rows(rows: Sequence[Sequence[str]], *, name: str) -> Schedule:
     """Return the schedule of rows of text forms, not validated; raises ScheduleError where a cell is no action."""
     lanes = [tuple(map(Action.parse, row)) for row in rows]
     return _placed(lanes, name=name)
+
+
+def schedule_of(
+    name: str,
+    *,
+    stages: int,
+    microbatches: int,
+    virtual_stages: int = 1,
+    actions: Sequence[Sequence[str]] = (),
+    replicas: tuple[int, ...] = (),
+) -> Schedule:
+    """Return a legal schedule for so many microbatches: the catalog's of that name, or that of ``actions``.
+
+    Raises ScheduleError where there are more microbatches than ``actions`` have, or other stages.
+    """
+    if not actions:
+        return build(name, stages=stages, microbatches=microbatches, virtual_stages=virtual_stages, replicas=replicas)
+    whole = from_rows(actions, name=name)
+    if whole.stages != stages:
+        raise ScheduleError(f"schedule {name!r} is for {whole.stages} stages, and there are {stages}; plan again")
+    if microbatches > whole.microbatches:
+        raise ScheduleError(
+            f"schedule {name!r} has {plural(whole.microbatches, 'microbatch')}, {microbatches} are to run; "
+            f"give chunks={whole.microbatches}, or a file with {microbatches}"
+        )
+    lanes = tuple(tuple(a for a in lane if a.microbatch < microbatches) for lane in whole.lanes)
+    return validate(replace(whole, lanes=lanes))
 
 
 def dump_actions(schedule: Schedule) -> str:

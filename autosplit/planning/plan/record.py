@@ -12,8 +12,8 @@ from pydantic import Field, computed_field
 
 from autosplit.checks import OPTIMIZER_COPIES, PRECISIONS
 from autosplit.planning.plan.fields import Count, FrozenFields, MeshAlternative, MeshDegrees, Seconds, Size, Verdict
-from autosplit.planning.request import schedule_of
 from autosplit.schedule.action import Schedule
+from autosplit.schedule.files import schedule_of
 from autosplit.schedule.lists import Actions
 from autosplit.schedule.order import step_order, with_reductions
 from autosplit.trace.rows.findings import Proof

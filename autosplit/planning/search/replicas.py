@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autosplit.options import Options
+from autosplit.partition.line.coarse import Coarse
+from autosplit.partition.line.line import Line
 from autosplit.partition.problem import RECOMPUTE
 from autosplit.partition.replication import Floats, flushed, replicate
 from autosplit.planning.profiled.formulate import state_bytes
+from autosplit.planning.profiled.problem import ProfiledProblem
 from cost_models.collectives import REACHED
 
-if TYPE_CHECKING:
-    from autosplit.planning.search.sweep import Sized
+
+@dataclass(frozen=True)
+class Sized:
+    """A model that was profiled for microbatches of one size, whole and in units."""
+
+    case: ProfiledProblem
+    coarse: Coarse
+    line: Line
+    once_s: float
+    """What runs once per step beside the stages."""
 
 
 def once_on_last(sized: Sized, options: Options) -> bool:

@@ -14,7 +14,7 @@ from functools import cached_property
 from autosplit.errors import InputError, ScheduleError
 from autosplit.options import Options
 from autosplit.partition.graph import Graph, base_graph
-from autosplit.partition.line.coarse import Coarse, coarsened, runs
+from autosplit.partition.line.coarse import coarsened, runs
 from autosplit.partition.line.line import Line
 from autosplit.partition.line.search import LineSearch, Policy, listed
 from autosplit.partition.problem import RECOMPUTE, Problem
@@ -23,7 +23,7 @@ from autosplit.planning.profiled.between import Pieces, pieces_of
 from autosplit.planning.profiled.formulate import scheduled
 from autosplit.planning.profiled.problem import ProfiledProblem, RecordedModel
 from autosplit.planning.request import ResolvedSchedule, settle, sizes_of
-from autosplit.planning.search.replicas import best_replicas, once_on_last
+from autosplit.planning.search.replicas import Sized, best_replicas, once_on_last
 
 _FEW = 4
 """Pieces per device from which on the search looks at no other cuts than between them."""
@@ -43,17 +43,6 @@ class Space:
     schedules: tuple[tuple[str, int], ...] = (("1f1b", 1),)
     recompute: tuple[str, ...] | None = None
     left_out: frozenset[tuple[int, tuple[str, int]]] = frozenset()
-
-
-@dataclass(frozen=True)
-class Sized:
-    """A model that was profiled for microbatches of one size, whole and in units."""
-
-    case: ProfiledProblem
-    coarse: Coarse
-    line: Line
-    once_s: float
-    """What runs once per step beside the stages."""
 
 
 @dataclass(frozen=True)
