@@ -365,8 +365,7 @@ def _held_peaks(logs: Iterable[StepLog]) -> dict[Lane, int]:
                     level[giver] -= event.size_bytes
                 elif giver.device == taker.device:
                     arrived[event.target, event.microbatch] += event.size_bytes
-                continue
-            if isinstance(event, Performed):
+            if isinstance(event, (Copied, Performed)):
                 continue
             lane, before = log.lane(event.action.stage, event.action.microbatch), began[0]
             if isinstance(event, Began):

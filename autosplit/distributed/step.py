@@ -138,13 +138,16 @@ class RankStep(Step):
                         cells.act(entry)
                 else:
                     cells.act(entry)
-            elif isinstance(entry, (Receive, Send)):
-                (transport.expect if isinstance(entry, Receive) else transport.release)(entry.route)
-                if self.log is not None:
-                    self.log.note(entry)
+                continue
+            if isinstance(entry, Receive):
+                transport.expect(entry.route)
+            elif isinstance(entry, Send):
+                transport.release(entry.route)
             elif entry is not beside:
                 with self._reducing(cells.replicas(entry.stage)[0]):
                     pass
+            if self.log is not None:
+                self.log.note(entry)
 
     @property
     def overlaps(self) -> bool:
@@ -165,8 +168,6 @@ class RankStep(Step):
 
     def _reducing(self, sums: Sums) -> AbstractContextManager[None]:
         """Begin to add up the gradients of a stage's parameters, but for those that may get more behind the actions."""
-        if self.log is not None:
-            self.log.note(Reduce(sums.held.stage))
         shared = {id(tensor) for tensor in self._shared_parameters()}
         return self.reductions.beside([own for own in sums.parameters if id(own) not in shared], sums)
 

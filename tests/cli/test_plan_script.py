@@ -62,7 +62,7 @@ def test_the_program_trains_by_the_plan(run: Run, tmp_path: Path) -> None:
         "devices=2, plan=HERE / 'train.json', sample=batch)",
         "Sample(x=torch.randn((8, 16), dtype=torch.bfloat16))",
         ".train(False).to(torch.bfloat16)",
-        "torch.optim.SGD(pipe.parameters(), lr=1e-4)",
+        "torch.optim.SGD(parameters, lr=1e-4)",
     ):
         assert line in text
     assert text.endswith("# Run it with\n#     python train.py\n")

@@ -21,6 +21,7 @@ from autosplit.runtime.step.cells import Cells
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import SCHEDULES
 from autosplit.schedule.entry import Reduce
+from autosplit.schedule.lists import Actions
 from autosplit.schedule.order import check_state, with_reductions
 from tests.distributed.orders import drawn
 from tests.distributed.processes import Pool
@@ -128,3 +129,24 @@ def test_sums_over_replicas_begin_once_per_stage_in_one_order(name: str, chance:
             backwards.discard(item)  # type: ignore[arg-type]
             if isinstance(item, Reduce):
                 assert item.stage not in {action.stage for action in backwards}
+
+
+def profiled(mesh_sizes: tuple[int, int], schedule: str) -> list[tuple[str, str]]:
+    """Return what this rank ran in two steps, the first of which describes its messages, beside the plan's list."""
+    torch.manual_seed(0)
+    mesh = mesh_of(*mesh_sizes)
+    sample = torch.randn(8, WIDTH)
+    pipe = autosplit(Net(), mesh=mesh, chunks=4, sample=sample, schedule=schedule)
+    runs = [pipe.profile_step(sample, target=sample, loss_fn=F.mse_loss) for _ in range(2)]
+    lane, lists = mesh["pp"].get_local_rank(), pipe.plan.actions  # of one pipeline, which knows of no replicas
+    planned = str(Actions((with_reductions(lists[lane]) if mesh_sizes[0] > 1 else lists[lane],)))
+    return [(str(Actions(run.actions.devices[lane : lane + 1])), planned) for run in runs]
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "forward"])
+@pytest.mark.parametrize("mesh_sizes", [(1, 2), (2, 2)])
+def test_ranks_run_the_list_that_the_plan_prints(ranks: Pool, mesh_sizes: tuple[int, int], schedule: str) -> None:
+    for first, second in ranks(mesh_sizes[0] * mesh_sizes[1]).run(profiled, mesh_sizes, schedule):
+        assert sorted(first[0].split(",")) == sorted(first[1].split(","))
+        assert second[0] == second[1]
+        assert ("REDUCE_GRAD" in second[0]) == (mesh_sizes[0] > 1)

@@ -90,27 +90,36 @@ def test_parameters_and_gradients_are_used_while_they_are_there(text: str, messa
         check_state(entries)
 
 
-class Skip(nn.Module):
-    """Layers of which later ones take what the first has made."""
+class Skips(nn.Module):
+    """Layers of which each takes what some of those before it have made."""
 
-    def __init__(self) -> None:
+    def __init__(self, chance: random.Random) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+        self.takes = [[index - 1, *(i for i in range(index - 1) if chance.random() < 0.2)] for index in range(1, 8)]
 
     def forward(self, x: Tensor) -> Tensor:
-        first = x = self.layers[0](x)
-        for layer in self.layers[1:]:
-            x = torch.tanh(layer(x)) + first
-        return x
+        values = [self.layers[0](x)]
+        for layer, takes in zip(self.layers[1:], self.takes, strict=True):
+            values.append(torch.tanh(layer(sum(values[index] for index in takes))))
+        return values[-1]
+
+
+def runs_its_list(chance: random.Random, **options: Any) -> None:
+    """Profile a step of a random program, and hold what ran against what its plan prints."""
+    rows, chunks = chance.randint(6, 12), chance.randint(2, 6)
+    recompute = chance.choice(["never", "always", "except_last"])
+    sample = torch.randn(rows, 4)
+    pipe = autosplit(Skips(chance), chunks=chunks, recompute=recompute, sample=sample, **options)
+    ran = pipe.profile_step(sample, target=torch.randn(rows, 4), loss_fn=F.mse_loss)
+    assert pipe.plan is not None
+    assert ran.actions == pipe.plan.actions.check(receives="taken")
+    assert sum(map(len, pipe.plan.actions)) > len(tuple(pipe.plan.schedule_for(chunks)))
 
 
 @pytest.mark.parametrize("lanes", ["inline", "threads"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "forward"])
-def test_a_pipe_runs_the_list_that_its_plan_prints(name: str, lanes: Any) -> None:
-    pipe = autosplit(
-        Skip(), devices=4 // stages_per_device(name), chunks=3, schedule=name, lanes=lanes, sample=torch.randn(6, 8)
-    )
-    ran = pipe.profile_step(torch.randn(6, 8), target=torch.randn(6, 8), loss_fn=F.mse_loss)
-    assert pipe.plan is not None
-    assert ran.actions == pipe.plan.actions.check(receives="taken")
-    assert sum(map(len, pipe.plan.actions)) > len(tuple(pipe.plan.schedule_for(3)))
+def test_a_pipe_runs_the_list_that_its_plan_prints(name: str, lanes: str) -> None:
+    chance = random.Random(name)
+    for _ in range(examples(17, few=1)):
+        runs_its_list(chance, devices=4 // stages_per_device(name), schedule=name, lanes=lanes)

@@ -17,6 +17,8 @@ from autosplit.files import write_text
 from autosplit.planning.plan.diff import PlanDiff, diff, prefixes
 from autosplit.planning.plan.export import export
 from autosplit.planning.plan.record import VERSION, PlanRecord
+from autosplit.schedule.lists import Actions
+from autosplit.schedule.order import step_order, with_reductions
 from autosplit.schedule.stream import STALENESS, updates_behind
 
 _NEAR = 3
@@ -36,6 +38,21 @@ class _PlanHeader(BaseModel):
 
 class Plan(PlanRecord):
     """Partition, schedule, chunks and prediction for one model; plain data that can be saved, read and re-applied."""
+
+    @property
+    def actions(self) -> Actions:
+        """What every device does in a step, as it runs; ``print`` shows it in the form of torch's lowered schedules.
+
+        Messages that only a loss takes, of stages before the last, are not known here.
+        """
+        schedule, sources = self.schedule_for(len(self.microbatch_rows)), [set[int]() for _ in self.stages]
+        for boundary in self.boundaries:
+            for consumer in boundary.consumers if boundary.producer >= 0 and not boundary.per_step else ():
+                sources[consumer].add(boundary.producer)
+        on_ranks = self.processes or self.mesh is not None
+        order = step_order(schedule, sources, receives="ahead" if on_ranks else "taken")
+        lists = Actions.of(order, len(schedule.lanes))
+        return lists if self.mesh is None or self.mesh.dp == 1 else Actions(tuple(map(with_reductions, lists)))
 
     def export(self, form: str) -> str:
         """Return the plan as another tool's text.

@@ -14,8 +14,6 @@ from autosplit.checks import OPTIMIZER_COPIES, PRECISIONS
 from autosplit.planning.plan.fields import Count, FrozenFields, MeshAlternative, MeshDegrees, Seconds, Size, Verdict
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.files import schedule_of
-from autosplit.schedule.lists import Actions
-from autosplit.schedule.order import step_order, with_reductions
 from autosplit.trace.rows.findings import Proof
 
 NEAR = 1.05
@@ -340,21 +338,6 @@ class PlanRecord(FrozenFields):
             actions=self.schedule_rows,
             replicas=self.replicas,
         )
-
-    @property
-    def actions(self) -> Actions:
-        """What every device does in a step, as it runs; ``print`` shows it in the form of torch's lowered schedules.
-
-        Messages that only a loss takes, of stages before the last, are not known here.
-        """
-        schedule, sources = self.schedule_for(len(self.microbatch_rows)), [set[int]() for _ in self.stages]
-        for boundary in self.boundaries:
-            for consumer in boundary.consumers if boundary.producer >= 0 and not boundary.per_step else ():
-                sources[consumer].add(boundary.producer)
-        on_ranks = self.processes or self.mesh is not None
-        order = step_order(schedule, sources, receives="ahead" if on_ranks else "taken")
-        lists = Actions.of(order, len(schedule.lanes))
-        return lists if self.mesh is None or self.mesh.dp == 1 else Actions(tuple(map(with_reductions, lists)))
 
     @property
     def replicas(self) -> tuple[int, ...]:
