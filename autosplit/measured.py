@@ -167,10 +167,6 @@ def _together(before: StepTimeline | None, step: StepTimeline) -> StepTimeline:
     return step if step.memory else replace(step, memory=before.memory)
 
 
-_Way = tuple[int, int, int, bool]
-"""Values of one microbatch from one stage to another: source, target, microbatch, and whether backward."""
-
-
 def timeline(log: StepLog, schedule: Schedule) -> StepTimeline:
     """Return a step; ``schedule`` has the numbers of its lanes. Seconds count from its first action."""
     first, last, ends = _actions(log)
@@ -292,7 +288,7 @@ def _host_s(log: StepLog, lane: Lane, stamp: Any) -> float:
 
 def _sent(log: StepLog, ends: Mapping[Action, float], first_s: float, schedule: Schedule) -> list[Sent]:
     """Return what went from lane to lane; tensors that went the same way are one, as they travel together."""
-    spans: dict[_Way, tuple[float, float]] = {}
+    spans: dict[tuple[int, int, int, bool], tuple[float, float]] = {}
     for copy in _copies(log):
         source, target = (schedule.lane_of(stage, copy.microbatch) for stage in (copy.source, copy.target))
         if source == target:
@@ -312,7 +308,7 @@ def _sent(log: StepLog, ends: Mapping[Action, float], first_s: float, schedule: 
 
 def _sent_alone(logs: Sequence[StepLog]) -> list[SentAlone]:
     """Return bytes and seconds per microbatch between stages; the gradients of several values come back one by one."""
-    sizes: dict[_Way, int] = defaultdict(int)
+    sizes: dict[tuple[int, int, int, bool], int] = defaultdict(int)
     times: dict[tuple[int, int, bool], list[float]] = defaultdict(list)
     for log in logs:
         for copy in _copies(log):

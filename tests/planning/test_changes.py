@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autosplit
-from autosplit.planning.plan.record import Change
+from autosplit.planning.plan.fields import Change
 
 WIDTH, ROWS = 64, 32
 H100 = "H100-SXM5-80GB"

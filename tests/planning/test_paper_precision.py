@@ -129,5 +129,7 @@ def test_values_that_nobody_has_are_finite(asks: Ask) -> None:
     ],
 )
 def test_other_values_are_not_made_up(asks: Ask) -> None:
-    with pytest.raises(TraceError, match=r"test_paper_precision.py:\d+\) reads a tensor's value, and a model on the meta"):
+    with pytest.raises(
+        TraceError, match=r"test_paper_precision.py:\d+\) reads a tensor's value, and a model on the meta"
+    ):
         plan(layers(asks), "2xL4-24GB", sample=torch.empty(8, 16, device="meta"), chunks=4)

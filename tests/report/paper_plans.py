@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from autosplit.planning.plan.fields import Change
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import (
     Alternative,
     Boundary,
-    Change,
     Fingerprint,
     LaneCurve,
     StageMemory,

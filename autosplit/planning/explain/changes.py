@@ -17,8 +17,8 @@ from autosplit.checks import resolve_machine
 from autosplit.errors import TraceError
 from autosplit.planning.explain.verdicts import binding
 from autosplit.planning.paper import OnPaper, prepare, stand_ins
+from autosplit.planning.plan.fields import Change
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Change
 from autosplit.planning.search.choose import PlanChoice, Search
 from autosplit.planning.search.finish import Finished
 from autosplit.planning.search.sweep import Space

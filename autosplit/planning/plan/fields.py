@@ -1,4 +1,4 @@
-"""The kinds of figures that a plan's records have, and what a plan says of meshes."""
+"""The kinds of figures that a plan's records have, and what a plan says of meshes and of changes."""
 
 from __future__ import annotations
 
@@ -60,3 +60,18 @@ class MeshAlternative(FrozenFields):
     step_s: Seconds
     verdict: Verdict | None
     """None: only a lower bound of its step is known, which is longer than the plan's."""
+
+
+class Change(FrozenFields):
+    """What would make a plan fit that does not, or fit better, and its price."""
+
+    kind: Literal["recompute", "chunks", "schedule", "devices", "batch", "optimizer", "precision", "device", "pair"]
+    text: str
+    """What to change, in words and with the numbers: ``recompute="block": 61.2 GiB, the step is 31% longer``."""
+    arguments: dict[str, str | int]
+    """The arguments of `plan` that say it."""
+    step_s: Seconds
+    peak_bytes: Size
+    verdict: Verdict
+    planned: bool = False
+    """Whether it was planned anew, as some are in older files; else its figures are estimates."""

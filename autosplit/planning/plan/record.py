@@ -11,7 +11,16 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, computed_field
 
 from autosplit.checks import OPTIMIZER_COPIES, PRECISIONS
-from autosplit.planning.plan.fields import Count, FrozenFields, MeshAlternative, MeshDegrees, Seconds, Size, Verdict
+from autosplit.planning.plan.fields import (
+    Change,
+    Count,
+    FrozenFields,
+    MeshAlternative,
+    MeshDegrees,
+    Seconds,
+    Size,
+    Verdict,
+)
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.files import schedule_of
 from autosplit.trace.rows.findings import Proof
@@ -192,21 +201,6 @@ class Alternative(FrozenFields):
 def recompute_of(stages: Sequence[str]) -> tuple[str, ...]:
     """Return what stages recompute, once where all do the same."""
     return tuple(stages if len(set(stages)) > 1 else stages[:1])
-
-
-class Change(FrozenFields):
-    """What would make a plan fit that does not, or fit better, and its price."""
-
-    kind: Literal["recompute", "chunks", "schedule", "devices", "batch", "optimizer", "precision", "device", "pair"]
-    text: str
-    """What to change, in words and with the numbers: ``recompute="block": 61.2 GiB, the step is 31% longer``."""
-    arguments: dict[str, str | int]
-    """The arguments of `plan` that say it."""
-    step_s: Seconds
-    peak_bytes: Size
-    verdict: Verdict
-    planned: bool = False
-    """Whether it was planned anew, as some are in older files; else its figures are estimates."""
 
 
 VERSION = 1
