@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy
@@ -16,47 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parents[2]
-
-INNER = """
-import pytest
-
-def test_other_text(golden):
-    golden("text.txt", "new")
-
-def test_no_file(golden):
-    golden("absent.txt", "new")
-
-@pytest.mark.cuda
-def test_on_a_device():
-    assert True
-"""
-
-
-def run_inner(folder: Path, *options: str) -> str:
-    """Run the tests in ``folder`` under this project's conftest, apart from its settings."""
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-rA", *options]
-    settings_file = folder / "pytest.ini"
-    settings_file.write_text("[pytest]\nmarkers = cuda: a device\n", encoding="utf-8")
-    command += ["-c", str(settings_file), str(folder)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-
-
-@pytest.mark.slow
-def test_golden_files_are_compared_and_written_only_on_request(tmp_path):
-    (tmp_path / "test_inner.py").write_text(INNER, encoding="utf-8")
-    folder = tmp_path / "golden"
-    folder.mkdir()
-    (folder / "text.txt").write_text("old", encoding="utf-8")
-
-    report = run_inner(tmp_path)
-    assert "2 failed" in report
-    assert "missing; write it with --update-golden" in report
-    assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == {"text.txt": "old"}
-
-    report = run_inner(tmp_path, "--update-golden")
-    assert "failed" not in report
-    assert {path.read_text(encoding="utf-8") for path in folder.iterdir()} == {"new"}
-    assert ("no CUDA device" in report) == (not torch.cuda.is_available())
 
 
 def draws() -> tuple[float, float, float]:

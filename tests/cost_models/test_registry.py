@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import doctest
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import cost_models
 from cost_models import DeviceSpec, device, find, identify, link, machine, names
 
 
@@ -137,3 +140,10 @@ def test_the_package_runs_without_torch_and_without_autosplit():
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("True\n8\n", "")
+
+
+def test_the_examples_run_and_say_what_they_say():
+    readme = Path(cost_models.__file__).parent / "README.md"
+    result = doctest.testfile(str(readme), module_relative=False, encoding="utf-8")
+    assert result.attempted >= 25
+    assert result.failed == 0

@@ -6,19 +6,16 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import autosplit
 from benchmarks import distributed, distributed_step
 from benchmarks.distributed_step import Torch
 from benchmarks.peers_models import subjects
 from examples import torch_pipelining_from_plan as example
-from examples.models import GPTConfig
 from tests.distributed.processes import Pool
 
 EXAMPLE = Path(example.__file__)
@@ -41,34 +38,6 @@ def test_torchs_engine_trains_by_the_plan_as_the_plain_model(schedule: str, rank
         assert stages == 2 * each
         assert difference < 1e-12
         assert falls
-
-
-def planned(model: torch.nn.Module, devices: int) -> autosplit.Plan:
-    sample = torch.empty(8, example.LENGTH, dtype=torch.int64, device="meta")
-    return autosplit.plan(
-        model, f"{devices}xH100-SXM5-80GB", 4, sample=sample, loss_fn=example.loss_fn, schedule="1f1b"
-    )
-
-
-def test_stages_are_the_chains_children_in_order() -> None:
-    model = example.chain(GPTConfig(layers=4))
-    plan = planned(model, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # blocks that the plan cuts inside go to one stage
-        parts = example.parts_of(plan, model)
-        moved = example.parts_of(plan.move({"1": 1, "2": 1}), model)
-    assert len(parts) == 3
-    assert [name for part in parts for name in part] == ["0", "1", "2", "3", "4", "5"]
-    assert moved[:2] == [["0"], ["1", "2", "3"]] != parts[:2]
-
-
-def test_a_model_that_is_no_chain_in_the_plans_order_is_refused() -> None:
-    model = example.chain(GPTConfig(layers=2))
-    other = torch.nn.Sequential(*model, torch.nn.Identity())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        with pytest.raises(ValueError, match="no rows of the model's children in order"):
-            example.parts_of(planned(model, 2), other)
 
 
 def test_torchrun_starts_it() -> None:

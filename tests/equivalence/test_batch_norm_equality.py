@@ -30,6 +30,7 @@ from tests.equivalence.equality import (
 )
 from tests.models.named import numbers
 from tests.models.three_layers import WIDTH, Model
+from tests.pairwise import in_turn
 from tests.runtime.test_batch_norm_statistics import NormAct
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -277,8 +278,7 @@ def test_the_first_norms_statistics_are_the_plain_models(name: str) -> None:
     assert [id(buffer) for buffer in model.buffers()] == own
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("name", [name for name in KINDS if "cumulative" not in name])
+@in_turn(name=[name for name in KINDS if "cumulative" not in name], recompute=["never", "always"])
 def test_one_microbatch_leaves_the_plain_models_bits(name: str, recompute: str) -> None:
     model, plain = build_kind(name), build_kind(name)
     pipe = autosplit(model, devices=["cpu"] * 2, chunks=1, recompute=recompute)

@@ -9,8 +9,15 @@ import pytest
 
 from autosplit.errors import InfeasibleError
 from autosplit.partition.checker import check
-from autosplit.partition.problem import Hold, Problem, TensorEdge, Work, devices_of
+from autosplit.partition.graph import base_graph
+from autosplit.partition.ideals import enumerate as ideals
+from autosplit.partition.ideals import search
+from autosplit.partition.ideals.enumerate import in_runs
+from autosplit.partition.line.line import Line
+from autosplit.partition.line.search import LineSearch
+from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Tie, Work, devices_of
 from autosplit.partition.solve import solve
+from tests.partition.oracle_problems import Mix, random_problem
 from tests.partition.oracle_verdict import smallest_capacity
 
 CHAIN = Problem(
@@ -91,3 +98,95 @@ def test_the_checker_refuses_a_torn_colour() -> None:
     )
     with pytest.raises(ValueError, match="colocation group 'red' is in stages 0 and 1"):
         check(problem, (0, 1))
+
+
+TIED_CHAIN = Problem(
+    tuple(Work(f"w{index}", 1.0, 2.0) for index in range(4)),
+    tuple(TensorEdge(index, (index + 1,), 0.0, 0.0) for index in range(3)),
+    ties=(Tie((0, 3), home_bytes=100, copy_bytes=30, transfer_s=8.0),),
+    microbatches=4,
+)
+
+
+def test_home_copy_and_transfer_by_hand() -> None:
+    costs = check(TIED_CHAIN, (0, 1, 1, 2))
+    assert costs.stage_bytes == (100, 0, 30)
+    assert costs.loads_s == (3 + 8 / 4, 6.0, 3 + 8 / 4)
+    together = check(TIED_CHAIN, (0, 0, 0, 0))
+    assert (together.stage_bytes, together.loads_s) == ((100,), (12.0,))
+
+
+def test_the_solver_refuses_ties() -> None:
+    with pytest.raises(ValueError, match="ties, and schedules with several stages on a device, are for cuts along a"):
+        solve(TIED_CHAIN, stages=2)
+
+
+UNEVEN_CHAIN = Problem(
+    tuple(Work(f"w{index}", 1.0, 2.0, static_bytes=100, weight_s=1.0) for index in range(4)),
+    tuple(TensorEdge(index, (index + 1,), 0.25, 0.5) for index in range(3)),
+    tuple(Hold(10, index, (index + 1,), (index + 1,)) for index in range(3)),
+    microbatches=8,
+)
+
+
+def test_a_slow_device_and_its_link_by_hand() -> None:
+    problem = replace(UNEVEN_CHAIN, devices=(Device(2.0), Device()), links=(4.0,))
+    costs = check(problem, (0, 1, 1, 1))
+    assert costs.loads_s == (2 * 3 + 4 * 0.75, 9 + 4 * 0.75)
+    assert costs.device_loads_s == costs.loads_s
+    partition = solve(problem, stages=2)
+    assert (partition.assignment, partition.costs.bottleneck_s, partition.status) == ((0, 1, 1, 1), 12.0, "optimal")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_large_graphs_start_from_runs_of_their_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(random_problem(seed, Mix(24)), devices=(Device(), Device(2.0), Device()))
+    exact, graph = solve(problem, stages=3), base_graph(problem)
+    assert in_runs(graph).size == graph.size
+    monkeypatch.setattr(ideals, "_MOST_GROUPS", 8)
+    monkeypatch.setattr(search, "_ENTRIES", 200)
+    assert in_runs(graph).size <= 8 < graph.size
+    rough = solve(problem, stages=3)
+    assert rough.lower_bound_s <= exact.costs.bottleneck_s * (1 + 1e-9)
+    assert exact.costs.bottleneck_s * (1 - 1e-9) <= rough.costs.bottleneck_s < 1.5 * exact.costs.bottleneck_s
+    assert (exact.status, len(set(rough.assignment))) == ("optimal", 3)
+
+
+# Four works in two blocks of two; each output is saved by its consumer, and each work saves 5 bytes of its own.
+SAVING_CHAIN = Problem(
+    tuple(Work(f"w{index}", 1.0, 2.0, static_bytes=1000, transient_bytes=3, block=index // 2) for index in range(4)),
+    tuple(TensorEdge(index, (index + 1,), 0.0, 0.0) for index in range(3)),
+    (
+        *(Hold(10, index, (index + 1,), (index + 1,)) for index in range(3)),
+        *(Hold(5, index, (), (index,)) for index in range(4)),
+        Hold(7, None, (0,), (0,)),
+    ),
+    microbatches=8,
+)
+
+
+def parts(option: str) -> list[tuple[int, int]]:
+    """Return resident and transient bytes of both stages of the even cut."""
+    stages = check(SAVING_CHAIN, (0, 0, 1, 1), recompute=(option, option)).stages
+    return [(stage.resident_bytes, stage.transient_bytes) for stage in stages]
+
+
+def test_bytes_by_hand() -> None:
+    # Stage 0 keeps the input 7, the inner output 10, the boundary 10 and 2 x 5; stage 1 all that but the input.
+    assert parts("never") == [(37, 3), (30, 3)]
+    assert parts("always") == parts("except_last") == [(17, 20 + 3), (10, 20 + 3)]
+    # Each stage is one block here: its input and its boundary stay, and a block saves 10 + 2 x 5.
+    assert parts("block") == [(17, 20 + 3), (10, 20 + 3)]
+    costs = check(SAVING_CHAIN, (0, 0, 0, 1), recompute=("block", "block")).stages
+    # Stage 0 holds the whole of block 0 and half of block 1: the output between the blocks stays, and so does what the
+    # cut through block 1 touches; a block that is cut counts whole.
+    assert [(stage.resident_bytes, stage.transient_bytes) for stage in costs] == [(7 + 10 + 10, 23), (10, 23)]
+
+
+def test_what_enters_a_block_stays_although_no_backward_reads_it() -> None:
+    unread = replace(SAVING_CHAIN, holds=tuple(replace(own, savers=own.savers[:0]) for own in SAVING_CHAIN.holds))
+    stage = check(unread, (0, 0, 0, 0), recompute=("block",)).stages[0]
+    # The input 7 and the output between the two blocks, 10; what is inside of a block is not.
+    assert stage.resident_bytes == 17
+    search = LineSearch(Line(unread), unread, stages=1)
+    assert search.device_bytes((0, 4), ["block"]) == check(unread, (0, 0, 0, 0), recompute=("block",)).device_bytes

@@ -49,18 +49,6 @@ class Language(nn.Module):
         return self.output(self.norm(value))
 
 
-class Inner(nn.Module):
-    """As transformers has it: the blocks in a model in the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Language()
-        self.lm_head = nn.Linear(TOKENS, TOKENS)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.lm_head(self.model(tokens) * 2)
-
-
 def planned(model: nn.Module, *, devices: int = 2, **options: Any) -> Plan:
     torch.manual_seed(0)
     own = Options((torch.device("cpu"),) * devices, 4, measure=False, **options)
@@ -140,22 +128,6 @@ def test_torchtitan_gets_whole_modules_in_order(plan: Plan) -> None:
     assert json.loads(plan.export("torchtitan")) == [
         ["tok_embeddings", "layers.0", "layers.1", "layers.2"],
         ["layers.3", "layers.4", "layers.5", "norm", "output"],
-    ]
-
-
-def test_modules_in_a_module_are_named_in_full() -> None:
-    cut = stages_of([2, 4], "model.") | {"lm_head": 1}
-    assert json.loads(planned(Inner(), cut=cut).export("torchtitan")) == [
-        ["model.tok_embeddings", "model.layers.0", "model.layers.1"],
-        [
-            "model.layers.2",
-            "model.layers.3",
-            "model.layers.4",
-            "model.layers.5",
-            "model.norm",
-            "model.output",
-            "lm_head",
-        ],
     ]
 
 
