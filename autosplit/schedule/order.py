@@ -107,10 +107,10 @@ def of_device(order: Iterable[Issued], device: int) -> tuple[Entry, ...]:
 
 
 def with_reductions(entries: Sequence[Entry]) -> tuple[Entry, ...]:
-    """Return a device's list with the sums of its stages' gradients: each behind the last backward of the stage.
+    """Return a device's list with a `Reduce` of each of its stages, behind the stage's last backward.
 
-    Where weights' gradients come last, it stands behind these. Sums are begun in descending order of the stages, on
-    every replica, however many microbatches it has. A list that has sums keeps them where they are.
+    That is its last W if the backward is split. All replicas begin their sums in descending order of the stages,
+    whatever their number of microbatches. A list that already has sums is returned as it is.
     """
     if any(isinstance(entry, Reduce) for entry in entries):
         return tuple(entries)
@@ -128,7 +128,7 @@ def with_updates(entries: Sequence[Entry]) -> tuple[Entry, ...]:
 
 
 def _last_backwards(entries: Sequence[Entry]) -> dict[int, int]:
-    """Return where each stage's last backward, or last weight gradients, stand in a list."""
+    """Return the index of each stage's last B or W in a list."""
     return {e.stage: index for index, e in enumerate(entries) if isinstance(e, Action) and e.kind in "BW"}
 
 
@@ -166,9 +166,9 @@ def check_state(entries: Sequence[Entry]) -> None:
 
 
 def arrivals(order: Iterable[Issued], device: int) -> dict[Route, tuple[Route, ...]]:
-    """Return, for each message that a device receives, those of its own that have been taken when it has that one.
+    """Map each message that a device receives to the messages it sent before that must have arrived by then.
 
-    The sender had taken them by then, since its actions come in their order.
+    The sender had taken them before it sent this one, since its actions run in order.
     """
     sent: dict[tuple[int, bool, int], list[Route]] = defaultdict(list)
     taken: dict[int, list[Route]] = defaultdict(list)
@@ -186,14 +186,14 @@ def arrivals(order: Iterable[Issued], device: int) -> dict[Route, tuple[Route, .
 
 
 def check_order(order: Iterable[Issued], devices: int, *, receives: Receives = "ahead") -> None:
-    """Prove that devices which work through their entries of an order all come to their end.
+    """Prove that an order has no deadlock: every device that works through its entries in order comes to the end.
 
-    A send waits until its receive is posted, and an action until what its device receives for it has been sent. With
-    receives "described" a receive waits until its sender has done what stands before the send, which describes it; with
-    "taken" it waits for its send, which waits for nobody. A pair's messages are taken in the order in which they are
-    sent, as by an NCCL communicator. Takes time linear in the entries. Only each device's own order matters, not how
-    the devices' entries are interleaved. In which order a device's own actions may run is not asked here (`validate`
-    does), nor what `check_state` asks.
+    A send waits until its receive is posted, and an action until the messages that it takes have been sent. With
+    receives "described", a receive also waits until its sender has done all that stands before the send; with "taken",
+    it waits for its send, which does not wait. The messages of a pair of devices are taken in the order in which they
+    are sent, as by an NCCL communicator. Takes time linear in the entries. Only the order within each device matters,
+    not how the devices' entries are interleaved. `validate` checks the order of a device's actions, `check_state` that
+    of its sums, updates and gathers.
 
     Raises ScheduleError when an entry stands there twice; a message is not sent where it is made and received where it
     is taken, or these are one device; a pair's messages have different orders on its two devices; or entries wait for
@@ -248,7 +248,7 @@ def check_order(order: Iterable[Issued], devices: int, *, receives: Receives = "
 def _messages(
     schedule: Schedule, sources: Sequence[AbstractSet[int]], loss_sources: Iterable[int]
 ) -> Iterator[_Delivery]:
-    """Yield what the schedule's actions give each other; an action's own by stage, for the loss last."""
+    """Yield the messages between the schedule's actions: for each microbatch by stage, those for the loss last."""
     last, there, back = schedule.stages - 1, set(schedule), schedule.input_gradient
     links = [(source, target, False) for target, taken in enumerate(sources) for source in sorted(taken - {target})]
     links += [(source, last, True) for source in sorted(set(loss_sources) - {last})]
@@ -264,7 +264,7 @@ def _messages(
 def _ticks(
     what: str, lists: Iterable[Sequence[Entry]], needs: Iterable[_Need], device_of: Mapping[Entry, int]
 ) -> list[list[Entry]]:
-    """Return what each clock tick ends, by device, where every entry takes one and starts as early as it can."""
+    """Return the entries of each clock tick, by device; every entry takes one tick and starts as early as possible."""
     graph = nx.DiGraph(needs)
     for entries in lists:
         nx.add_path(graph, entries)
