@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cost_models.machines import MachineSpec
 
 MACHINE = "8xH100-SXM5-80GB"
-"""What is planned for on paper when nothing is said."""
+"""The machine that a plan on paper assumes by default."""
 RESERVE = "3%"
 """What every device keeps free: predictions of reserved memory were up to a fifth below an H100's."""
 OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}

@@ -31,7 +31,7 @@ REORDERED = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torc
 _OTHER_DEVICES = 1e-6
 """The same kernel on the same values, where it adds in no fixed order."""
 _SMALLEST = 1e-9
-"""The smallest scale of a tensor: what is far below it is rounding of larger values."""
+"""The smallest scale of a tensor: values far below it are rounding errors of larger ones."""
 _SMALL = 0.1
 """Gradients below this share of the model's largest one are rounding errors, and compared relative to that share."""
 _SMALLEST_OF_RUNS = 1e-6

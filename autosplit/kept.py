@@ -39,11 +39,11 @@ class Kept(Recent[Key, tuple[Recorded, ...]]):
         self[key] = (recorded, *(other for other in self.get(key, ()) if other is not recorded))
 
     def first(self, key: Key, sample: Sample) -> Recorded | None:
-        """Return the recording of a signature that holds for the values of a batch; None where there is none."""
+        """Return the recording of a signature that holds for the values of a batch, or None."""
         return _first(self.get(key, ()), key, sample)
 
     def covering(self, key: Key, sample: Sample) -> Recorded | None:
-        """Return, and keep, the recording made at other sizes that is known to hold for a call; None: there is none."""
+        """Return, and keep, a recording made at other sizes that is known to hold for a call, or None."""
         recorded = _first((each for each in self.alike(key) if each.covers(key)), key, sample)
         if recorded is not None:
             self.keep(key, recorded)

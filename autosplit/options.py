@@ -155,14 +155,14 @@ class Options:
         return None if limit is None else max(0, limit - kept)
 
     def reserved_bytes(self, lane: int) -> int:
-        """Return what one of the devices keeps free of that; a share is of a device, and leaves a limit as it is."""
+        """Return the reserve of one of the devices; a share is of the device's memory, and 0 under a memory limit."""
         capacity = self.capacity_bytes(lane)
         if capacity is None or (isinstance(self.reserve, float) and self.memory_limit is not None):
             return 0
         return round(self.reserve * capacity) if isinstance(self.reserve, float) else self.reserve
 
     def room_bytes(self, lane: int) -> int | None:
-        """Return what one of the devices surely has room for; None where that is not known."""
+        """Return the bytes that certainly fit on one of the devices; None if its capacity is not known."""
         capacity = self.capacity_bytes(lane)
         return None if capacity is None else max(0, capacity - self.reserved_bytes(lane))
 

@@ -48,7 +48,7 @@ class Parallel:
         return self.dp * self.tp * self.pp
 
     def part_of(self, byte_count: int, *, zero: int) -> int:
-        """Return what one rank has of bytes that are sharded from a ZeRO stage on."""
+        """Return one rank's share of bytes that are sharded from ZeRO stage ``zero`` on."""
         return -(-byte_count // self.dp) if self.zero >= zero else byte_count
 
     def __str__(self) -> str:

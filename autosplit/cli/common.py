@@ -158,7 +158,7 @@ class PlanOptions:
 
 
 def number_or_word(text: str) -> int | str:
-    """Return a number, or the text that is none."""
+    """Return the number that a text spells, or else the text."""
     return int(text) if text.isdecimal() else text
 
 
@@ -191,7 +191,7 @@ def parse_moves(texts: list[str]) -> dict[str, int]:
 
 
 def on_terminal() -> bool:
-    """Tell whether stdout is a terminal; a closed one is none."""
+    """Tell whether stdout is a terminal and not closed."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 

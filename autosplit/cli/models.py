@@ -65,7 +65,7 @@ def input_specs(spec: ModelSpec, *, model: nn.Module, rows: int, say: bool = Tru
 
 
 def make_sample(spec: ModelSpec, *, model: nn.Module, rows: int) -> Any:
-    """Return random values for `input_specs`, else what the model brings; InputError: no inputs are known."""
+    """Return random values for `input_specs`, or else the model's own sample; raise InputError if it has none."""
     specs = input_specs(spec, model=model, rows=rows)
     sample = build_sample(specs, model=model, seed=spec.seed) if specs else _carried(model)
     if sample is None:

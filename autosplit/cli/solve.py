@@ -153,6 +153,6 @@ def _verdict(partition: Partition, *, seconds: float) -> str:
 
 
 def _short(name: str) -> str:
-    """Return a name in few characters, none of which a terminal obeys."""
+    """Return a short printable form of a name."""
     text = repr(name)[1:-1]
     return text if len(text) <= _NAME_WIDTH else f"{text[: _NAME_WIDTH - 3]}..."

@@ -28,7 +28,7 @@ class Slot:
 
 @dataclass
 class StageLayout:
-    """What one stage takes and gives, as bundles of slots.
+    """The inputs and outputs of one stage, as bundles of slots.
 
     Attributes:
         nodes: the micro nodes, in model order.

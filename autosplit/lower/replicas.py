@@ -107,7 +107,7 @@ def check_cells(lowered: Lowered, replicas: Sequence[int]) -> None:
 
 
 def check_ending(lowered: Lowered, weights: Collection[str], count: int) -> None:
-    """Raise InputError where the last stage has ``count`` ranks, and what is made once per step is in their state."""
+    """Raise InputError if the last stage has several ranks, and the epilogue writes state or reads ``weights``."""
     if count == 1:
         return
     whose = f"behind all microbatches, on the first of the last stage's {count} replicas"

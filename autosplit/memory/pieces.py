@@ -32,7 +32,7 @@ Change = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class NodeStep:
-    """What one node did in one pass; ``node`` is its stable name, "" for what belongs to none."""
+    """What one node did in one pass; ``node`` is its stable name, "" for changes that belong to no node."""
 
     node: str
     changes: tuple[Change, ...]
@@ -85,7 +85,7 @@ class StageTrace:
 class RankParts:
     """Which part of a stage's storages a rank has: by the node that makes them, or by the parameter of a gradient.
 
-    ``forward`` and ``backward`` are of what a node makes in either pass, ``border`` of what arrives from other stages;
+    ``forward`` and ``backward`` are for what a node makes in each pass, ``border`` for what arrives from other stages;
     what is not named is whole. ``gradients``: the part of every gradient that data-parallel ranks keep beside that.
     """
 
@@ -312,7 +312,7 @@ def _cotangents(
 
 
 def _added(steps: Iterable[NodeStep], gradients: Mapping[int, str]) -> tuple[NodeStep, ...]:
-    """Return steps whose parameter gradients are added to those that are there, and freed."""
+    """Return steps in which parameter gradients are added to the existing ones, and freed."""
     return tuple(NodeStep(step.node, tuple(_adding(step.changes, gradients))) for step in steps)
 
 

@@ -33,7 +33,7 @@ class StaticBytes:
 
 @dataclass(frozen=True)
 class Moment:
-    """What a device holds when an action holds the most; ``action`` is None in the optimizer's step."""
+    """The bytes of a device at the peak of one action; ``action`` is None in the optimizer's step."""
 
     action: Action | None
     bytes: Mapping[MemoryKind, int]
@@ -166,7 +166,7 @@ def _sum(*each: Mapping[MemoryKind, int]) -> dict[MemoryKind, int]:
 
 
 def optimizer_changes(updated: Sequence[int], *, name: str | int, foreach: bool) -> tuple[Change, ...]:
-    """Return what one ``optimizer.step()`` that finds its state allocates and frees on a device, in order.
+    """Return what one ``optimizer.step()`` with existing state allocates and frees on a device, in order.
 
     ``updated`` are the bytes of each tensor that it updates, a parameter or its master weight. Read from
     ``torch/optim/adam.py`` and ``sgd.py`` of torch 2.13 with their default arguments, all parameters of one dtype:

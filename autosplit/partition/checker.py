@@ -44,7 +44,7 @@ class Costs:
 
     @property
     def device_loads_s(self) -> tuple[float, ...]:
-        """The load of each device: of all its stages, of which replicas share theirs."""
+        """The load of each device: the sum of its stages; replicas share the load of a stage."""
         loads_s = [load_s / len(self._schedule.lanes_of(stage)) for stage, load_s in enumerate(self.loads_s)]
         return tuple(sum(loads_s[stage] for stage in stages) for stages in self._stages_on)
 

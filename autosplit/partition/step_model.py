@@ -31,7 +31,7 @@ _CELLS = 2**18
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What one microbatch takes, per cut (rows) and stage.
+    """The times of one microbatch, per cut (rows) and stage.
 
     ``forward_s``, ``backward_s`` (all of it) and ``weight_s`` (the part that only weights need) are (cuts, stages).
     ``ahead_s[cut, a, b]`` is how long values travel from stage a to the later stage b, ``back_s[cut, a, b]`` how long

@@ -41,7 +41,7 @@ class _Record(BaseModel):
 
 
 class _Header(_Record):
-    """What is read before the rest, so that another format is called that."""
+    """The format alone, read first, so that files of another format get an error that says so."""
 
     format: str
 
@@ -92,7 +92,7 @@ class Workload:
 
 
 def load_workload(path: str | Path) -> Workload:
-    """Read a workload file; raises InputError, with the place, for everything that is none."""
+    """Read a workload file; raise InputError, with the position, for anything else."""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -278,7 +278,7 @@ def _number(value: int) -> str:
 
 
 def _short(value: object) -> str:
-    """Return a value of the file in few characters, none of which a terminal obeys."""
+    """Return a short printable form of a value of the file."""
     if isinstance(value, int):
         return _number(value)
     text = ascii(value) if not isinstance(value, str) else repr(value[: _SHOWN_CHARACTERS + 1])

@@ -173,7 +173,7 @@ def _replayed(cut: Cut, stage: int, memo: TraceMemo) -> ReplayedStage:
 
 
 def _parts(cut: Cut, nodes: StageNodes) -> RankParts | None:
-    """Return what a rank has of a stage's storages; None where it has all of them."""
+    """Return a rank's share of a stage's storages; None if it has all of them."""
     parallel, shares = cut.options.parallel, cut.profile.shares
     if parallel.ranks == parallel.pp:
         return None
@@ -230,7 +230,7 @@ def _drawn(cut: Cut, stage: int) -> tuple[int, ...]:
 
 
 def finish_of(cut: Cut, lane: int) -> tuple[Change, ...]:
-    """Return what is allocated behind the last action of a device; where there is a step.
+    """Return what is allocated behind the last action of a device; empty for an evaluation.
 
     Replicas add up gradients a bucket at a time, then the optimizer steps as torch does by default.
     """

@@ -58,7 +58,7 @@ class OnPaper:
 
 
 def stand_ins(machine: MachineSpec) -> tuple[torch.device, ...]:
-    """Return a torch device for each device on paper, none of which has to be there.
+    """Return a torch device for each device on paper; they need not exist.
 
     Devices that issue their own work are CPU lanes; each other one is a CUDA device.
     """

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _DEFAULT_CHUNKS = 8
-"""What `autosplit` takes for ``chunks`` when nothing is said; it gives way to what a file has."""
+"""The default of ``chunks``; an action file's number replaces it."""
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,11 @@ _DEEPEST = 4
 
 
 Runs = tuple[BlockRun, ...]
-"""The runs of blocks of which a graph has but three: the first, a template, and the last."""
+"""Runs of blocks of which a shortened graph has three: the first, a template, and the last."""
 
 
 def shorten(stage: StageNodes, *, behind: int = 0) -> tuple[StageNodes, Runs]:
-    """Return a stage without the blocks that others stand for, and their runs; the same one where there are none.
+    """Return a stage without the blocks that a template stands for, and the runs; the stage itself if there are none.
 
     ``behind``: how many blocks at the end of each run stay as they are.
     """
@@ -279,4 +279,4 @@ def _module_kind(module: nn.Module) -> Hashable:
 
 
 _SETTINGS = (bool, int, float, str, tuple, types.NoneType, types.FunctionType, types.BuiltinFunctionType)
-"""What the attributes are by which torch's layers tell how they compute: numbers, and functions such as activations."""
+"""The types of attributes that configure torch's layers: numbers, and functions such as activations."""

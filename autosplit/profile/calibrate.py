@@ -32,7 +32,7 @@ from cost_models.specs import DeviceSpec, Source
 from cost_models.work import OpWork
 
 Progress = Callable[[str, float], None]
-"""Called with what is timed next and the share that is done."""
+"""Called with the name of the next case and the share of cases that is done."""
 
 _CPU = torch.device("cpu")
 
@@ -85,7 +85,7 @@ def calibrate(device: str = "cpu-lane", *, quick: bool = False, progress: Progre
 
 
 def cases_for(device: torch.device) -> Iterator[Case]:
-    """Yield what is timed on a device: a GPU is filled by other sizes than a core."""
+    """Yield the cases to time on a device; GPUs have larger sizes than CPU cores."""
     yield from cases(gpu=device.type == "cuda")
 
 

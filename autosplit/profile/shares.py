@@ -23,7 +23,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class NodeShare:
-    """What one rank has of a node.
+    """One rank's share of a node.
 
     Attributes:
         work: the part of its FLOPs, of the bytes that it reads and writes, and of its scratch.
@@ -39,13 +39,13 @@ class NodeShare:
 
 @dataclass(frozen=True)
 class TensorShares:
-    """What one rank has; nodes, inputs and parameters that are not named it has whole."""
+    """One rank's shares; nodes, inputs and parameters that are not named are whole."""
 
     nodes: Mapping[str, NodeShare] = field(default_factory=dict)
     states: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, node: str) -> NodeShare:
-        """Return what a rank has of a node."""
+        """Return a rank's share of a node."""
         return self.nodes.get(node, _WHOLE)
 
 

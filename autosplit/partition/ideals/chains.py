@@ -27,7 +27,7 @@ class IdealChain:
 
 
 def best_chain(table: IdealTable, *, goal: Goal, clock: Timer = FOREVER) -> IdealChain | None:
-    """Return the best chain within the goal's limits, or None when there is none; OutOfTime where ``clock`` is over."""
+    """Return the best chain within the goal's limits, or None; raise OutOfTime when ``clock`` has expired."""
     return _ChainSearch(table, goal).run(clock)
 
 
@@ -66,7 +66,7 @@ class _ChainSearch:
         return self._trace() if self.best[-1, -1] < np.inf else None
 
     def _pass_on(self, ideal: int) -> None:
-        """Let stages stay empty: what is reached with some stages is reached with more."""
+        """Allow empty stages: an ideal that is reached with some stages is reached with more."""
         least = np.minimum.accumulate(self.best[ideal])
         self.back[ideal, least < self.best[ideal]] = ideal
         self.best[ideal] = least

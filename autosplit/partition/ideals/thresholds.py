@@ -235,7 +235,7 @@ class _Thresholds:
         self.rules: dict[int, float] = {}
 
     def chain(self, threshold: float) -> IdealChain | None:
-        """Return a chain without a load above the threshold, or None when there is none."""
+        """Return a chain whose loads are at most the threshold, or None."""
         lattice, last = self.lattice, len(self.lattice) - 1
         frontier = np.zeros(1, dtype=np.int64)
         parents: list[dict[int, int]] = []

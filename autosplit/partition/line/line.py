@@ -138,7 +138,7 @@ class Line:
         return plane.sums()
 
     def _worst(self, each: Iterable[int]) -> Floats:
-        """Return the largest of each run; zero where a run is none."""
+        """Return the largest value of each run, 0 for an empty run."""
         values = np.fromiter(each, dtype=np.float64)
         worst = np.zeros((self.size + 1, self.size + 1))
         for first in range(self.size):

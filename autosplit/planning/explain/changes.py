@@ -45,7 +45,7 @@ class ChangeCandidate:
 
 @dataclass(frozen=True)
 class Request:
-    """What is planned: on which devices, out of which space, how many rows."""
+    """What is planned: the recorded model and devices, the space of choices, and the rows of a batch."""
 
     paper: OnPaper
     space: Space

@@ -33,7 +33,7 @@ def rank_profile(
     model: CostModel,
     fp8: bool = False,
 ) -> Profile:
-    """Return what one rank of a tensor-parallel group has of a profile, in modelled times.
+    """Return one rank's part of a profile in a tensor-parallel group, with modelled times.
 
     ``blocks`` are the numbers of the repeated blocks that nodes lie in. ``fp8``: products of these with a parameter run
     in that.

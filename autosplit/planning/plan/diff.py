@@ -73,7 +73,7 @@ class PlanDiff:
 
 
 def diff(before: PlanRecord, after: PlanRecord) -> PlanDiff:
-    """Return what has to be said of ``before`` so that it becomes ``after``."""
+    """Return the differences that turn ``before`` into ``after``."""
     model = tuple(_models(before, after))
     moved = tuple(_moved(before.stage_of(), after.stage_of()))
     old, new = _figures(before), _figures(after)

@@ -78,7 +78,7 @@ def parameter_dtype(traced: TracedGraph) -> str | None:
 
 
 def model_flops(traced: TracedGraph, costs: Profile, sizes: Sequence[int], *, backward: bool) -> float:
-    """Return the FLOPs of a step's forwards and backwards, each counted once: what is recomputed is none of them."""
+    """Return the FLOPs of a step's forwards and backwards, each counted once, without recomputation."""
     total = 0.0
     for _, info in traced.compute_nodes():
         node, micro = costs.nodes[info.name], info.node_class is NodeClass.MICRO

@@ -202,7 +202,7 @@ class Writer:
         )
 
     def _memory(self, index: int) -> StageMemory:
-        """Return what a stage holds at its device's peak; what is transient then is the running stage's."""
+        """Return what a stage holds at its device's peak; transient bytes count for the stage that runs then."""
         lane = self._fullest_lane(index)
         peak = self.peaks[lane]
         fields = self._held(index)

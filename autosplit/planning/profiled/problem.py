@@ -66,7 +66,7 @@ class ProfiledProblem:
 
 
 class RecordedModel:
-    """A recorded model, with what is known of it whatever is searched, at any batch and for any devices.
+    """A recorded model, and results that searches share, for any batch and any devices.
 
     Attributes:
         memo: the traces of its stages.
@@ -159,7 +159,7 @@ class RecordedModel:
 
     # -- ranks ---------------------------------------------------------------------------------------------------
     def of_rank(self, costs: Profile, options: Options) -> Profile:
-        """Return what one rank of the mesh that is planned for has of a profile; without a mesh it is the profile."""
+        """Return one rank's part of a profile in the mesh that is planned for; without a mesh the profile itself."""
         if options.placed is None:
             return costs
         return with_gathers(self._part(costs, options), placed=options.placed, blocks=self.outline.blocks)
@@ -184,7 +184,7 @@ class RecordedModel:
         return self._shares[key]
 
     def _part(self, costs: Profile, options: Options) -> Profile:
-        """Return what a tensor-parallel rank has of a profile, with its parameters and their gradients whole.
+        """Return a tensor-parallel rank's part of a profile, not yet divided over data-parallel ranks.
 
         Profiles at equal rows are one object (`profile`), so a part is made once for all meshes that have it.
         """

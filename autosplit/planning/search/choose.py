@@ -97,7 +97,7 @@ class Candidate:
 
 
 class Search:
-    """What was weighed, and what of it was replayed."""
+    """The candidates of a search, and those that were replayed."""
 
     def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None = None) -> None:
         self.sweep, self.progress = sweep, progress
@@ -149,7 +149,7 @@ class Search:
         return limits is None or _within((above * held for held in candidate.cut.device_bytes), limits)
 
     def run(self) -> Finished:
-        """Return the best that surely fits when it is replayed; else what is predicted to fit, or comes closest."""
+        """Return the best plan that certainly fits by its replay; else one predicted to fit, or the closest."""
         best = self.faster(float("inf"))
         if best is None or not best.sure:
             self._replay_min_memory_cuts()

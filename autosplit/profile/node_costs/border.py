@@ -31,7 +31,7 @@ class Picks(dict[Any, Any]):
 
 
 class _Alias(torch.autograd.Function):
-    """The same storage as a tensor that is no leaf and no view: an operation may change it in place."""
+    """Return a tensor on the same storage that is neither leaf nor view, so that operations may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:

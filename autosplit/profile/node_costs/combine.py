@@ -123,7 +123,7 @@ def _completed(
 
 
 def _ratio(measured_s: Sequence[float], modelled_s: Sequence[float]) -> float:
-    """Return measured over modelled time, over the nodes that the model gives any time; 1 when there are none."""
+    """Return the ratio of measured to modelled time, over the nodes with a modelled time; 1 if there are none."""
     pairs = [(a, b) for a, b in zip(measured_s, modelled_s, strict=True) if b > 0]
     return sum(a for a, _ in pairs) / sum(b for _, b in pairs) if pairs else 1.0
 

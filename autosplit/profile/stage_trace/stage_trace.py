@@ -312,7 +312,7 @@ def _kept(steps: Sequence[NodeStep], gradients: Collection[int]) -> dict[int, st
 
 
 def _as_first(again: Sequence[NodeStep], forward: Sequence[NodeStep], kept: Collection[int]) -> dict[int, int]:
-    """Map the storages of a second forward to those of the first, of which it is a repetition."""
+    """Map the storages of a repeated forward to those of the first one."""
     earlier = [(s, count) for step in forward for s, count in step.changes if count > 0 and s not in kept]
     two = [(s, count) for step in again for s, count in step.changes if count > 0]
     if [count for _, count in earlier] != [count for _, count in two]:
