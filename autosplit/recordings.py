@@ -116,7 +116,7 @@ class Recordings:
         return "".join(f"\n{line}" for line in lines)
 
     def _find(self, key: Key, sample: Sample) -> Recorded | TreeRun:
-        """Return the recording for a call whatever it changes in Python; make it when there is none."""
+        """Return the recording for a call, or make one; what it changes in Python is not considered."""
         recorded = self._known(key, sample)
         if recorded is not None:
             self.kept.use(key)

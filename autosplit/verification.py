@@ -179,7 +179,7 @@ class _Comparison:
         self.sample = sample
         self.items: list[Item] = []
         self.notes: dict[str, list[str]] = {}
-        """Runs by what is to be said about them."""
+        """The runs that each note is about."""
         self.pieces: Pieces = {}
         """What norms normalised at once in the last run of the pipe."""
 

@@ -202,7 +202,7 @@ _HOLDS_SCRATCH = frozenset(
     "_log_softmax_backward_data gelu_backward max_pool2d_with_indices_backward avg_pool2d_backward "
     "_adaptive_avg_pool2d_backward upsample_nearest2d_backward upsample_bilinear2d_backward".split()
 )
-"""Operations of which a CPU kernel was seen to hold more than its results."""
+"""Operations whose CPU kernel was seen to hold more than its results."""
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
 """Those of bfloat16 are made in blocks by oneDNN, where the CPU has AVX-512."""
 

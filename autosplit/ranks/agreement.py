@@ -82,7 +82,7 @@ class Agreement:
     def facts(
         self, step: PreparedRankStep, args: Any, kwargs: Any, loss: RankLoss | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return in what calls of all ranks have to agree, and in what those of a replica."""
+        """Return the facts that must be equal on all ranks, and those that must be equal within a replica."""
         call, kind = self._texts_of(step.agreed, args, kwargs)
         facts: dict[str, Any] = {
             "the kind of call": kind,

@@ -108,7 +108,7 @@ def _nothing(*_: Any) -> None:
 
 
 def part_of(model: nn.Module, is_own: Callable[[str], bool], memo: dict[int, Any]) -> nn.Module:
-    """Return a copy of a model with what is a rank's own, and without what is not; it refuses to be called."""
+    """Return a copy of a model with only a rank's own parameters and buffers; it cannot be called."""
     named = dict(named_state(model))
     memo.update((id(tensor), None) for name, tensor in named.items() if not is_own(name))
     rank_model: nn.Module = copy.deepcopy(model, memo)

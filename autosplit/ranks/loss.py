@@ -77,7 +77,7 @@ class RankLoss:
         return shapes, self.reduction, self.proofs.identity(self.loss_fn)
 
     def facts(self, step: RankStep) -> tuple[dict[str, str], dict[str, str]]:
-        """Return in what all ranks have to agree of the loss, and in what those of a replica."""
+        """Return the facts about the loss that must be equal on all ranks, and those equal within a replica."""
         rows = step.rows if len(step.sizes) == 1 or step.world.replicas == 1 else -1
         text = LossText(self.loss_fn, rows, step.lowered.traced.root)
         tensors = {f"a tensor that the loss holds, {name}": line for name, line in text.tensors.items()}

@@ -21,7 +21,7 @@ from autosplit.trace.borrowed.names import Assigned, changes_in
 from autosplit.trace.borrowed.values import ATOMIC, ENTRIES, WRAPPERS, is_apart, parts_of, referent
 
 _MODULES = 64
-"""How many modules of one that has parameters are looked into."""
+"""The largest number of modules in one with parameters that is walked through."""
 _PLAIN = (*ATOMIC, enum.Enum, np.generic, range, slice)
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps)(:\d+)?")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

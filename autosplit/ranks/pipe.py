@@ -287,7 +287,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         return None if flat is None else step.recorded.traced.unflatten(flat)
 
     def _check_rows_apart(self, step: PreparedRankStep) -> None:
-        """Raise InputError where an operation mixes rows, of which replicas have parts."""
+        """Raise InputError if an operation mixes rows, since each replica has only some of them."""
         if self._world.replicas > 1 and step.lowered.epilogue is not None:
             mixing = step.lowered.layout.epilogue[0].meta[INFO].name
             raise InputError(

@@ -1,4 +1,4 @@
-"""What a rank's pipe has of its model's state."""
+"""A rank's part of the model's state."""
 
 from __future__ import annotations
 

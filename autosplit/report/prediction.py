@@ -117,7 +117,7 @@ def needs_words(device: DeviceVerdict) -> str:
 
 
 def has_words(device: DeviceVerdict) -> str:
-    """Return a device's capacity, and what of it is kept in reserve."""
+    """Return a device's capacity, and the part of it that is kept in reserve."""
     reserve = f", {format_bytes(device.reserve_bytes)} of it in reserve" if device.reserve_bytes else ""
     return f"{format_bytes(device.capacity_bytes or 0)}{reserve}"
 

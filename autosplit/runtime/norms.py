@@ -112,7 +112,7 @@ def _together(updates: Iterable[tuple[Use, list[Moments]]]) -> list[list[tuple[U
 
 
 def _update(uses: Sequence[Use], parts: Sequence[Sequence[Moments]]) -> None:
-    """Update running statistics by what their norms saw, or counters."""
+    """Update the running statistics, or the counters, of norms."""
     first, counters = uses[0], [use.batches for use in uses if use.batches is not None]
     running = [use.running[which].data for which in (0, 1) for use in uses]
     if first.kind == "sums":

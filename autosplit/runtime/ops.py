@@ -279,7 +279,7 @@ class _Fork(torch.autograd.Function):
 
 
 def plus(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two gradients, of which either may be sparse; torch adds a sparse one to a dense one only."""
+    """Return the sum of two gradients, dense or sparse; torch supports a sparse one only as the second operand."""
     return other + first if first.is_sparse and not other.is_sparse else first + other
 
 

@@ -214,7 +214,7 @@ class _Again:
 
 
 def _copies(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return copies of tensors, one copy of those that are the same memory."""
+    """Return copies of tensors; tensors that are the same memory share one copy."""
     copies = {(tensor.data_ptr(), tensor.shape): tensor.detach().clone() for tensor in tensors.values()}
     return {index: copies[tensor.data_ptr(), tensor.shape] for index, tensor in tensors.items()}
 

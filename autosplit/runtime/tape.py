@@ -161,7 +161,7 @@ class Tape:
             return function(*args, **kwargs)
 
     def _draws_itself(self, node: TapeNode) -> bool:
-        """Tell whether a node whose turn has come draws what would be drawn for it, or cannot be drawn for."""
+        """Tell whether the next node draws by itself: the numbers would be the same, or cannot be drawn ahead."""
         once = not node.again and (not node.micro or len(self.sizes) == 1)
         alone = self.here is None and self.among is None and self._now is None and node.part is None
         return node.draws is None or (once and alone)

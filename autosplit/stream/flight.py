@@ -177,7 +177,7 @@ class Flight:
 
 
 class _Drains:
-    """A hook that finishes what is in flight; copies of its module have none, and are made when that is finished."""
+    """A hook that finishes the minibatches in flight; copying its module does so too, and the copy has no hook."""
 
     def __init__(self, open_stream: OpenStream) -> None:
         self._open = open_stream

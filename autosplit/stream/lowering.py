@@ -33,7 +33,7 @@ from autosplit.trace.graph import INFO, NodeClass, Size, TensorInfo, TracedGraph
 
 
 class Ways(NamedTuple):
-    """By stage, in order: those of which it takes values, and those that take its values."""
+    """For each stage, in order: the stages whose values it takes, and those that take its values."""
 
     sources: list[list[int]]
     users: list[list[int]]

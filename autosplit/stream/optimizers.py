@@ -155,6 +155,6 @@ def stage_optimizers(
 
 
 def _is(groups: Mapping[int, Sequence[nn.Parameter]], optimizer: Optimizer, stage: Mapping[str, nn.Parameter]) -> bool:
-    """Tell whether a stage's groups are those that an optimizer has of it."""
+    """Tell whether a stage's groups are the optimizer's groups of its parameters."""
     here = groups, groups_of(optimizer, stage.values())
     return operator.eq(*({index: list(map(id, mine)) for index, mine in side.items()} for side in here))

@@ -36,10 +36,10 @@ from autosplit.trace.recording.recording import by_name
 
 @dataclass(frozen=True)
 class Left:
-    """What a run left behind, and torch's generators.
+    """What a run left behind, and the states of torch's generators.
 
-    ``drawn`` is their state behind the forward (of a training step: behind all of it), ``drew`` whether that is another
-    one than before.
+    ``drawn`` are the states after the forward (of a training step: after all of it), ``drew`` whether they differ from
+    those before.
     """
 
     tensors: dict[tuple[str, str], Any]

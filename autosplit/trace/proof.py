@@ -37,7 +37,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 class _Unknown(Exception):
-    """A value of which nothing can be told that holds in another process."""
+    """Raised for a value that cannot be identified in another process."""
 
 
 def identity(model: nn.Module, flat: FlatInputs, gathered: Gathered, raw: RawGraph) -> str | None:

@@ -62,7 +62,7 @@ class OpaqueModule:
 
 @dataclass(frozen=True)
 class Scope:
-    """What is entered, what is an opaque module, and what value reads are told.
+    """The modules that a recording enters, the opaque ones, and the answers to value reads.
 
     Attributes:
         entered: leaves that are entered all the same, because their parameters are used elsewhere too.

@@ -60,7 +60,7 @@ def check_target(loss_fn: Any, target: Any) -> None:
 
 
 def call_loss(loss_fn: Callable[..., Any], output: Any, target: Any) -> torch.Tensor:
-    """Call the caller's loss; of several results it is the one called "loss", or else the first.
+    """Call the caller's loss function; of several results, the loss is the one called "loss", or else the first.
 
     Raises InputError when that is no scalar.
     """

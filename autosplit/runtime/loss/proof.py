@@ -55,7 +55,7 @@ class Proofs:
         return self._values[integers].signature((loss_fn,))
 
     def find(self, loss_fn: Any, question: Any) -> Any:
-        """Return the answer; None when there is none yet."""
+        """Return the answer, or None if it is not known yet."""
         return self._kept.get((self.identity(loss_fn), question))
 
     def keep(self, loss_fn: Any, question: Any, answer: Any) -> Any:

@@ -31,7 +31,7 @@ class StandsFor:
     known: dict[str, Any]
 
     def move(self, source: nn.Module, target: nn.Module) -> None:
-        """Set the attributes of one that are new in the other."""
+        """Set the attributes of ``target`` that are new in ``source``."""
         for name, value in self.new(source).items():
             for attributes in (vars(target), self.known):
                 if value is GONE:

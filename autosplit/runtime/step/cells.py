@@ -35,7 +35,7 @@ _METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight
 
 @dataclass(slots=True)
 class CellState:
-    """What one cell keeps from its forward to its backward."""
+    """The state of one cell between its forward and its backward."""
 
     leaves: dict[Route | None, list[torch.Tensor]] = field(default_factory=dict)
     """Detached inputs by the way that they came; those of the batch by None."""
@@ -118,7 +118,7 @@ class Cells:
 
     @property
     def sources(self) -> list[set[int]]:
-        """The stages of which each stage takes values."""
+        """For each stage, the stages whose values it takes."""
         return [set(layout.received) for layout in self.layout.stages]
 
     def act(self, action: Action) -> None:

@@ -34,7 +34,7 @@ class Held(NamedTuple):
 
 
 class Sums:
-    """What one replica of a stage adds up.
+    """The sums of gradients of one replica of a stage.
 
     Attributes:
         held: the stage and the replica.
@@ -149,7 +149,7 @@ class Sums:
         return [stand_ins[id(parameter)] for parameter in parameters]
 
     def take_out(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return the sums of some of the parameters, which are complete; there are none of them afterwards."""
+        """Return and remove the sums of some parameters, which are complete."""
         return self._taken(self.stand_ins_of(parameters))
 
     def _taken(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -50,7 +50,7 @@ class _TensorLike:
 
 @dataclass
 class Seen:
-    """What one call of an opaque module did."""
+    """What was seen of one call of an opaque module."""
 
     leaves: list[Any] = field(default_factory=list)
     rebuild: Callable[[list[Any]], Any] = lambda leaves: leaves

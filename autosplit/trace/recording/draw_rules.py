@@ -65,7 +65,7 @@ def with_plain_numbers(infos: Iterable[TracedNode]) -> tuple[TracedNode, ...]:
 
 
 def drawn_bytes(info: TracedNode, *, rows: int) -> int:
-    """Return what the numbers of a random node take for a batch of ``rows`` rows while they wait."""
+    """Return the bytes of a random node's numbers, drawn ahead for a batch of ``rows`` rows."""
     count = 0
     for draw in info.draws or ():
         name, like = _name(draw), draw.args[0] if _name(draw) == "multinomial" else draw.out
@@ -77,7 +77,7 @@ def drawn_bytes(info: TracedNode, *, rows: int) -> int:
 
 
 def batch_dim(out: TensorSpec) -> int | None:
-    """Return the dimension of a result that depends on the number of rows; None where there is none."""
+    """Return the dimension of a result that depends on the number of rows, or None."""
     return next((dim for dim, size in enumerate(out.shape) if ROWS in symbols_in(size)), None)
 
 

@@ -93,7 +93,7 @@ def merge(recordings: Sequence[Recording], sizes: Sequence[int]) -> MergedRecord
 
 
 def changed_constant(recording: Recording, other: Recording) -> str | None:
-    """Return the name of a constant for which another recording holds something else; None: there is none.
+    """Return the name of a constant that differs in another recording, or None.
 
     Tensors and classes are told by identity, grad mode and autocast by what they are, functions by their code. Other
     objects may be new at every call: their class tells.
@@ -238,7 +238,7 @@ def _without_expansions(calls: Sequence[Call], output: Any) -> tuple[list[Call],
     """Return calls and output without the expansions that give their operand's shape."""
     left: list[Call] = []
     stands: list[int] = []
-    """For each call its number among those that are left, or that of the operand that it returns."""
+    """For each call its index among the remaining calls, or the index of the operand that it returns."""
 
     def renumbered(value: Any) -> Any:
         return Ref(stands[value.index]) if isinstance(value, Ref) else value

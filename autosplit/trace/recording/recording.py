@@ -97,7 +97,7 @@ class Call:
     reads: list[str] = dataclasses.field(default_factory=list)
     writes: list[str] = dataclasses.field(default_factory=list)
     views: list[str] = dataclasses.field(default_factory=list)
-    """Parameters and buffers of which the call takes a view, or writes through one."""
+    """Parameters and buffers that the call takes a view of, or writes to through a view."""
     leaf: str | None = None
     """The leaf module that the call runs, also when it is wrapped in an ambient state."""
     random: bool = False

@@ -48,7 +48,7 @@ class BackwardProbe:
         self.weights: list[torch.Tensor] = []
 
     def mixes(self) -> bool:
-        """Tell whether gradients of the whole are others than those of the pieces, or cannot be compared."""
+        """Tell whether the gradients of the whole differ from those of the pieces, or cannot be compared."""
         with ForeignSuppressed(), torch.enable_grad():
             return any(not self._adds_up(scale) for scale in _SCALES)
         return True  # a backward that fails on some rows alone is no backward by rows

@@ -56,7 +56,7 @@ class Layouts:
         return self.stacks(tensors_of(self.value_of(node)), node.meta[INFO].tensors)
 
     def of_result(self, node: fx.Node, result: Sequence[torch.Tensor]) -> list[RowMap | None]:
-        """Return how rows lie in what a node that has been asked made, or in what it changed."""
+        """Return the layouts of rows in the results of a node that was probed, or in what it changed."""
         infos = node.meta[INFO].tensors
         if not infos:
             return [layout for n in changed_by(node) for layout in self.of(n)]
@@ -76,7 +76,7 @@ class Layouts:
         return [None if (d := i.batch_dim) is None else RowMap.stack(d, t.shape[d], self.rows) for t, i in pairs]
 
     def computed(self, node: fx.Node, operands: Sequence[fx.Node], shapes: Sequence[tuple[int, ...]]) -> bool:
-        """Note how rows lie in what is computed from operands; False where they lie in several orders."""
+        """Note the layout of rows in a result that is computed from operands; False if the operands' orders differ."""
         noted = [layout for n in operands for layout in self.noted.get(n, ())]
         if not noted:
             return True
@@ -315,7 +315,7 @@ def _random(tensor: torch.Tensor, generator: torch.Generator, scale: float = 1.0
 
 
 def range_of(tensor: torch.Tensor) -> tuple[float, float]:
-    """Return the least and the largest finite value; 0 and 1 where there is none."""
+    """Return the smallest and the largest finite value; 0 and 1 if there is none."""
     if not tensor.numel():
         return 0.0, 1.0
     low, high = map(float, tensor.aminmax())
