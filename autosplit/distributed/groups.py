@@ -31,8 +31,8 @@ def mesh_group(mesh: Any, ranks: Sequence[int], kind: str) -> Any:
 
     None: it has none. The default group is none of a mesh.
     """
-    groups = [] if mesh is None else [own for own in mesh.get_all_groups() if own is not dist.group.WORLD]
-    fits = (own for own in groups if dist.get_process_group_ranks(own) == [*ranks] and carries(own, kind))
+    groups = [] if mesh is None else [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
+    fits = (group for group in groups if dist.get_process_group_ranks(group) == [*ranks] and carries(group, kind))
     return next(fits, None)
 
 
@@ -61,7 +61,7 @@ def new_group(purpose: str, rows: Sequence[Sequence[int]], kind: str, parent: An
         timeout=default_timeout(backend == "nccl"),
         group_desc=f"autosplit {purpose}",
     )
-    _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(row)}
+    _world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(row)}
     return group
 
 

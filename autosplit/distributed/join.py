@@ -72,11 +72,11 @@ def _joined(kind: str, columns: tuple[Layout, ...], mesh: Any) -> World:
     world = World(0, number, ((tuple(range(size)),),), 0, device, everyone, everyone, everyone, watch)
     words = world.agree("joins", {"their meshes": f"{columns}"}, word=(os.uname().nodename, str(device), kind != "cpu"))
     _check_devices(words, device)
-    column = next(place for place, layout in enumerate(columns) if any(number in members for members in layout))
+    column = next(index for index, layout in enumerate(columns) if any(number in members for members in layout))
     layout = columns[column]
     names = [words[number][0] for number in layout[0]]
     order = list(dict.fromkeys(names))
-    replica = next(place for place, members in enumerate(layout) if number in members)
+    replica = next(index for index, members in enumerate(layout) if number in members)
     rank = layout[replica].index(number)
     world = replace(world, replica=replica, rank=rank, columns=columns, column=column)
     return replace(world, hosts=tuple(order.index(name) for name in names), **_groups(world, mesh))
@@ -90,9 +90,9 @@ def _groups(world: World, mesh: Any) -> dict[str, Any]:
     kind, label = world.device.type, f"world {len(_JOINED)}"
 
     def group(purpose: str, rows: Sequence[Sequence[int]], kind: str) -> Any:
-        own = next(row for row in rows if world.number in row)
+        members = next(row for row in rows if world.number in row)
         default = dist.group.WORLD if kind != "cpu" and len(rows) == 1 else None  # its messages are the user's own
-        there = default or mesh_group(mesh, own, kind)
+        there = default or mesh_group(mesh, members, kind)
         return new_group(f"{label} {purpose}", rows, kind) if there is None else there
 
     control = group("control", pipelines, "cpu")
@@ -109,10 +109,10 @@ def _groups(world: World, mesh: Any) -> dict[str, Any]:
 def _check_devices(places: list[Any], device: torch.device) -> None:
     """Raise DeviceError on every rank where two have one device, or torch.distributed cannot send what lies there."""
     first: dict[Any, int] = {}
-    for other, place in enumerate(places):
-        if place[2] and first.setdefault(place, other) != other:
+    for other, word in enumerate(places):
+        if word[2] and first.setdefault(word, other) != other:
             raise DeviceError(
-                f"ranks {first[place]} and {other} have one device, {place[1]} of {place[0]}; start as many "
+                f"ranks {first[word]} and {other} have one device, {word[1]} of {word[0]}; start as many "
                 "processes per host as it has devices"
             )
     if device.type != "cpu" and not carries(dist.group.WORLD, device.type):
@@ -121,7 +121,7 @@ def _check_devices(places: list[Any], device: torch.device) -> None:
             f"{dist.get_backend_config(dist.group.WORLD)}, which carries no {device.type} tensors; initialise it with "
             "'cpu:gloo,cuda:nccl', or leave that to autosplit"
         )
-    if len({place[2] for place in places}) > 1:
+    if len({word[2] for word in places}) > 1:
         raise DeviceError("some ranks have a CUDA device and others have none; give every rank a device of one kind")
 
 

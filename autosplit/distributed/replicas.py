@@ -107,16 +107,14 @@ class Reductions:
         They lie in one bucket from then on.
         """
         flat = _in_a_row(leaves, gradients)
-        sparse = {
-            id(leaf): own for leaf, own in zip(leaves, gradients, strict=True) if own is not None and own.is_sparse
-        }
-        all_dense = not sparse and not any(own is None for own in gradients)
+        sparse = {id(leaf): g for leaf, g in zip(leaves, gradients, strict=True) if g is not None and g.is_sparse}
+        all_dense = not sparse and not any(g is None for g in gradients)
         gradients.clear()
         self._begun.append(_Begun(leaves, flat, sparse, all_dense, self.world.begin_to_add(flat)))
 
     def finish(self) -> dict[int, Tensor | None]:
         """Wait for all sums, and return them by the identity of the leaf; None where no replica has a gradient."""
-        found: dict[int, Tensor | None] = {}
+        totals: dict[int, Tensor | None] = {}
         for begun in self._begun:
             self.world.wait_for("gradients of other replicas", begun.work)
             leaves, flat = begun.leaves, begun.flat
@@ -124,11 +122,11 @@ class Reductions:
             sums = flat[: -len(leaves)].split([leaf.numel() for leaf in leaves])
             for leaf, total, count in zip(leaves, sums, counts, strict=True):
                 if count < 0:
-                    found[id(leaf)] = _sparse_sum(self.world.across, leaf, begun.sparse.get(id(leaf)))
+                    totals[id(leaf)] = _sparse_sum(self.world.across, leaf, begun.sparse.get(id(leaf)))
                 else:
-                    found[id(leaf)] = _shaped(leaf, total) if count else None
+                    totals[id(leaf)] = _shaped(leaf, total) if count else None
         self._begun.clear()
-        return found
+        return totals
 
     def tensors(self) -> list[Tensor]:
         """Return what sums that are under way are made in."""
@@ -150,22 +148,22 @@ def adding_gradients(
             for leaf in leaves:
                 leaf.grad = None
             yield
-            found = {id(taker): leaf.grad for leaf, taker in zip(leaves, takers, strict=True)}
+            grads = {id(taker): leaf.grad for leaf, taker in zip(leaves, takers, strict=True)}
     finally:
         for leaf, gradient in zip(leaves, before, strict=True):
             leaf.grad = gradient
     early = reductions.finish()
-    if not again and any(found[id(taker)] is not None for taker in takers if id(taker) in early):
+    if not again and any(grads[id(taker)] is not None for taker in takers if id(taker) in early):
         raise RuntimeError("a parameter got a gradient behind its last action, when its sum had begun")
     shards = [taker for taker in takers if isinstance(taker, DTensor)]
     dense = [taker for taker in takers if not isinstance(taker, DTensor) and (again or id(taker) not in early)]
     for bucket in list(_buckets(dense)):
-        reductions.begin(bucket, [found.pop(id(taker)) for taker in bucket])
+        reductions.begin(bucket, [grads.pop(id(taker)) for taker in bucket])
         late = reductions.finish()
         _give(bucket, [_both(early.pop(id(taker), None), late.pop(id(taker))) for taker in bucket])
     there = [taker for taker in takers if id(taker) in early]
     _give(there, [early.pop(id(taker)) for taker in there])
-    _scatter(reductions.world, shards, {id(taker): leaf for leaf, taker in zip(leaves, takers, strict=True)}, found)
+    _scatter(reductions.world, shards, {id(taker): leaf for leaf, taker in zip(leaves, takers, strict=True)}, grads)
 
 
 def _both(first: Tensor | None, other: Tensor | None) -> Tensor | None:
@@ -175,15 +173,15 @@ def _both(first: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _scatter(
-    world: World, shards: Sequence[DTensor], leaves: Mapping[int, Tensor], found: dict[int, Tensor | None]
+    world: World, shards: Sequence[DTensor], leaves: Mapping[int, Tensor], grads: dict[int, Tensor | None]
 ) -> None:
     """Give shards theirs of the sums of gradients, by the identity of the shard, as of what they are shards of."""
     if not shards:
         return
-    there = torch.tensor([found[id(shard)] is not None for shard in shards], dtype=torch.int32)
+    there = torch.tensor([grads[id(shard)] is not None for shard in shards], dtype=torch.int32)
     world.wait_for("which gradients other replicas have", world.begin_to_add(there))
     for shard, count in zip(shards, there.tolist(), strict=True):
-        gradient = found.pop(id(shard))
+        gradient = grads.pop(id(shard))
         if count:
             whole = torch.zeros_like(leaves[id(shard)]) if gradient is None else gradient
             _give([shard], [_scattered(shard, whole)])
@@ -192,10 +190,10 @@ def _scatter(
 def _give(leaves: Sequence[Tensor], gradients: list[Tensor | None]) -> None:
     """Give leaves their gradients, those that have one; the list is empty then: who else holds one has it copied."""
     tensors = [leaf for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
-    found = [gradient for gradient in gradients if gradient is not None]
+    present = [gradient for gradient in gradients if gradient is not None]
     gradients.clear()
     if tensors:
-        torch.autograd.backward(donate_gradients(tensors, found))
+        torch.autograd.backward(donate_gradients(tensors, present))
 
 
 def _scattered(shard: DTensor, gradient: Tensor) -> Tensor:
@@ -209,7 +207,7 @@ def _sparse_sum(group: Any, leaf: Tensor, gradient: Tensor | None) -> Tensor:
     """Return the sum of sparse gradients over the ranks of a group, added in their order."""
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, None if gradient is None else gradient.cpu(), group=group)
-    return reduce(torch.add, (one for one in every if one is not None)).to(leaf.device)
+    return reduce(torch.add, (g for g in every if g is not None)).to(leaf.device)
 
 
 def _in_a_row(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
@@ -231,9 +229,9 @@ def _buckets(leaves: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield leaves of one dtype, so many that their gradients fill a bucket; the same on all replicas."""
     kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for leaf in leaves:
-        own = kinds[leaf.dtype]
-        own.append(leaf)
-        if sum(one.numel() * one.element_size() for one in own) >= BUCKET_BYTES:
+        bucket = kinds[leaf.dtype]
+        bucket.append(leaf)
+        if sum(t.numel() * t.element_size() for t in bucket) >= BUCKET_BYTES:
             yield kinds.pop(leaf.dtype)
     yield from kinds.values()
 
@@ -243,12 +241,12 @@ def stage_group(world: World, ranks: Sequence[Sequence[int]]) -> Any:
 
     ``ranks`` are those of each stage's replicas.
     """
-    several = [tuple(own) for own in ranks if len(own) > 1]
-    for own in several:
-        if own not in world.stages:
-            row = [world.members[rank] for rank in own]
-            world.stages[own] = new_group(f"{world.label} one stage", [row], world.device.type, world.payload)
-    return next((world.stages[own] for own in several if world.rank in own), None)
+    several = [tuple(members) for members in ranks if len(members) > 1]
+    for members in several:
+        if members not in world.stages:
+            row = [world.members[rank] for rank in members]
+            world.stages[members] = new_group(f"{world.label} one stage", [row], world.device.type, world.payload)
+    return next((world.stages[members] for members in several if world.rank in members), None)
 
 
 def added_in_order(group: Any, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -256,28 +254,28 @@ def added_in_order(group: Any, leaves: Sequence[Tensor], gradients: Sequence[Ten
 
     So they have the bits of one process, on every rank. Gradients are those of leaves of the same number.
     """
-    given = {id(leaf): gradient for leaf, gradient in zip(leaves, gradients, strict=True)}
+    by_leaf = {id(leaf): gradient for leaf, gradient in zip(leaves, gradients, strict=True)}
     sums: dict[int, Tensor | None] = {}
     for bucket in _buckets(leaf for leaf in leaves if leaf.requires_grad):
-        flat = _in_a_row(bucket, [given[id(leaf)] for leaf in bucket])
+        flat = _in_a_row(bucket, [by_leaf[id(leaf)] for leaf in bucket])
         every = [torch.empty_like(flat) for _ in range(group.size())]
-        dist.all_gather([one.view(torch.uint8) for one in every], flat.view(torch.uint8), group=group)
-        rows = [one.split([*(leaf.numel() for leaf in bucket), len(bucket)]) for one in every]
+        dist.all_gather([buffer.view(torch.uint8) for buffer in every], flat.view(torch.uint8), group=group)
+        rows = [buffer.split([*(leaf.numel() for leaf in bucket), len(bucket)]) for buffer in every]
         there = [row[-1].real.tolist() for row in rows]
-        for place, leaf in enumerate(bucket):
-            if any(has[place] < 0 for has in there):
-                sums[id(leaf)] = _sparse_sum(group, leaf, given[id(leaf)])
+        for index, leaf in enumerate(bucket):
+            if any(has[index] < 0 for has in there):
+                sums[id(leaf)] = _sparse_sum(group, leaf, by_leaf[id(leaf)])
                 continue
             total = None
-            for row in (row for row, has in zip(rows, there, strict=True) if has[place]):
-                total = row[place] if total is None else total + row[place]
+            for row in (row for row, has in zip(rows, there, strict=True) if has[index]):
+                total = row[index] if total is None else total + row[index]
             sums[id(leaf)] = None if total is None else _shaped(leaf, total)
     return [sums.get(id(leaf)) for leaf in leaves]
 
 
 def join_statistics(
     world: World,
-    own: dict[str, Use],
+    uses: dict[str, Use],
     named: Iterable[tuple[str, Tensor]],
     ranks: Sequence[int],
     *,
@@ -285,31 +283,31 @@ def join_statistics(
 ) -> None:
     """Give the norms of every replica what all of them saw, in the order of the replicas.
 
-    ``own``: what this one saw, by the name of the call; ``named``: the model's state; ``ranks`` of
+    ``uses``: what this one saw, by the name of the call; ``named``: the model's state; ``ranks`` of
     ``torch.distributed`` are the replicas. ``in_turn``: they had different microbatches of one batch.
     """
     tensors = dict(named)
-    words = world.gather("joins statistics", packed(own, tensors))
-    own.clear()
-    join(own, [words[rank] for rank in ranks], tensors, in_turn=in_turn)
+    words = world.gather("joins statistics", packed(uses, tensors))
+    uses.clear()
+    join(uses, [words[rank] for rank in ranks], tensors, in_turn=in_turn)
 
 
-def packed(own: Mapping[str, Use], named: Mapping[str, Tensor]) -> dict[str, Use]:
+def packed(uses: Mapping[str, Use], named: Mapping[str, Tensor]) -> dict[str, Use]:
     """Return what norms saw as another process can read it: with names for the tensors of the model."""
     names = {id(tensor): name for name, tensor in named.items()}
-    return {name: _packed(use, names) for name, use in own.items()}
+    return {name: _packed(use, names) for name, use in uses.items()}
 
 
 def join(
-    own: dict[str, Use], words: Iterable[Mapping[str, Use]], tensors: Mapping[str, Tensor], *, in_turn: bool
+    uses: dict[str, Use], words: Iterable[Mapping[str, Use]], tensors: Mapping[str, Tensor], *, in_turn: bool
 ) -> None:
     """Add to what norms saw, by the name of the call, what :func:`packed` said on replicas."""
     for word in words:
         for name, use in word.items():
-            joined = own.setdefault(name, _unpacked(use, tensors))
-            for microbatch, part in use.parts.items():
-                moments = (moment.to(joined.running[0].device) for moment in (part.mean, part.variance))
-                joined.parts[microbatch if in_turn else len(joined.parts)] = Moments(part.values, *moments)
+            joined = uses.setdefault(name, _unpacked(use, tensors))
+            for microbatch, seen in use.parts.items():
+                moments = (moment.to(joined.running[0].device) for moment in (seen.mean, seen.variance))
+                joined.parts[microbatch if in_turn else len(joined.parts)] = Moments(seen.values, *moments)
 
 
 def _packed(use: Use, names: Mapping[int, str]) -> Use:
@@ -317,7 +315,7 @@ def _packed(use: Use, names: Mapping[int, str]) -> Use:
     running: Any = tuple(names[id(tensor)] for tensor in use.running)
     batches: Any = None if use.batches is None else names[id(use.batches)]
     cpu = partial(torch.Tensor.to, device="cpu", copy=True)
-    parts = {m: Moments(part.values, *map(cpu, part[1:])) for m, part in sorted(use.parts.items())}
+    parts = {m: Moments(seen.values, *map(cpu, seen[1:])) for m, seen in sorted(use.parts.items())}
     return replace(use, running=running, batches=batches, parts=parts, written=())
 
 

@@ -95,7 +95,7 @@ class RankStep(Step):
     @property
     def stages(self) -> Sequence[int]:
         """The stages of this rank, ascending."""
-        return [stage for stage, own in enumerate(self.ranks) if self.world.rank in own]
+        return [stage for stage, members in enumerate(self.ranks) if self.world.rank in members]
 
     def processes(self, stage: int) -> int:
         """Return how many ranks have a stage."""
@@ -169,7 +169,7 @@ class RankStep(Step):
     def _reducing(self, sums: Sums) -> AbstractContextManager[None]:
         """Begin to add up the gradients of a stage's parameters, but for those that may get more behind the actions."""
         shared = {id(tensor) for tensor in self._shared_parameters()}
-        return self.reductions.beside([own for own in sums.parameters if id(own) not in shared], sums)
+        return self.reductions.beside([p for p in sums.parameters if id(p) not in shared], sums)
 
     def _shared_parameters(self) -> list[torch.Tensor]:
         """Return the parameters that are tied between stages, or read by what runs once per step."""
@@ -184,8 +184,8 @@ class RankStep(Step):
 
     def transport(self, *, detached: bool) -> Messages:
         """Return what brings values from stage to stage, also of other ranks; a step has one."""
-        given = self.world, self.ends, self.lanes, self.log
-        return Messages(*given, sent=self.sent, detached=detached, **self._described())
+        args = self.world, self.ends, self.lanes, self.log
+        return Messages(*args, sent=self.sent, detached=detached, **self._described())
 
     def _described(self) -> dict[str, Any]:
         """Return by what messages are described."""
@@ -259,8 +259,8 @@ class RankStep(Step):
         gradients = [_local(taker.grad) for taker in self.takers if taker.grad is not None]
         infinite = torch.zeros((), device=self.world.device)
         if gradients:
-            values = [own.coalesce().values() if own.is_sparse else own for own in gradients]
-            infinite += ~torch.stack([own.isfinite().all() for own in values]).all()
+            values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+            infinite += ~torch.stack([g.isfinite().all() for g in values]).all()
         for group in (self.world.payload, self.world.tensor, self.world.across):
             self.world.combine("whether gradients of other ranks are infinite", infinite, group, dist.ReduceOp.MAX)
         factor = torch.where(infinite > 0, torch.inf, 1.0)
@@ -269,14 +269,14 @@ class RankStep(Step):
 
     def among(self, shares: Sequence[Share]) -> RankStep:
         """Return the step as one of a batch of which every rank has said what its replica has."""
-        own, replica = [shares[members[0]] for members in self.world.layout], self.world.replica
-        rows = tuple(share.rows for share in own)
+        firsts, replica = [shares[members[0]] for members in self.world.layout], self.world.replica
+        rows = tuple(share.rows for share in firsts)
         if not any(rows):
             raise as_known(InputError("no replica has any rows; leave out a step without a batch"))
-        state = replace(self.state, before=sum(share.microbatches for share in own[:replica]))
+        state = replace(self.state, before=sum(share.microbatches for share in firsts[:replica]))
         if (tape := state.tape) is not None:
-            place = sum(rows[:replica]), sum(rows)
-            state = replace(state, tape=Tape(tape.nodes, self.sizes, self.lengths, here=tape.here, among=place))
+            among = sum(rows[:replica]), sum(rows)
+            state = replace(state, tape=Tape(tape.nodes, self.sizes, self.lengths, here=tape.here, among=among))
         return replace(self, state=state, shares=rows)
 
     def check_empty(self, *, changes_python: bool) -> None:

@@ -235,41 +235,41 @@ class Watch:
             if not state.closed and silent * _BEAT_S > limit_s:
                 text = f"rank {rank} was killed or stopped (no heartbeat for {limit_s:g} s), last seen {state.place}"
                 return Cause(rank, text, stopped=True)
-        own = self._state()
-        late = own.action is not None and self._passes(own.limit_s)
-        if late and not own.waits_for:
-            return Cause(self.rank, f"rank {self.rank} hangs {own.place} for {own.limit_s:g} s")
-        if own.waits_for and self._idle * _BEAT_S == _NOTE_S:
-            others = _shown(self._board.states(own.waits_for), "is ")
-            _say(f"rank {self.rank} has waited {_NOTE_S:g} s for {own.action}: {others}")
-        return self._waits_for_closed(own) or (self._waits_in_a_circle(own) if late else None)
+        mine = self._state()
+        late = mine.action is not None and self._passes(mine.limit_s)
+        if late and not mine.waits_for:
+            return Cause(self.rank, f"rank {self.rank} hangs {mine.place} for {mine.limit_s:g} s")
+        if mine.waits_for and self._idle * _BEAT_S == _NOTE_S:
+            others = _shown(self._board.states(mine.waits_for), "is ")
+            _say(f"rank {self.rank} has waited {_NOTE_S:g} s for {mine.action}: {others}")
+        return self._waits_for_closed(mine) or (self._waits_in_a_circle(mine) if late else None)
 
     def _passes(self, limit_s: float | None) -> bool:
         """Tell whether it is at this beat that no rank has moved for as long as a step allows, or once more as long."""
         return limit_s is not None and self._still > 0 and self._still % (int(limit_s / _BEAT_S) + 1) == 0
 
-    def _waits_for_closed(self, own: State) -> Cause | None:
+    def _waits_for_closed(self, mine: State) -> Cause | None:
         """Return a cause where this rank waits for one that has finished."""
         self._closed_before = self._closed_before if self._idle else 0
-        waits = own.limit_s is not None and self._idle * _BEAT_S > min(own.limit_s, _GONE_S)
-        if self._news.closed == self._closed_before or not own.waits_for or not (waits or self._connection_lost):
+        waits = mine.limit_s is not None and self._idle * _BEAT_S > min(mine.limit_s, _GONE_S)
+        if self._news.closed == self._closed_before or not mine.waits_for or not (waits or self._connection_lost):
             return None
         self._closed_before = self._news.closed
-        states = self._board.states(own.waits_for)
+        states = self._board.states(mine.waits_for)
         gone = next((rank for rank, state in states.items() if state.closed), None)
-        text = f"rank {self.rank} {own.place} waits for rank {gone}, which has finished"
+        text = f"rank {self.rank} {mine.place} waits for rank {gone}, which has finished"
         return None if gone is None else Cause(self.rank, text)
 
-    def _waits_in_a_circle(self, own: State) -> Cause | None:
+    def _waits_in_a_circle(self, mine: State) -> Cause | None:
         """Return a cause where this rank waits for ranks that all wait themselves."""
-        states, waits_for = {self.rank: own}, set(own.waits_for)
+        states, waits_for = {self.rank: mine}, set(mine.waits_for)
         while unread := self._board.other_ranks(waits_for) - states.keys():
-            found = self._board.states(unread)
-            if any(state.closed or not state.waits_for for state in found.values()):
+            states_read = self._board.states(unread)
+            if any(state.closed or not state.waits_for for state in states_read.values()):
                 return None
-            states |= found
-            waits_for = {rank for state in found.values() for rank in state.waits_for}
-        return Cause(min(states), f"ranks wait for each other for {own.limit_s:g} s: {_shown(states)}")
+            states |= states_read
+            waits_for = {rank for state in states_read.values() for rank in state.waits_for}
+        return Cause(min(states), f"ranks wait for each other for {mine.limit_s:g} s: {_shown(states)}")
 
     def _blame(self, cause: Cause) -> Cause:
         """Make a cause the first one, unless there is one; return the first."""
@@ -329,8 +329,8 @@ class Watch:
     def _lost_store(self) -> Cause:
         host = self._board.host
         if host == "rank 0" and self._has_ended(0):
-            place = self._board.seen.get(0, State()).place
-            return Cause(0, f"rank 0, which hosts the store, was killed, last seen {place}")
+            label = self._board.seen.get(0, State()).place
+            return Cause(0, f"rank 0, which hosts the store, was killed, last seen {label}")
         return Cause(-1, f"{host}, which hosts the store, was killed or cannot be reached")
 
     def _watch_store(self) -> None:

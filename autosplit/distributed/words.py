@@ -42,8 +42,8 @@ def block(text: bytes, size: int) -> torch.Tensor:
 def first_difference(rows: list[tuple[int, dict[str, int]]]) -> tuple[str, int, int] | None:
     """Return a fact in which a rank differs from the first one that has it, and these two."""
     for name in dict.fromkeys(name for _, facts in rows for name in facts):
-        (first, own), *others = [(number, facts[name]) for number, facts in rows if name in facts]
-        other = next((number for number, fact in others if fact != own), None)
+        (first, expected), *others = [(number, facts[name]) for number, facts in rows if name in facts]
+        other = next((number for number, fact in others if fact != expected), None)
         if other is not None:
             return name, first, other
     return None
@@ -66,9 +66,9 @@ def digests(facts: Mapping[str, Any]) -> dict[str, int]:
 
 def difference(name: str, first: tuple[int, str], other: tuple[int, str]) -> str:
     """Return in which line the texts of two ranks differ first."""
-    one, two = first[1].splitlines(), other[1].splitlines()
-    place = next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
-    left, right = (lines[place][:_SHOWN] if place < len(lines) else "nothing" for lines in (one, two))
+    here, two = first[1].splitlines(), other[1].splitlines()
+    index = next((n for n, (a, b) in enumerate(zip(here, two, strict=False)) if a != b), min(len(here), len(two)))
+    left, right = (lines[index][:_SHOWN] if index < len(lines) else "nothing" for lines in (here, two))
     return f"the ranks differ in {name}: rank {first[0]} has {left}, rank {other[0]} has {right}"
 
 

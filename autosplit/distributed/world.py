@@ -210,8 +210,8 @@ class World:
         while True:
             rows = self._rows(doing, value)
             values = [row for _, row in rows]
-            if (found := judge(values) or self._different_calls(rows)) is not None:
-                raise as_known(found)
+            if (error := judge(values) or self._different_calls(rows)) is not None:
+                raise as_known(error)
             if not self._waits_for_recording(rows):
                 return values
 
@@ -220,16 +220,16 @@ class World:
         return len(set(self._gathered(doing, _VOTE + repr(numbers).encode(), words.BLOCK))) == 1
 
     def _rows(self, doing: str, value: Any) -> list[tuple[str, Any]]:
-        own = words.packed((doing, value))
-        found = self._gathered(doing, own[: words.BLOCK], words.BLOCK)
-        if any(text.startswith(_VOTE) for text in found):  # of ranks that meet the others now
-            found = self._gathered(doing, own[: words.BLOCK], words.BLOCK)
-        ends = [words.end(text) for text in found]
+        message = words.packed((doing, value))
+        texts = self._gathered(doing, message[: words.BLOCK], words.BLOCK)
+        if any(text.startswith(_VOTE) for text in texts):  # of ranks that meet the others now
+            texts = self._gathered(doing, message[: words.BLOCK], words.BLOCK)
+        ends = [words.end(text) for text in texts]
         if max(ends) > words.BLOCK:
-            rest = self._gathered(doing, own[words.BLOCK :], max(ends) - words.BLOCK)
-            found = [text + more for text, more in zip(found, rest, strict=True)]
-        read = {text: words.unpacked(text) for text in set(found)}  # many ranks say the same
-        rows = [read[text] for text in found]
+            rest = self._gathered(doing, message[words.BLOCK :], max(ends) - words.BLOCK)
+            texts = [text + more for text, more in zip(texts, rest, strict=True)]
+        read = {text: words.unpacked(text) for text in set(texts)}  # many ranks say the same
+        rows = [read[text] for text in texts]
         asked = {pair for does, pairs in rows if does == RECORDS and isinstance(pairs, frozenset) for pair in pairs}
         for pair in sorted(asked - self.pairs.keys()):
             self._open(pair)
@@ -250,7 +250,7 @@ class World:
     def _different_calls(self, rows: list[tuple[str, Any]]) -> BaseException | None:
         """Return an error where ranks are about to do different things; whole replicas may record meanwhile."""
         replicas = [self.of_replica(replica) for replica in range(self.replicas)]
-        compared = [n for own in replicas if {rows[n][0] for n in own} != {RECORDS} for n in own]
+        compared = [n for members in replicas if {rows[n][0] for n in members} != {RECORDS} for n in members]
         for number in compared:
             if rows[number][0] != rows[compared[0]][0]:
                 return InputError(
@@ -275,11 +275,11 @@ class World:
         return value
 
     def _broadcast(self, source: int, value: Any) -> Any:
-        own = words.packed(value)
-        found = self._sent(source, own[: words.BLOCK], words.BLOCK)
-        if (end := words.end(found)) > words.BLOCK:
-            found += self._sent(source, own[words.BLOCK :], end - words.BLOCK)
-        return words.unpacked(found)
+        message = words.packed(value)
+        received = self._sent(source, message[: words.BLOCK], words.BLOCK)
+        if (end := words.end(received)) > words.BLOCK:
+            received += self._sent(source, message[words.BLOCK :], end - words.BLOCK)
+        return words.unpacked(received)
 
     def _sent(self, source: int, text: bytes, size: int) -> bytes:
         block = words.block(text, size)
@@ -294,21 +294,21 @@ class World:
         error: BaseException | None = None,
         word: Any = None,
         *,
-        own: Mapping[str, Any] = MappingProxyType({}),
+        replica_facts: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[Any]:
         """Raise on every rank where one has an error, or where ranks differ in a fact: which, and what each has.
 
-        ``doing`` says what a rank is about to do, where another may be about to do something else. ``own`` are facts
-        in which the ranks of a replica agree. What is raised is `known_to_all`. Returns the ``word`` of every rank of
+        ``doing`` says what a rank is about to do, where another may be about to do something else. The ranks of a
+        replica agree in ``replica_facts``. What is raised is `known_to_all`. Returns the ``word`` of every rank of
         all replicas, by its number in ``torch.distributed``.
         """
 
         def judge(said: list[Any]) -> BaseException | None:
             if not all(isinstance(row, _Said) for row in said):
                 return None
-            return self._differing(said, {**facts, **own}) or self._raised(said, error)
+            return self._differing(said, {**facts, **replica_facts}) or self._raised(said, error)
 
-        said = _Said(words.digests(facts), words.digests(own), words.portable(error), word)
+        said = _Said(words.digests(facts), words.digests(replica_facts), words.portable(error), word)
         return [row.word for row in self.gather(doing, said, judge)]
 
     def _raised(self, said: list[_Said], error: BaseException | None) -> BaseException | None:
@@ -325,11 +325,11 @@ class World:
         """Return in what a rank differs from the first one of its replica, or of all, by the facts that both have."""
         rows = [[(number, said[number].own) for number in self.of_replica(r)] for r in range(self.replicas)]
         rows.append([(number, row.facts) for number, row in enumerate(said)])
-        if (found := next(filter(None, map(words.first_difference, rows)), None)) is None:
+        if (difference := next(filter(None, map(words.first_difference, rows)), None)) is None:
             return None
-        name, one, other = found
+        name, first, other = difference
         texts = self.gather(f"shows {name}", words.text(facts.get(name)))
-        return InputError(words.difference(name, (one, texts[one]), (other, texts[other])))
+        return InputError(words.difference(name, (first, texts[first]), (other, texts[other])))
 
 
 def as_known(error: BaseException) -> BaseException:

@@ -84,7 +84,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         ways |= {"timeout": timeout_s, "check_inputs": check_inputs}
         world.agree("makes a pipe", {} if error else pipe_facts(model, options, plan, **ways), error)
         super().__init__(model, options, plan, own_plan)
-        self._core.recordings = RankRecordings(model, options, plan, world, own=own_plan, weights=weights)
+        self._core.recordings = RankRecordings(model, options, plan, world, fits=own_plan, weights=weights)
         self._core.recordings.parallelize = parallelize
         self.__dict__.update(
             _world=world,
@@ -210,7 +210,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         if step is None or error is not None or not self._agreement.stands(doing, step, word):
             facts, of_replica = ({}, {}) if step is None else self._agreement.facts(step, args, kwargs, loss)
             share = step and Share(step.rows, len(step.sizes) if step.rows else 0, step.agreed.number, word)
-            shares = self._world.agree(doing, facts, error, share, own=of_replica)
+            shares = self._world.agree(doing, facts, error, share, replica_facts=of_replica)
             assert step is not None
             self._agreement.keep(step.agreed, shares)
         if self._world.replicas > 1:

@@ -69,9 +69,9 @@ class RankRecordings(Recordings):
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, plan: Plan | None, world: World, *, own: bool, weights: Any = None
+        self, model: nn.Module, options: Options, plan: Plan | None, world: World, *, fits: bool, weights: Any = None
     ) -> None:
-        super().__init__(model, options, plan, fits=own)
+        super().__init__(model, options, plan, fits=fits)
         global _trained_last
         _trained_last = None  # who trains on notes it anew
         for _, tensor in named_state(model):
@@ -116,17 +116,17 @@ class RankRecordings(Recordings):
         """Tell whether a kind of call is known, and its recording does not depend on the batch's values."""
         with self.guard.opened():
             known = self.kept.get(self.python.key_of(*take_apart((args, kwargs))), ())
-        return bool(known) and all(one.trace.guard is None and not one.changes_python for one in known)
+        return bool(known) and all(each.trace.guard is None and not each.changes_python for each in known)
 
     def find(self, key: Key, sample: Sample) -> tuple[Recorded | TreeRun, PythonRun | None]:
         """Return the recording for a call; a model of which this rank holds a part is recorded on meta."""
         if (known := self._of_no_rows(key)) is not None:
             return known, None
         with self._without_values() if self._has_part and key not in self.kept else contextlib.nullcontext():
-            found = super().find(key, sample)
+            recorded = super().find(key, sample)
         while self._late:
             self._late.pop()()
-        return found
+        return recorded
 
     def leave(self, step: PreparedStep | FoundCall, kept: Sequence[torch.Tensor]) -> None:
         """Leave in Python what the model's own call would have left."""
@@ -135,7 +135,7 @@ class RankRecordings(Recordings):
 
     def _without_values(self) -> contextlib.AbstractContextManager[None]:
         """Have the model's tensors on meta, and whole."""
-        return without_values(self.model, {id(tensor): part.size for tensor, part in PARTS.items()})
+        return without_values(self.model, {id(tensor): shard.size for tensor, shard in PARTS.items()})
 
     def _of_no_rows(self, key: Key) -> Recorded | None:
         """Return a recording for a replica that has no rows where others have: nothing of it runs here."""
@@ -155,11 +155,11 @@ class RankRecordings(Recordings):
         parallelize = self.parallelize
         if parallelize is not None and self.part is None:
             names = {n for n, _ in named_state(self.model) if self.owner_of(n) == self.world.rank}
-            part, error = attempt(lambda: WrappedPart(self.model, names, parallelize, self.world))
+            wrapped, error = attempt(lambda: WrappedPart(self.model, names, parallelize, self.world))
             self.world.agree("wraps its part of the model", {}, error)
-            assert part is not None
-            part.check()
-            self.part = part
+            assert wrapped is not None
+            wrapped.check()
+            self.part = wrapped
         if self._has_part:
             self.refuse_whole()
 
@@ -186,44 +186,44 @@ class RankRecordings(Recordings):
         check_ending(lowered, dict(self.model.named_parameters(remove_duplicate=False)), counts[-1])
         return ()
 
-    def _to_plan(self, found: Trace) -> Trace:
+    def _to_plan(self, trace: Trace) -> Trace:
         if self.tensors is None:
-            return found
-        return replace(found, graph=self.tensors.alone(found.graph, batch_rows(found.inputs)))
+            return trace
+        return replace(trace, graph=self.tensors.alone(trace.graph, batch_rows(trace.inputs)))
 
-    def _cut(self, found: Trace, plan: Plan, key: Key, shapes: Shapes | None = None) -> Recorded:
+    def _cut(self, trace: Trace, plan: Plan, key: Key, shapes: Shapes | None = None) -> Recorded:
         if self.tensors is not None:
-            if found.gathered.recording.recording.changed:
+            if trace.gathered.recording.recording.changed:
                 raise TraceError(
                     "calls change Python state of the model, whose Python tp cannot run on parts; leave it out"
                 )
-            found = replace(found, graph=self.tensors.recording(found.graph, batch_rows(found.inputs)))
-        return super()._cut(found, plan, key, shapes)
+            trace = replace(trace, graph=self.tensors.recording(trace.graph, batch_rows(trace.inputs)))
+        return super()._cut(trace, plan, key, shapes)
 
     def _planned(self, key: Key, sample: Sample) -> Trace:
-        world, found = self.world, None
-        own: dict[str, Any] = {"the call": call_text(self.model, sample.args, sample.kwargs)}
+        world, trace = self.world, None
+        of_replica: dict[str, Any] = {"the call": call_text(self.model, sample.args, sample.kwargs)}
         if self.kept:
-            own[BATCH] = checksum(tensors_in((sample.args, sample.kwargs)))
-        world.agree(RECORDS, {}, own=own)
+            of_replica[BATCH] = checksum(tensors_in((sample.args, sample.kwargs)))
+        world.agree(RECORDS, {}, replica_facts=of_replica)
         planned = partial(super()._planned, key, sample)
         if not self.kept:  # all replicas record: the first one plans
             first, plan, error = world.first, None, None
             if world.number == first:
-                found, error = attempt(planned)
+                trace, error = attempt(planned)
                 plan = None if self.plan is None else self.plan.to_json()
             plan = world.agree("has planned", {}, error, plan)[first]
             self.plan = Plan.model_validate_json(plan)
         if world.rank == 0:
-            found, error = (found, None) if found is not None else attempt(planned)
-            world.told(0, found and found.findings, error)
+            trace, error = (trace, None) if trace is not None else attempt(planned)
+            world.told(0, trace and trace.findings, error)
         else:
             self._findings = world.told(0)
-            found = planned()
+            trace = planned()
             self._findings = None
-        assert found is not None
-        self._check_size(key, found)
-        return found
+        assert trace is not None
+        self._check_size(key, trace)
+        return trace
 
     def _trace(self, sample: Sample) -> Trace:
         """Record the model's forward; what rows it mixes is what rank 0 has found."""
@@ -256,10 +256,10 @@ class RankRecordings(Recordings):
     def _tree(self, sample: Sample, reason: str) -> NoReturn:
         raise TraceError(f"{type(self.model).__name__} runs by its own Python, in one process only: {reason}")
 
-    def _check_size(self, key: Key, found: Trace) -> None:
+    def _check_size(self, key: Key, trace: Trace) -> None:
         assert self.plan is not None
         if len(self.plan.devices) != self.world.size:
-            self._collapses.check(key.rest, found.graph, batch_rows(found.inputs))
+            self._collapses.check(key.rest, trace.graph, batch_rows(trace.inputs))
             raise InputError(
                 f"the model gives {len(self.plan.devices)} stages, and {self.world.size} processes were started for "
                 f"them; start {len(self.plan.devices)}{''.join(f'. {why}' for why in self._collapses.found())}"
@@ -267,15 +267,15 @@ class RankRecordings(Recordings):
 
     def _place(self, lowered: Lowered, devices: Sequence[torch.device]) -> None:
         ranks, model = self.ranks, self.model
-        own = {name: ranks[stage][0] for name, stage in owners(model, lowered).items()}
+        rank_of = {name: ranks[stage][0] for name, stage in owners(model, lowered).items()}
         first = not self.owner
-        self.owner = self.owner or own
+        self.owner = self.owner or rank_of
         held = {*dict(model.named_parameters(remove_duplicate=False)), *(lowered.traced.written & self.owner.keys())}
-        moved = next((name for name in sorted(held) if own.get(name) not in (None, self.owner_of(name))), None)
+        moved = next((name for name in sorted(held) if rank_of.get(name) not in (None, self.owner_of(name))), None)
         if moved is not None:
             raise TraceError(
                 f"{moved!r} belongs to rank {self.world.members[self.owner_of(moved)]}, and in this kind of call rank "
-                f"{self.world.members[own[moved]]} uses it first; plan on a sample of a call that uses all parameters"
+                f"{self.world.members[rank_of[moved]]} uses it first; plan on a sample of a call that uses all of them"
             )
         uses = self._uses | uses_of_state(lowered, ranks)
         if (shared := state_of_several(uses)) is not None:
@@ -288,11 +288,11 @@ class RankRecordings(Recordings):
             self.world.open(pairs_of(lowered, ranks))
         self.group = stage_group(self.world, ranks)
         named = dict(named_state(model))
-        buffers = {name for name, own in named.items() if not isinstance(own, nn.Parameter) and not own.requires_grad}
+        buffers = {name for name, t in named.items() if not isinstance(t, nn.Parameter) and not t.requires_grad}
         used = used_by(lowered, [stage for stage, each in enumerate(ranks) if self.world.rank in each])
         self._buffers.update(name for name in buffers if id(named[name]) in used)
         names = [name for name, tensor in named.items() if id(tensor) in used or self.is_own(name)]
-        owner = {name: own[name] for name in (buffers & own.keys()) - self.owner.keys()}
+        owner = {name: rank_of[name] for name in (buffers & rank_of.keys()) - self.owner.keys()}
         self._late = [partial(self._fill, names, buffers, uses, owner)]
         if first:
             self._late.pop()()
@@ -327,7 +327,7 @@ class RankRecordings(Recordings):
         named = self.model.named_parameters(remove_duplicate=False)
         changed = {name for name, parameter in named if parameter.requires_grad and name in self.owner}
         changed.update(name for name, parameter in self.model.named_parameters() if parameter in PARTS)
-        changed.update(*(one.traced.written for variants in self.kept.values() for one in variants))
+        changed.update(*(each.traced.written for variants in self.kept.values() for each in variants))
         read = [str(node.target) for node in guard.graph.nodes if node.op == "get_attr" and node.target in changed]
         if read:
             raise TraceError(
@@ -343,12 +343,12 @@ class RankRecordings(Recordings):
     def check_fresh(self) -> None:
         """Raise TraceError where another pipe has trained a parameter or buffer on another rank than this one's."""
         for name, tensor in () if self._trained_last else named_state(self.model):
-            trained, own = _TRAINED.get(tensor), self._holders(self.owner_of(name))
-            if trained is not None and not own <= trained:
+            trained, holders = _TRAINED.get(tensor), self._holders(self.owner_of(name))
+            if trained is not None and not holders <= trained:
                 raise TraceError(
                     f"another pipe has trained {name!r} on rank {min(trained)}, and this one has it on rank "
-                    f"{min(own - trained)}, where it is as before; give both pipes one cut by plan=, or every rank the "
-                    "whole state and split again"
+                    f"{min(holders - trained)}, where it is as before; give both pipes one cut by plan=, or every "
+                    "rank the whole state and split again"
                 )
 
     def trains(self) -> None:
@@ -365,18 +365,18 @@ class RankRecordings(Recordings):
         global _trained_last
         _trained_last = None
         for name, tensor in {id(tensor): (name, tensor) for name, tensor in named_state(self.model)}.values():
-            if (part := PARTS.pop(tensor, None)) is not None:
-                tensor.data, gradient = part.whole(tensor), tensor.grad
+            if (shard := PARTS.pop(tensor, None)) is not None:
+                tensor.data, gradient = shard.whole(tensor), tensor.grad
                 if gradient is not None and gradient.is_sparse:
-                    tensor.grad = part.whole(gradient.to_dense()).to_sparse(gradient.sparse_dim())
+                    tensor.grad = shard.whole(gradient.to_dense()).to_sparse(gradient.sparse_dim())
                 else:
-                    tensor.grad = None if gradient is None else part.whole(gradient)
+                    tensor.grad = None if gradient is None else shard.whole(gradient)
             self._share(name, tensor)
             _TRAINED.pop(tensor, None)
 
     def _share(self, name: str, tensor: torch.Tensor) -> None:
-        own = torch.empty_like(tensor, device=self.world.device) if tensor.is_meta else tensor  # it takes no values
-        value = own.detach().to(self.world.device, copy=True, memory_format=torch.contiguous_format)
+        raw = torch.empty_like(tensor, device=self.world.device) if tensor.is_meta else tensor  # it takes no values
+        value = raw.detach().to(self.world.device, copy=True, memory_format=torch.contiguous_format)
         self.world.broadcast(flattened(value), self.owner_of(name))
         if self.owner_of(name) != self.world.rank:
             tensor.detach().copy_(value)

@@ -92,7 +92,7 @@ class GradientNorms:
 
     def _layout_of(self, names: Iterable[str], rows: list[list[_Held]]) -> _Layout:
         world = self._world
-        own, there = rows[world.number], {held.name for row in rows for held in row}
+        mine, there = rows[world.number], {held.name for row in rows for held in row}
         order = {name: index for index, name in enumerate(name for name in names if name in there)}
         first: dict[Any, int] = {}
         first |= {held.name: number for number in reversed(world.members) for held in rows[number]}
@@ -104,15 +104,15 @@ class GradientNorms:
             return torch.tensor([name in every for name in order], dtype=torch.bool, device=world.device)
 
         dtypes = {held.dtype for row in rows for held in row}
-        shards = [held for held in own if held.shard]
+        shards = [held for held in mine if held.shard]
         added = [held.name for held in shards if first[held.name, held.shard] == world.number]
         return _Layout(
             len(order),
             reduce(torch.promote_types, dtypes) if dtypes else torch.float32,
-            torch.tensor([order[held.name] for held in own], dtype=torch.int64, device=world.device),
-            mask(held.name for held in own if first[held.name] == world.number),
+            torch.tensor([order[held.name] for held in mine], dtype=torch.int64, device=world.device),
+            mask(held.name for held in mine if first[held.name] == world.number),
             (mask(held.name for held in shards), mask(added)) if shards else None,
-            mask(held.name for held in own if held.column is not None) if world.tensor is not None else None,
+            mask(held.name for held in mine if held.column is not None) if world.tensor is not None else None,
         )
 
 

@@ -26,7 +26,7 @@ from autosplit.trace.graph import TracedGraph
 
 def shares_of(plan: TensorPlan, traced: TracedGraph, *, sequence: bool) -> TensorShares:
     """Return what a rank has under a tensor plan: as it runs, or with ``sequence`` parallelism as Megatron-LM's."""
-    part, gives = 1 / plan.ranks, {node.name: node.gives[0] for node in plan.nodes.values() if node.gives}
+    fraction, gives = 1 / plan.ranks, {node.name: node.gives[0] for node in plan.nodes.values() if node.gives}
     names = {id(parameter): name for name, parameter in traced.root.named_parameters()}
     first = {name: names[id(tensor)] for name, tensor in traced.root.named_parameters(remove_duplicate=False)}
     sent = [*(_as_megatron(plan.collectives, gives) if sequence else plan.collectives)]
@@ -35,7 +35,7 @@ def shares_of(plan: TensorPlan, traced: TracedGraph, *, sequence: bool) -> Tenso
     for node in plan.nodes.values():
         held = isinstance(gives.get(node.name), Shard) and (sequence or (node.name, "all_gather") not in moved)
         held |= (node.name, "reduce_scatter") in moved and (node.name, "all_reduce") not in moved
-        nodes[node.name] = NodeShare(node.share, part if held else 1.0)
+        nodes[node.name] = NodeShare(node.share, fraction if held else 1.0)
     for each in sent:
         placed = gives.get(each.node, REPLICATED)
         at = each.node if placed is PARTIAL or isinstance(placed, Shard) else each.users[0]
@@ -44,7 +44,7 @@ def shares_of(plan: TensorPlan, traced: TracedGraph, *, sequence: bool) -> Tenso
             nodes[at] = replace(share, forward=share.forward + waits)
         else:
             nodes[at] = replace(share, backward=share.backward + waits)
-    states = {name: part for name, placed in plan.parameters.items() if isinstance(placed, Shard)}
+    states = {name: fraction for name, placed in plan.parameters.items() if isinstance(placed, Shard)}
     return TensorShares(nodes, states)
 
 
