@@ -29,8 +29,8 @@ from autosplit.runtime.step.step import Step
 from autosplit.runtime.step.sums import Held, Sums
 from autosplit.runtime.tape import Tape
 from autosplit.schedule.action import Action, Schedule
-from autosplit.schedule.entry import Receive, Reduce, Route, Send
-from autosplit.schedule.order import Receives, arrivals, of_device, step_order, with_reductions
+from autosplit.schedule.entry import Receive, Reduce, Reshard, Route, Send, Unshard
+from autosplit.schedule.order import Receives, arrivals, check_state, of_device, step_order, with_marks, with_reductions
 from autosplit.trace.graph import NodeClass
 
 
@@ -124,7 +124,11 @@ class RankStep(Step):
             order = step_order(schedule, cells.sources, cells.loss_sources, receives=receives)
             entries = of_device(order, self.world.rank)
             sent = {entry.route for entry in entries if isinstance(entry, Send)}
-            return with_reductions(entries) if self.overlaps else entries, arrivals(order, self.world.rank), sent
+            if self.overlaps:
+                marked = with_marks(entries, schedule.marks[self.world.rank]) if schedule.marks else entries
+                entries = with_reductions([entry for entry in marked if not isinstance(entry, (Unshard, Reshard))])
+                check_state(entries)
+            return entries, arrivals(order, self.world.rank), sent
 
         key = "order", schedule.name, schedule.microbatches, cells.loss_sources, receives
         entries, transport.arrivals, transport.ordered = self.once(key, compiled)

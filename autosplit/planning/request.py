@@ -94,8 +94,7 @@ def _fitting(custom: Schedule, *, virtual_stages: int, devices: int, chunks: int
             f"schedule {custom.name!r} has {plural(custom.microbatches, 'microbatch')}, chunks={chunks} was given; "
             f"give chunks={custom.microbatches}, or a file with {chunks}"
         )
-    rows = tuple(tuple(map(str, lane)) for lane in custom.lanes)
-    return ScheduleRequest(custom.name, each, custom.stages, custom.microbatches, rows)
+    return ScheduleRequest(custom.name, each, custom.stages, custom.microbatches, custom.texts)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple, cast
@@ -64,12 +64,15 @@ class Schedule:
         stage_lane: the lane that holds each stage's parameters. Left out, lane ``i`` holds stage ``i``; a device that
             holds several (*virtual*) stages is named several times. Where an action runs, `lane_of` says.
         replicas: how many lanes each stage has, from its ``stage_lane`` on; empty: one each.
+        marks: by lane, what a file says of parameters and gradients, ``0UNSHARD`` or ``0REDUCE_GRAD``, each with the
+            number of the lane's actions that it stands behind; empty: what passes place.
     """
 
     name: str
     lanes: tuple[tuple[Action, ...], ...]
     stage_lane: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()
+    marks: tuple[tuple[tuple[int, str], ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stage_lane:
@@ -78,6 +81,24 @@ class Schedule:
 
     def __iter__(self) -> Iterator[Action]:
         return (action for lane in self.lanes for action in lane)
+
+    @property
+    def texts(self) -> tuple[tuple[str, ...], ...]:
+        """Each lane's actions and marks, in order, as text."""
+        rows = [[str(action) for action in lane] for lane in self.lanes]
+        for row, lane_marks in zip(rows, self.marks, strict=False):
+            for behind, mark in reversed(lane_marks):
+                row.insert(behind, mark)
+        return tuple(map(tuple, rows))
+
+    def upto(self, microbatches: int) -> Schedule:
+        """Return the schedule of the first microbatches only; marks stay behind the actions that are left."""
+        lanes = tuple(tuple(a for a in lane if a.microbatch < microbatches) for lane in self.lanes)
+        marks = tuple(
+            tuple((sum(a.microbatch < microbatches for a in lane[:behind]), mark) for behind, mark in lane_marks)
+            for lane, lane_marks in zip(self.lanes, self.marks, strict=False)
+        )
+        return replace(self, lanes=lanes, marks=marks)
 
     @cached_property
     def stages(self) -> int:

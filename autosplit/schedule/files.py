@@ -7,10 +7,10 @@ A CSV file with a row per device (torch: rank) and an action per cell; empty cel
     ,1F0,1B0,1F1,1B1,        device 1
 ```
 
-Files are data: reading one runs nothing. What torch's lowered files (``compute_comms``) list beside the work of the
-stages says how ranks talk (SEND_F, RECV_F, SEND_B, RECV_B) or how FSDP keeps weights (UNSHARD, RESHARD, REDUCE_GRAD):
-here values go where they are used, and weights are whole, so these cells are passed over. Of ``(0F1;3B0)OVERLAP_F_B``
-the parts are taken one after the other.
+Files are data: reading one runs nothing. Of torch's lowered files (``compute_comms``) UNSHARD, RESHARD and REDUCE_GRAD
+stay where they are (`Schedule.marks`). How ranks talk (SEND_F, RECV_F, SEND_B, RECV_B) is passed over: values go where
+the model uses them, also past a stage, and `autosplit.schedule.order` proves the order. Of ``(0F1;3B0)OVERLAP_F_B`` the
+parts are taken one after the other.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from autosplit.errors import ScheduleError
 from autosplit.schedule.action import Action, Cell, Schedule
 from autosplit.schedule.catalog import build
+from autosplit.schedule.entry import Entry, Reduce, Reshard, Unshard, parse_entry
 from autosplit.schedule.validate import validate
 from autosplit.units import plural
 
@@ -32,7 +34,6 @@ MOST_BYTES = 2**20
 """A larger file is no schedule that could be planned."""
 _DIGITS = 6
 _SHOWN = 24
-_ASIDE = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
 _TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B", re.ASCII)
 
 
@@ -76,24 +77,25 @@ def read_actions(path: str | Path) -> Schedule:
 
 def parse_actions(text: str, *, name: str) -> Schedule:
     """Return the legal schedule that the text of an action file lists; raises ScheduleError as `read_actions` does."""
-    lanes: list[tuple[Action, ...]] = []
+    rows: list[list[Entry]] = []
     places: list[tuple[FilePosition, ...]] = []
     for line, row in enumerate(_rows(text), start=1):
-        cells: list[tuple[Action, FilePosition]] = []
+        cells: list[tuple[Entry, FilePosition]] = []
         for column, cell in enumerate(row, start=1):
             position = FilePosition(line, column)
             try:
-                cells += [(action, position) for action in _actions(cell)]
+                cells += [(entry, position) for entry in _entries(cell)]
             except ScheduleError as error:
                 raise ScheduleError(f"{position}: {error}") from None
-        if not cells:
+        work = tuple(position for entry, position in cells if isinstance(entry, Action))
+        if not work:
             raise ScheduleError(f"line {line}: it lists no work of a stage; write a row only for devices that have any")
-        lanes.append(tuple(action for action, _ in cells))
-        places.append(tuple(position for _, position in cells))
-    if not lanes:
+        rows.append([entry for entry, _ in cells])
+        places.append(work)
+    if not rows:
         raise ScheduleError("line 1: there is nothing in the file; write a row per device, with cells such as 0F0")
     try:
-        return validate(_ascending(_placed(lanes, name=name)))
+        return validate(_ascending(_placed(rows, name=name)))
     except ScheduleError as error:
         where = "; ".join(_where(places, Cell(*cell)) for cell in error.cells)
         raise ScheduleError(f"{where}: {error}", cells=error.cells) from None
@@ -101,8 +103,7 @@ def parse_actions(text: str, *, name: str) -> Schedule:
 
 def from_rows(rows: Sequence[Sequence[str]], *, name: str) -> Schedule:
     """Return the schedule of rows of text forms, not validated; raises ScheduleError where a cell is no action."""
-    lanes = [tuple(map(Action.parse, row)) for row in rows]
-    return _placed(lanes, name=name)
+    return _placed([list(map(parse_entry, row)) for row in rows], name=name)
 
 
 def schedule_of(
@@ -128,8 +129,7 @@ def schedule_of(
             f"schedule {name!r} has {plural(whole.microbatches, 'microbatch')}, {microbatches} are to run; "
             f"give chunks={whole.microbatches}, or a file with {microbatches}"
         )
-    lanes = tuple(tuple(a for a in lane if a.microbatch < microbatches) for lane in whole.lanes)
-    return validate(replace(whole, lanes=lanes))
+    return validate(whole.upto(microbatches))
 
 
 def dump_actions(schedule: Schedule) -> str:
@@ -158,24 +158,31 @@ def _rows(text: str) -> list[list[str]]:
     return rows
 
 
-def _actions(cell: str) -> list[Action]:
-    """Return the work that a cell lists."""
+def _entries(cell: str) -> list[Entry]:
+    """Return what a cell lists."""
     text = cell.strip()
-    if not text or _ASIDE.fullmatch(text):
+    if not text:
         return []
     if (both := _TOGETHER.fullmatch(text)) is not None:
-        return [action for piece in both[1].split(";") for action in _actions(piece)]
+        return [entry for piece in both[1].split(";") for entry in _entries(piece)]
     if any(len(number) > _DIGITS for number in re.findall(r"\d+", text)):
         raise ScheduleError(f"{_short(text)} has a number of more than {_DIGITS} digits")
     try:
-        return [Action.parse(text)]
+        return [parse_entry(text)]
     except ScheduleError:
         form = "stage, F, B, I or W, and microbatch, such as 2F0"
         raise ScheduleError(f"{_short(text)} is no action; write {form}, or leave the cell empty") from None
 
 
-def _placed(lanes: Sequence[tuple[Action, ...]], *, name: str) -> Schedule:
+def _placed(rows: Sequence[Sequence[Entry]], *, name: str) -> Schedule:
     """Return the schedule with its stages where their first action is; every stage up to the last must be somewhere."""
+    lanes: list[tuple[Action, ...]] = []
+    marks: list[tuple[tuple[int, str], ...]] = []
+    for row in rows:
+        lanes.append(tuple(entry for entry in row if isinstance(entry, Action)))
+        behind = accumulate((isinstance(entry, Action) for entry in row), initial=0)
+        kept = (Reduce, Unshard, Reshard)
+        marks.append(tuple((n, str(entry)) for n, entry in zip(behind, row, strict=False) if isinstance(entry, kept)))
     lane_of: dict[int, int] = {}
     for lane, actions in enumerate(lanes):
         for action in actions:
@@ -190,7 +197,8 @@ def _placed(lanes: Sequence[tuple[Action, ...]], *, name: str) -> Schedule:
             "the stages from 0 without gaps",
             cells=((lane, position),),
         )
-    return Schedule(name, tuple(lanes), tuple(lane_of[stage] for stage in range(last + 1)))
+    stage_lane = tuple(lane_of[stage] for stage in range(last + 1))
+    return Schedule(name, tuple(lanes), stage_lane, marks=tuple(marks) if any(marks) else ())
 
 
 def _ascending(schedule: Schedule) -> Schedule:

@@ -24,14 +24,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Literal, NamedTuple
 
 import networkx as nx
 
 from autosplit.errors import ScheduleError
 from autosplit.schedule.action import Action, Schedule
-from autosplit.schedule.entry import Entry, Issued, Receive, Reduce, Reshard, Route, Send, Unshard, Update
+from autosplit.schedule.entry import Entry, Issued, Receive, Reduce, Reshard, Route, Send, Unshard, Update, parse_entry
 
 Receives = Literal["ahead", "described", "taken"]
 """Where receives stand. "ahead": posted when their messages begin to be made. "described": with their sends, which
@@ -104,6 +104,16 @@ def step_order(
 def of_device(order: Iterable[Issued], device: int) -> tuple[Entry, ...]:
     """Return what one device does, in order."""
     return tuple(entry for owner, entry in order if owner == device)
+
+
+def with_marks(entries: Sequence[Entry], marks: Sequence[tuple[int, str]]) -> tuple[Entry, ...]:
+    """Return a device's list with what its schedule's file says of parameters and gradients (`Schedule.marks`)."""
+    behind: dict[int, list[Entry]] = defaultdict(list)
+    for count, text in marks:
+        behind[count].append(parse_entry(text))
+    numbers = accumulate(isinstance(entry, Action) for entry in entries)
+    marked = ((e, *(behind[n] if isinstance(e, Action) else ())) for n, e in zip(numbers, entries, strict=True))
+    return (*behind[0], *chain.from_iterable(marked))
 
 
 def with_reductions(entries: Sequence[Entry]) -> tuple[Entry, ...]:

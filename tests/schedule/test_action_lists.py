@@ -16,8 +16,9 @@ from autosplit.errors import ScheduleError
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import SCHEDULES, build, stages_per_device
 from autosplit.schedule.entry import Entry, Receive, Reduce, Reshard, Route, Send, Unshard, Update, parse_entry
+from autosplit.schedule.files import parse_actions
 from autosplit.schedule.lists import Actions
-from autosplit.schedule.order import check_state, step_order, with_reductions, with_updates
+from autosplit.schedule.order import check_state, step_order, with_marks, with_reductions, with_updates
 from tests.distributed.orders import chain, drawn
 from tests.properties import examples
 
@@ -88,6 +89,18 @@ def test_parameters_and_gradients_are_used_while_they_are_there(text: str, messa
         return
     with pytest.raises(ScheduleError, match=message):
         check_state(entries)
+
+
+def test_a_file_says_where_parameters_are_gathered_and_gradients_summed_up() -> None:
+    text = "0UNSHARD,0F0,0SEND_F0,0F1,0RESHARD,0UNSHARD,0B0,0REDUCE_GRAD,0B1\n1F0,1F1,1B0,1B1,1REDUCE_GRAD"
+    schedule = parse_actions(text, name="mine")
+    marked = Actions(tuple(map(with_marks, Actions.of(step_order(schedule, chain(2)), 2), schedule.marks)))
+    assert [str(entry) for entry in marked[0] if not isinstance(entry, (Send, Receive))] == list(schedule.texts[0])
+    assert schedule.texts[1] == ("1F0", "1F1", "1B0", "1B1", "1REDUCE_GRAD")
+    with pytest.raises(ScheduleError, match="'0REDUCE_GRAD' stands before '0B1'"):
+        marked.check()
+    assert schedule.upto(1).texts[0] == ("0UNSHARD", "0F0", "0RESHARD", "0UNSHARD", "0B0", "0REDUCE_GRAD")
+    check_state(with_marks(schedule.upto(1).lanes[0], schedule.upto(1).marks[0]))
 
 
 class Skips(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.pipelining import schedules as torchs
 from autosplit.errors import ScheduleError
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
-from autosplit.schedule.files import MOST_BYTES, dump_actions, parse_actions, read_actions
+from autosplit.schedule.files import MOST_BYTES, dump_actions, from_rows, parse_actions, read_actions
 from tests.schedule.test_schedule_torch import TORCH, torch_schedule
 
 DEVICES, MICROBATCHES = 2, 4
@@ -46,13 +47,22 @@ def test_what_is_written_is_read_back(name: str, devices: int, tmp_path: Path) -
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
 @pytest.mark.parametrize("name", list(MULTI))
 def test_what_torch_writes_is_read(name: str, form: str, tmp_path: Path) -> None:
-    """Its lowered form too: sends, receives and FSDP's actions are passed over. Descending backwards ascend here."""
+    """Its lowered form too: FSDP's actions stay where they are, how ranks talk is ours. Descending backwards ascend."""
     schedule = theirs(name)
     schedule._prepare_schedule_with_comms(schedule.pipeline_order)
     schedule._dump_csv(str(tmp_path / "torch.csv"), format=form)
     text = (tmp_path / "torch.csv").read_text()
     assert ("SEND_F" in text) == (form == "compute_comms")
-    assert same(read_actions(tmp_path / "torch.csv"), ours(name))
+    read = read_actions(tmp_path / "torch.csv")
+    assert same(read, ours(name))
+    rows = [
+        [cell for cell in row if cell and "SEND" not in cell and "RECV" not in cell]
+        for row in csv.reader(text.splitlines())
+    ]
+    kept = [[text if text[-1].isalpha() else "" for text in row] for row in rows]
+    assert [[text if text[-1].isalpha() else "" for text in row] for row in read.texts] == kept
+    assert any(any(row) for row in kept) == (form == "compute_comms")
+    assert from_rows(read.texts, name="torch") == replace(read, name="torch")
 
 
 @pytest.mark.parametrize("name", list(SCHEDULES))

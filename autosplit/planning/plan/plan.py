@@ -18,7 +18,7 @@ from autosplit.planning.plan.diff import PlanDiff, diff, prefixes
 from autosplit.planning.plan.export import export
 from autosplit.planning.plan.record import VERSION, PlanRecord
 from autosplit.schedule.lists import Actions
-from autosplit.schedule.order import step_order, with_reductions
+from autosplit.schedule.order import step_order, with_marks, with_reductions
 from autosplit.schedule.stream import STALENESS, updates_behind
 
 _NEAR = 3
@@ -52,6 +52,8 @@ class Plan(PlanRecord):
         on_ranks = self.processes or self.mesh is not None
         order = step_order(schedule, sources, receives="ahead" if on_ranks else "taken")
         lists = Actions.of(order, len(schedule.lanes))
+        if schedule.marks:
+            lists = Actions(tuple(map(with_marks, lists, schedule.marks)))
         return lists if self.mesh is None or self.mesh.dp == 1 else Actions(tuple(map(with_reductions, lists)))
 
     def export(self, form: str) -> str:
