@@ -20,6 +20,9 @@ from autosplit.errors import DeviceError
 _JOINED: dict[tuple[Any, str, tuple[Layout, ...]], World] = {}
 """The worlds of the default process group, each made once, by the kind of device and the columns."""
 
+_FEW = 16
+"""Up to so many ranks gather what they tell each other in one group, which is fewer calls; more along the mesh."""
+
 
 def meet(doing: str) -> World | None:
     """Return the world of ranks that have joined; raise on every rank where they are about to do different things."""
@@ -65,11 +68,9 @@ def _joined(kind: str, columns: tuple[Layout, ...], mesh: Any) -> World:
     number, size = dist.get_rank(), dist.get_world_size()
     known = next(iter(_JOINED.values()), None)
     watch = Watch(number, size) if known is None else known.watch
-    everyone = known.everyone if known is not None else dist.group.WORLD
-    if not carries(everyone, "cpu"):
-        everyone = dist.new_group(backend="gloo")
+    everyone = dist.group.WORLD if carries(dist.group.WORLD, "cpu") else dist.new_group(backend="gloo")
     device = _device(kind, number)
-    world = World(0, number, ((tuple(range(size)),),), 0, device, everyone, everyone, everyone, watch)
+    world = World(0, number, ((tuple(range(size)),),), 0, device, (everyone,), everyone, everyone, watch)
     words = world.agree("joins", {"their meshes": f"{columns}"}, word=(os.uname().nodename, str(device), kind != "cpu"))
     _check_devices(words, device)
     column = next(index for index, layout in enumerate(columns) if any(number in members for members in layout))
@@ -95,13 +96,21 @@ def _groups(world: World, mesh: Any) -> dict[str, Any]:
         there = default or mesh_group(mesh, members, kind)
         return new_group(f"{label} {purpose}", rows, kind) if there is None else there
 
-    control = group("control", pipelines, "cpu")
+    control, axes = group("control", pipelines, "cpu"), world.axes
+    several, shared = world.replicas > 1, world.tensor_ranks > 1
+    if world.size * world.pipelines > _FEW:  # in groups of their own, since sums are under way in the others
+        axes = (
+            control,
+            *((new_group(f"{label} words of replicas", replicas, "cpu"),) if several else ()),
+            *((new_group(f"{label} words of columns", sharing, "cpu"),) if shared else ()),
+        )
     return {
         "label": label,
+        "axes": axes,
         "control": control,
         "payload": control if kind == "cpu" else group("payload", pipelines, kind),
-        "across": group("replicas", replicas, kind) if world.replicas > 1 else None,
-        "tensor": group("tensors", sharing, kind) if world.tensor_ranks > 1 else None,
+        "across": group("replicas", replicas, kind) if several else None,
+        "tensor": group("tensors", sharing, kind) if shared else None,
         "accelerated": kind != "cpu",
     }
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -53,8 +54,9 @@ class World:
         columns: by column, replica and rank, the ranks of ``torch.distributed``.
         column: the number of this process's column.
         device: this rank's device.
-        everyone: the group of all ranks, for what they tell each other; it carries tensors of the CPU.
-        control: the same for the ranks of a pipeline.
+        axes: the groups over which all ranks gather what they tell each other, one after the other, by the CPU: one
+            of all ranks, or those along the pipeline, the replicas and the columns, which take fewer hops.
+        control: the group for what the ranks of a pipeline tell each other.
         payload: the group that carries its tensors where no pair of ranks has one of its own.
         across: the group of the ranks with the same part of the model; None where there is one replica.
         tensor: the group of the ranks that share the tensors of a stage; None where there is one column.
@@ -72,7 +74,7 @@ class World:
     columns: tuple[Layout, ...]
     column: int
     device: torch.device
-    everyone: Any
+    axes: tuple[Any, ...]
     control: Any
     payload: Any
     watch: Watch
@@ -127,6 +129,14 @@ class World:
     def number(self) -> int:
         """This process's rank in ``torch.distributed``."""
         return self.members[self.rank]
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """Where each rank's word is in what was gathered over all axes."""
+        numbers = [number for layout in self.columns for members in layout for number in members]
+        if len(self.axes) == 1:
+            numbers = dist.get_process_group_ranks(self.axes[0])
+        return sorted(range(len(numbers)), key=numbers.__getitem__)
 
     def holders(self, rank: int) -> frozenset[int]:
         """Return the ranks of ``torch.distributed`` that have a rank's part of the model."""
@@ -236,12 +246,14 @@ class World:
         return rows
 
     def _gathered(self, doing: str, text: bytes, size: int) -> list[bytes]:
-        ranks = self.size * self.pipelines
-        blocks = torch.empty(ranks, size, dtype=torch.uint8)
-        with self._waiting(f"what ranks agree in (it {doing})", EVERYONE if ranks > 1 else ()):
-            dist.all_gather(list(blocks.unbind()), words.block(text, size), group=self.everyone)
-        every = blocks.numpy().tobytes()
-        return [every[begin : begin + size] for begin in range(0, len(every), size)]
+        gathered = words.block(text, size)
+        with self._waiting(f"what ranks agree in (it {doing})", EVERYONE if len(self._order) > 1 else ()):
+            for group in self.axes:
+                blocks = torch.empty(group.size(), gathered.numel(), dtype=torch.uint8)
+                dist.all_gather(list(blocks.unbind()), gathered, group=group)
+                gathered = blocks.view(-1)
+        every = gathered.numpy().tobytes()
+        return [every[size * index : size * (index + 1)] for index in self._order]
 
     def _waits_for_recording(self, rows: list[tuple[str, Any]]) -> bool:
         """Tell whether another replica records a new kind of call, and this one asks again when it has."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autosplit.distributed import join as join_module
 from autosplit.distributed.join import join
 from benchmarks.fake_ranks import ASKED_GROUPS
 from tests.distributed.processes import Pool
@@ -47,11 +49,13 @@ def test_members_alone_make_a_group_in_the_order_of_the_mesh(ranks: Pool) -> Non
 
 
 def shared() -> list[bool]:
-    """Return whether a rank's groups are those of its mesh."""
+    """Return whether a rank's groups are those of its mesh, and whether many ranks gather along that in their order."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "pp", "tp"))
-    world = join(mesh)
+    with mock.patch.object(join_module, "_FEW", 1):
+        world = join(mesh)
     groups = {"pp": world.control, "dp": world.across, "tp": world.tensor}
-    return [mesh.get_group(name) is group for name, group in groups.items()] + [world.everyone is dist.group.WORLD]
+    numbers = world.gather("says its number", dist.get_rank())
+    return [mesh.get_group(name) is group for name, group in groups.items()] + [numbers == [0, 1, 2, 3]]
 
 
 def test_groups_of_a_mesh_are_used(ranks: Pool) -> None:
