@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from autosplit.backward import donate_gradients
-from autosplit.distributed.groups import new_group
+from autosplit.distributed.groups import carries, new_group
 from autosplit.distributed.world import World
 from autosplit.parallel import BUCKET_BYTES
 from autosplit.runtime.norms import Moments, Use
@@ -178,7 +178,8 @@ def _scatter(
     """Give shards theirs of the sums of gradients, by the identity of the shard, as of what they are shards of."""
     if not shards:
         return
-    there = torch.tensor([grads[id(shard)] is not None for shard in shards], dtype=torch.int32)
+    device = torch.device("cpu") if world.across is None or carries(world.across, "cpu") else world.device
+    there = torch.tensor([grads[id(shard)] is not None for shard in shards], dtype=torch.int32, device=device)
     world.wait_for("which gradients other replicas have", world.begin_to_add(there))
     for shard, count in zip(shards, there.tolist(), strict=True):
         gradient = grads.pop(id(shard))
