@@ -170,10 +170,10 @@ class FixedDraws(TorchDispatchMode):
         if "dropout" in named or "dropout_p" in named:
             return func(**{key: 0.0 if key in ("dropout", "dropout_p") else value for key, value in named.items()})
         drawn = func(*args, **kwargs)
-        if name.rstrip("_") not in _CONSTANTS:
+        if (constant := _CONSTANTS.get(name.rstrip("_").removesuffix("_like"))) is None:
             self.unknown.add(name)
             return drawn
-        return drawn.copy_(torch.as_tensor(_CONSTANTS[name.rstrip("_")](named), device=drawn.device))
+        return drawn.copy_(torch.as_tensor(constant(named), device=drawn.device))
 
 
 def _dropout(named: dict[str, Any]) -> Any:
@@ -203,13 +203,10 @@ _REPLACED: dict[str, Callable[[dict[str, Any]], Any]] = {
 _CONSTANTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "bernoulli": lambda named: 1,
     "rand": lambda named: 0.5,
-    "rand_like": lambda named: 0.5,
     "randn": lambda named: 0.5,
-    "randn_like": lambda named: 0.5,
     "uniform": lambda named: (named["from"] + named["to"]) / 2,
     "normal": lambda named: named["mean"] + 0.5 * named["std"],
     "randint": lambda named: named.get("low", 0),
-    "randint_like": lambda named: named.get("low", 0),
     "random": lambda named: named.get("from", 0),
     "randperm": lambda named: torch.arange(named["n"]),
     "exponential": lambda named: 1 / named["lambd"],

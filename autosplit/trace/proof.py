@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+from autosplit.trace.borrowed.names import is_installed
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.signature import GradAutocastState
 from autosplit.trace.recording.build import RawGraph
@@ -33,7 +34,6 @@ _LARGE = 1 << 24
 _PROBE = 5
 """What the value probe asks; proofs of another one do not count."""
 _ADDRESS = " at 0x"
-_INSTALLED = ("site-packages", "dist-packages")
 
 
 class _Unknown(Exception):
@@ -147,10 +147,10 @@ class _Files:
 def _version(module: str) -> str | None:
     """Return the version of the library that a module belongs to; None where it is somebody's own code."""
     top = module.partition(".")[0]
+    if not is_installed(top):
+        return None
     if top in sys.stdlib_module_names:
-        return None if top == "__main__" else platform.python_version()
-    if top == __name__.partition(".")[0]:
-        return str(_PROBE)
-    package = sys.modules.get(top)
-    installed = any(folder in (getattr(package, "__file__", None) or "") for folder in _INSTALLED)
-    return str(getattr(package, "__version__", "installed")) if installed else None
+        return platform.python_version()
+    return str(
+        _PROBE if top == __name__.partition(".")[0] else getattr(sys.modules.get(top), "__version__", "installed")
+    )

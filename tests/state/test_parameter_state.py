@@ -58,6 +58,28 @@ def test_sums_of_gradients_on_a_parameter(step: bool) -> None:
         torch.testing.assert_close(model.b.weight.grad, plain.b.weight.grad, rtol=1e-12, atol=1e-12)
 
 
+class Holds(Net):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.held = kind([self.a.weight])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b((x @ sum(self.held).t()).tanh()) + sum(self.a.weight.sum(1)[:6])
+
+
+@pytest.mark.parametrize("kind", [list, frozenset, set])
+def test_a_parameter_in_a_container_is_the_models_for_as_long_as_it_is(kind: Any) -> None:
+    plain, model = both(lambda: Holds(kind))
+    pipe = autosplit(model, ["cpu"] * 2, 4, lanes="inline")
+    x, y = batch()
+    check(plain, pipe, nn.MSELoss(), x, y)
+    assert pipe._core.recordings.tree is None, "a graph follows it"
+    assert not any("uses no parameters" in note for note in pipe.plan.notes)
+    for each in (plain, model):
+        each.a.weight = nn.Parameter(each.a.weight.detach() * 2)
+    check(plain, pipe, nn.MSELoss(), x, y)
+
+
 class Counts(Net):
     def forward(self, x: Tensor) -> Tensor:
         self.a.weight.calls = getattr(self.a.weight, "calls", 0) + 1  # type: ignore[union-attr]

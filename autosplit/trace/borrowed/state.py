@@ -168,7 +168,6 @@ def fake_tensors(
     """
     real: dict[int, torch.Tensor] = {}
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    twins: dict[int, torch.Tensor] = {}
     fakes: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -188,17 +187,20 @@ def fake_tensors(
                         "a sparse_coo tensor can: keep it so"
                     )
                 if tensor is not None:
-                    original = twins.setdefault(id(tensor), _with_own_gradient(tensor))
-                    if mode is not None and device is not None:
-                        entries[name] = fakes.setdefault(id(tensor), fake(original, mode, device))
-                    else:
-                        entries[name] = original if mode is None else mode.from_tensor(original, static_shapes=True)
-                    twin = entries[name]
+                    if id(tensor) not in fakes:
+                        fakes[id(tensor)] = _twin(_with_own_gradient(tensor), mode, device)
+                    twin = entries[name] = fakes[id(tensor)]
                     vars(twin).update({key: each for key, each in vars(tensor).items() if twin is not tensor})
                     real[id(twin)] = tensor
                     pairs.append((tensor, twin))
     holders.swap(fakes, pairs)
     return real
+
+
+def _twin(tensor: torch.Tensor, mode: FakeTensorMode | None, device: torch.device | None) -> torch.Tensor:
+    if mode is None:
+        return tensor
+    return mode.from_tensor(tensor, static_shapes=True) if device is None else fake(tensor, mode, device)
 
 
 def _with_own_gradient(tensor: torch.Tensor) -> torch.Tensor:

@@ -82,6 +82,8 @@ class Contents:
         if isinstance(value, np.generic):
             return type(value), value.dtype.str, value.tobytes()
         if isinstance(value, torch.Tensor):
+            if id(value) in self.ties:
+                return self.ties[id(value)]
             by_kind = self._loose and not isinstance(value, nn.Parameter)
             return held(value) if by_kind else (Identity(value), *held(value))
         if isinstance(value, types.FunctionType):  # what it names, and its defaults, are outside

@@ -228,7 +228,10 @@ class ModelWalk:
     def _contents(
         self, values: Sequence[tuple[Place, Any]], ties: dict[int, int] | None = None, *, loose: bool = False
     ) -> Contents:
-        ties = {key: number for number, key in enumerate(self.modules)} if ties is None else ties
+        if ties is None:  # a list may hold parameters too, which a recording has by their names
+            tables = (table for module in self.modules.values() for table in (module._parameters, module._buffers))
+            tensors = (id(tensor) for table in tables for tensor in table.values() if tensor is not None)
+            ties = {key: number for number, key in enumerate(dict.fromkeys((*self.modules, *tensors)))}
         return Contents(Holders(skipped=self.modules, values=values), ties, nested=True, loose=loose)
 
     def key(self, call: CallSignature) -> Key:
@@ -270,8 +273,7 @@ class ModelWalk:
         children = [(name, None if m is None else ties[id(m)]) for name, m in module._modules.items()]
         parameters: list[Any] = []
         for name, parameter in module._parameters.items():
-            tie = None if parameter is None else ties.setdefault(id(parameter), len(ties))
-            parameters.append((name, tie if parameter is None else (*held(parameter), tie)))
+            parameters.append((name, None if parameter is None else (*held(parameter), ties[id(parameter)])))
             if parameter is not None and parameter.__dict__:
                 self._marked.append((path, name, parameter.__dict__))
         buffers = [(name, buffer if buffer is None else held(buffer)) for name, buffer in module._buffers.items()]
