@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import nn
 
@@ -59,14 +57,6 @@ class Detector(Mlp):
         return {"out": y} if flag else y
 
 
-class WrongExample(Mlp):
-    """Brings inputs that its forward does not take."""
-
-    def __init__(self, *, as_list: bool = False) -> None:
-        super().__init__()
-        self.example_input_array = [torch.ones(8, 16)] if as_list else {"other": torch.ones(8, 16)}
-
-
 class AnyKeyword(nn.Module):
     """Takes whatever keyword it is given."""
 
@@ -80,11 +70,6 @@ NUMBER = 3
 
 def make_mlp() -> nn.Module:
     print("a factory that talks")
-    return Mlp()
-
-
-def make_with_warning() -> nn.Module:
-    warnings.warn("this factory\n   is old", DeprecationWarning, stacklevel=2)
     return Mlp()
 
 

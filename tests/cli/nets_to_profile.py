@@ -17,14 +17,6 @@ class Mlp(nn.Module):
         return self.layers(x)
 
 
-class Halves(Mlp):
-    """The four layers in bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.to(torch.bfloat16)
-
-
 class Routed(nn.Module):
     """Experts that rows are routed to by their values."""
 

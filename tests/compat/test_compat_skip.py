@@ -76,26 +76,5 @@ def test_a_layer_that_reads_values_keeps_its_skips_by_microbatch():
         assert_like_plain(GPipe(copy.deepcopy(model), [1, 1, 1], devices=CPUS, chunks=3), model, rows(6, 3))
 
 
-@pytest.mark.parametrize(
-    ("stashes", "pops", "command", "message"),
-    [
-        ([], [], stash("a", None), "'a' has not been declared as stashable"),
-        ([], [], pop("a"), "'a' has not been declared as poppable"),
-        (["a"], [], None, "'a' must be stashed but have not"),
-        ([], ["a"], None, "'a' must be popped but have not"),
-    ],
-)
-def test_what_is_declared_is_what_is_done(stashes, pops, command, message):
-    @skippable(stash=stashes, pop=pops)
-    class Layer(nn.Module):
-        def forward(self, x):
-            if command is not None:
-                yield command
-            return x
-
-    with on_their_own(), pytest.raises(RuntimeError, match=message):
-        Layer()(torch.rand(1), skips=(torch.rand(1),) * len(pops))
-
-
 def test_a_skippable_layer_shows_what_it_is():
     assert repr(layer()) == "@skippable(Pass())"

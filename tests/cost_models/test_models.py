@@ -35,12 +35,6 @@ def calibrated(found: DeviceSpec, samples: list[tuple[OpWork, float]]) -> Calibr
 
 
 @st.composite
-def rooflines(draw: st.DrawFn) -> tuple[CostModel, OpWork]:
-    found = spec(draw(st.sampled_from(names())))
-    return Roofline(found), draw(works(found.dtypes))
-
-
-@st.composite
 def models(draw: st.DrawFn) -> tuple[CostModel, OpWork]:
     """Draw any cost model of the package, on any device: the conformance suite below runs on all of them."""
     found = spec(draw(st.sampled_from(names())))

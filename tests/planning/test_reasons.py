@@ -8,7 +8,7 @@ import pytest
 
 from autosplit.planning.explain.reasons import reasons, saved_bytes, without_recompute
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Alternative, StagePlan, Transfer, Unit
+from autosplit.planning.plan.record import Alternative, StagePlan, Unit
 from autosplit.planning.timeline import host_step, predicted
 from autosplit.units import format_seconds
 from tests.report.plans import GIB, make_plan, make_stage
@@ -75,15 +75,6 @@ def test_a_full_device_with_less_work_is_named() -> None:
     )
     roomy = (stage_with(0, activation_gib=5.0, forward_s=0.008, backward_s=0.016), stages[1])
     assert reasons(simulated(make_plan(stages=roomy))) == ()
-
-
-def test_a_link_that_is_long_beside_the_work_is_named() -> None:
-    slow = (Transfer(producer=0, consumer=1, forward_s=0.02, backward_s=0.02),)
-    found = reasons(simulated(make_plan(transfers=slow)))
-    assert len(found) == 1
-    assert "from stage 0 to stage 1 takes 20.0 ms per microbatch, the forward behind it 12.3 ms" in found[0]
-    quick = (Transfer(producer=0, consumer=1, forward_s=0.002, backward_s=0.002),)
-    assert reasons(simulated(make_plan(transfers=quick))) == ()
 
 
 def issuing_plan(issue_s: float, **fields: Any) -> Plan:

@@ -9,7 +9,7 @@ import pytest
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Boundary
 from autosplit.report.sections import render
-from autosplit.report.words import fit_modules
+from autosplit.report.words import fit_modules, some_numbers
 from tests.report.plans import GIB, MIB, gpt2_plan, make_plan, make_stage
 
 
@@ -104,3 +104,17 @@ def test_what_a_stage_sends_counts_every_consumer() -> None:
     tie = Boundary(value="wte.weight", producer=0, consumers=(3,), bytes=100 * MIB, per_step=True)
     plan = make_plan(stages=tuple(make_stage(index) for index in range(4)), boundaries=(skip, tie))
     assert "6.00 MiB to 1-3" in render(plan)
+
+
+def test_a_value_for_many_stages_does_not_widen_the_table() -> None:
+    reached = tuple(range(1, 100, 2))
+    plan = make_plan(
+        devices=("cpu",) * 100,
+        stages=tuple(make_stage(stage, lane=stage) for stage in range(100)),
+        boundaries=(Boundary(value="mask", producer=0, consumers=reached, bytes=MIB),),
+    )
+    text = render(plan, width=80)
+    assert "50.0 MiB to 50 of 1-99" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert some_numbers(reached[:3]) == "1, 3, 5"
+    assert some_numbers((1, 2, 4, 6, 8)) == "1-2, 4, 6, 8"

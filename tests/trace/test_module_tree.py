@@ -12,6 +12,7 @@ from autosplit.trace.borrowed import state
 from autosplit.trace.module_tree import (
     ModuleCost,
     choose_units,
+    coarsened,
     homes,
     intercept,
     stages_of_modules,
@@ -136,3 +137,10 @@ def test_calls_are_visited_until_the_model_is_given_back() -> None:
     model(x)
     assert seen == [("embed", 1, []), ("blocks.1", 1, []), ("embed", 0, ["input"]), ("blocks.1", 1, [])]
     assert {path: dict(module.__dict__) for path, module in model.named_modules()} == before
+
+
+def test_modules_come_together_again_where_they_share_a_stage() -> None:
+    fine = {"embed": 0, "blocks.0.inner.0": 0, "blocks.0.inner.1": 0, "blocks.0.out": 1, "blocks.1.inner.0": 1}
+    called = {"blocks.0", "blocks.0.inner", "blocks.1", "blocks.1.inner"}
+    assert coarsened(fine, called=called) == {"embed": 0, "blocks.0.inner": 0, "blocks.0.out": 1, "blocks.1": 1}
+    assert coarsened(fine, called=set()) == fine
