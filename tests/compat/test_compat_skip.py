@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 
 import pytest
-import torch
 from torch import nn
 
 from autosplit.compat import GPipe, pop, skippable, stash
@@ -38,25 +37,6 @@ def test_a_skip_goes_directly_to_the_stage_that_pops_it():
     sent = {(b.producer, b.consumers) for b in pipe.pipe.plan.boundaries if b.producer != -1}
     assert sent == {(0, (1, 3)), (1, (2,)), (2, (3,)), (3, (4,))}
     assert [b.consumers for b in pipe.pipe.plan.boundaries if b.producer == -1] == [(0, 4)]
-
-
-def test_none_may_be_stashed():
-    @skippable(stash=["none"])
-    class Stash(nn.Module):
-        def forward(self, x):
-            yield stash("none", None)
-            return x * 2
-
-    @skippable(pop=["none"])
-    class Pop(nn.Module):
-        def forward(self, x):
-            assert (yield pop("none")) is None
-            return x * 3
-
-    pipe = GPipe(nn.Sequential(Stash(), Pop()), [1, 1], devices=CPUS, chunks=2)
-    x = rows(4, 2)
-    pipe(x).sum().backward()
-    assert torch.equal(x.grad, torch.full_like(x, 6))
 
 
 def test_a_layer_that_reads_values_keeps_its_skips_by_microbatch():
