@@ -12,6 +12,7 @@ from typing import Any
 _OWN = str(Path(__file__).parent) + os.sep
 _LISTED = 3
 """How many entries of a list a message names."""
+_KNOWN = "known to all ranks"
 
 
 class AutosplitError(Exception):
@@ -62,6 +63,17 @@ class DeviceError(AutosplitError):
 
 class InputError(AutosplitError, ValueError):
     """An argument or a batch of inputs cannot be used."""
+
+
+def as_known(error: BaseException) -> BaseException:
+    """Return an error that every rank raises at once."""
+    error.__dict__[_KNOWN] = True
+    return error
+
+
+def known_to_all(error: BaseException) -> bool:
+    """Tell whether an error was raised on every rank at once."""
+    return bool(error.__dict__.get(_KNOWN))
 
 
 def listed(entries: Iterable[Any], *, most: int = _LISTED) -> str:

@@ -22,8 +22,8 @@ from autosplit.delegation import (
     refuse_tracers,
     refuse_unplanned,
 )
+from autosplit.locate import Locate
 from autosplit.lower.program import STATE, emit
-from autosplit.lower.text import Locate
 from autosplit.measured import Profiled
 from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.plan.plan import Plan

@@ -18,8 +18,7 @@ from torch import nn
 
 from autosplit.checks import check_backward
 from autosplit.collapse import OWN_PYTHON, Collapses
-from autosplit.distributed.world import known_to_all
-from autosplit.errors import InputError, TraceError
+from autosplit.errors import InputError, TraceError, known_to_all
 from autosplit.history import History
 from autosplit.kept import Kept, Recent
 from autosplit.lower.replicas import Replicas, replicated

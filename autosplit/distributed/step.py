@@ -20,8 +20,8 @@ from autosplit.distributed.messages import Descriptions, Messages, Sent, arrived
 from autosplit.distributed.replicas import Reductions, Share, added_in_order, adding_gradients, join_statistics
 from autosplit.distributed.start import RankStart, begin
 from autosplit.distributed.words import digest
-from autosplit.distributed.world import World, as_known, attempt, known_to_all
-from autosplit.errors import DeviceError, InputError
+from autosplit.distributed.world import World, attempt
+from autosplit.errors import DeviceError, InputError, as_known, known_to_all
 from autosplit.lower.split import named_state
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.step.cells import parameters

@@ -26,11 +26,10 @@ from autosplit.distributed.board import EVERYONE
 from autosplit.distributed.groups import new_group
 from autosplit.distributed.mesh import Layout
 from autosplit.distributed.watch import Watch
-from autosplit.errors import InputError
+from autosplit.errors import InputError, as_known
 
 _VOTE = bytes(words.HEAD)
 """What a vote begins with; any other value has a length there."""
-_KNOWN = "known to all ranks"
 RECORDS = "records a new kind of call, as what its Python reads of the model or of inputs is new there"
 """What the ranks of a replica may do while others wait for them."""
 
@@ -342,17 +341,6 @@ class World:
         name, first, other = difference
         texts = self.gather(f"shows {name}", words.text(facts.get(name)))
         return InputError(words.difference(name, (first, texts[first]), (other, texts[other])))
-
-
-def as_known(error: BaseException) -> BaseException:
-    """Return an error that every rank raises at once."""
-    error.__dict__[_KNOWN] = True
-    return error
-
-
-def known_to_all(error: BaseException) -> bool:
-    """Tell whether an error was raised on every rank at once."""
-    return bool(error.__dict__.get(_KNOWN))
 
 
 def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:

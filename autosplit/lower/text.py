@@ -1,41 +1,30 @@
-"""The text of the pipelined program: made readable, and read where a line of it fails.
+"""The text of the pipelined program, made readable.
 
 fx prints every node on a line of its own, with long names and ``x = None`` behind each last use. Here, in the same
 text: items are written where they are used, the runtime's words stand alone, last uses are ``del``, and a comment marks
-each clock tick. An exception that comes out of a line gets notes: where in the model that is, and what to do where
-memory ran out.
+each clock tick.
 """
 
 from __future__ import annotations
 
-import linecache
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import fx
 from torch.fx.graph import CodeGen
 
-from autosplit.devices import is_out_of_memory
-from autosplit.lower.split import Lowered
-from autosplit.planning.explain.reasons import short_of_memory
-from autosplit.planning.plan.plan import Plan
-from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import CellContext, fork, merge, record, split, transfer
-from autosplit.schedule.action import Action, describe
-from autosplit.trace.graph import INFO
 
 WORDS: dict[str, Any] = {
     word.__name__: word for word in (CellContext, fork, merge, record, split, transfer, update_statistics)
 }
 _LINE = re.compile(r"(?P<name>\w+) = (?P<value>.*?);?(?:  (?P<gone>\w+(?: = \w+)* = None))?")
 _ITEM = re.compile(r"(\w+)\[(\d+)\]")
-_CELL = re.compile(r"y(\d+)_(\d+)")
-_ASSIGNMENT = re.compile(r"\s*(\w+)(?::.*?)? = ")
+CELL = re.compile(r"y(\d+)_(\d+)")
+"""The name of what a stage gives for a microbatch."""
 
 
 def readable(graph: fx.Graph) -> None:
@@ -98,7 +87,7 @@ class _Inliner:
             self.block.append(value)
         else:
             self.block.append(f"{name} = {value}")
-            cell = _CELL.fullmatch(name)
+            cell = CELL.fullmatch(name)
             if cell is not None:
                 self._flush(int(cell[1]) + int(cell[2]))
 
@@ -127,46 +116,3 @@ class _Inliner:
             f"{line}; del {', '.join(gone[number])}" if number in gone and not line.startswith("return") else line
             for number, line in enumerate(lines)
         ]
-
-
-@dataclass(frozen=True)
-class Locate:
-    """Adds notes to an exception of one call: where it was raised, and what to do where that was for want of memory.
-
-    ``lanes`` has one per stage, and may have the caller's behind them; ``sizes`` are the rows of each microbatch.
-    """
-
-    lowered: Lowered
-    plan: Plan | None
-    lanes: Sequence[Lane]
-    sizes: Sequence[int]
-
-    def __call__(self, error: BaseException, *, action: Action | None = None) -> None:
-        """Add the notes; without an action it is read from the line of the program that failed."""
-        names = {n.name: n.meta[INFO].name for n in self.lowered.traced.graph.nodes if INFO in n.meta}
-        cell = operation = None
-        traceback = error.__traceback__
-        while traceback is not None:
-            filename = traceback.tb_frame.f_code.co_filename
-            if "eval_with_key" in filename:
-                match = _ASSIGNMENT.match(linecache.getline(filename, traceback.tb_lineno))
-                if match is not None:
-                    cell = match[1] if cell is None else cell
-                    operation = names.get(match[1], operation)
-            traceback = traceback.tb_next
-        failed = action or _cell(cell)
-        where = f"pipeline step {cell}" if failed is None else f"pipeline {describe(failed)}"
-        if operation is not None:
-            module, _, inside = operation.partition("#")
-            location = f"module {module!r}" if module else "the model's own forward"
-            error.add_note(f"raised in {location} ({operation if inside else module}), {where}")
-        elif action is not None:
-            error.add_note(f"raised in {where}")
-        if self.plan is not None and is_out_of_memory(error):
-            held = None if failed is None else self.lanes[failed.stage].clock.held_bytes()
-            error.add_note(short_of_memory(self.plan, action=failed, sizes=self.sizes, held_bytes=held))
-
-
-def _cell(name: str | None) -> Action | None:
-    match = _CELL.fullmatch(name or "")
-    return Action(int(match[1]), "F", int(match[2])) if match else None

@@ -14,8 +14,8 @@ from torch.amp import GradScaler
 from torch.overrides import TorchFunctionMode
 
 from autosplit.distributed.step import RankStep
-from autosplit.distributed.world import as_known, attempt
-from autosplit.errors import InputError
+from autosplit.distributed.world import attempt
+from autosplit.errors import InputError, as_known
 from autosplit.ranks.call import WholeCall
 from autosplit.ranks.loss_text import LossText
 from autosplit.runtime.loss.proof import Proofs

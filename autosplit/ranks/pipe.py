@@ -23,8 +23,8 @@ from autosplit.distributed.facts import pipe_facts
 from autosplit.distributed.feed import bring, like_first, takers_of
 from autosplit.distributed.replicas import Share
 from autosplit.distributed.step import seconds_of
-from autosplit.distributed.world import World, attempt, known_to_all
-from autosplit.errors import InputError, TraceError
+from autosplit.distributed.world import World, attempt
+from autosplit.errors import InputError, TraceError, known_to_all
 from autosplit.lower.split import named_state
 from autosplit.options import Options, Sample
 from autosplit.pipelined import PipelinedModule

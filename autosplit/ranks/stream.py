@@ -25,8 +25,7 @@ from autosplit.distributed.facts import checksum, program_text
 from autosplit.distributed.messages import SHARED, Descriptions, Incoming, Sent, arrived
 from autosplit.distributed.replicas import join, packed
 from autosplit.distributed.step import RankStep
-from autosplit.distributed.world import as_known, known_to_all
-from autosplit.errors import InputError
+from autosplit.errors import InputError, as_known, known_to_all
 from autosplit.lower.split import named_state
 from autosplit.options import Sample
 from autosplit.ranks.loss import ReadsHere

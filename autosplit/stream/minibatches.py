@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.errors import InputError, TraceError
-from autosplit.lower.text import Locate
+from autosplit.locate import Locate
 from autosplit.options import Options, Sample
 from autosplit.planning.request import sizes_of
 from autosplit.recorded import FoundCall, Recorded, call_state, lane_of_caller
