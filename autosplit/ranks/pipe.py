@@ -80,7 +80,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         _, error = attempt(lambda: check_plain(model))
         timeout_s, wrong = attempt(lambda: seconds_of(timeout, world.device))
         agreement, unlike = attempt(lambda: Agreement(world, model, feed, check_inputs))
-        error = error or wrong or unlike or refuse_parts(model) or check_columns(options, world.tensor_ranks, **ways)
+        error = error or wrong or unlike or refuse_parts(model) or check_columns(world.tensor_ranks, **ways)
         ways |= {"timeout": timeout_s, "check_inputs": check_inputs}
         world.agree("makes a pipe", {} if error else pipe_facts(model, options, plan, **ways), error)
         super().__init__(model, options, plan, own_plan)

@@ -10,7 +10,6 @@ from torch import nn
 
 from autosplit.distributed.world import World
 from autosplit.errors import InputError, TraceError
-from autosplit.options import Options
 from autosplit.profile.node_costs.shadow import shadow
 from autosplit.tensor.axes import Shard
 from autosplit.tensor.build import rank_recording
@@ -120,12 +119,10 @@ def _check_hooks(name: str, parameter: torch.Tensor) -> None:
         )
 
 
-def check_columns(options: Options, ranks: int, *, feed: str, outputs: str, parallelize: str) -> InputError | None:
+def check_columns(ranks: int, *, feed: str, outputs: str, parallelize: str) -> InputError | None:
     """Return an error for what ranks that share tensors cannot do."""
     if ranks == 1:
         return None
-    if options.compile is not None:
-        return InputError("compile= makes no code with collectives; leave it out, or use a mesh without tp")
     if parallelize:
         return InputError(f"parallelize={parallelize!r} shards parameters, and so does tp; use one of them")
     if feed != "all":
