@@ -46,11 +46,11 @@ class Threads:
         self._barrier.wait()
         return values
 
-    def send(self, _: Any, kind: str, value: Tensor, *__: Any) -> Tensor:
+    def send(self, _: Any, kind: str, value: Tensor, how: Any, *__: Any) -> Tensor:
         """Run a collective on values that are stacked."""
         every = torch.stack(self._exchanged(value))
         if kind == "all_reduce":
-            return every.sum(0)
+            return every.amax(0) if how == "max" else every.sum(0)
         if kind == "all_gather_into_tensor":
             return every.flatten(0, 1)
         own = every[:, self._own.rank]

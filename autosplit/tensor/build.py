@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from autosplit.tensor.axes import Shard
 from autosplit.tensor.collectives import Move, Placement, Sharing
+from autosplit.tensor.entropy import CrossEntropyInParts, class_loss_of
 from autosplit.tensor.facts import Operand, operand_of
 from autosplit.tensor.local import Lookup, Stateless, embedding_rows, local_arguments, lookup_of, run_module
 from autosplit.tensor.plan import NodePlan, Placements, TensorPlan
@@ -19,7 +20,7 @@ from autosplit.trace.graph import INFO, NodeClass, Size, TensorInfo, TracedGraph
 from autosplit.trace.inputs.objects import storage_key
 
 MOVES = "tensor_parallel"
-"""The attribute of a recording's root that holds the moves."""
+"""The attribute of a recording's root that holds the moves, and what else has collectives."""
 
 
 def rank_recording(traced: TracedGraph, plan: TensorPlan, sharing: Sharing) -> TracedGraph:
@@ -106,15 +107,19 @@ class _Builder:
         (source,), (target,) = own, want
         info = self._info_of(key)
         (tensor,) = info.tensors
-        moves = self.root.__dict__.setdefault(MOVES, nn.Module())
-        number = len(moves._modules)
-        moves.add_module(str(number), Move(source, target, self.sharing))
-        value = self._value(key, own)
-        made = self.graph.create_node("call_module", f"{MOVES}.{number}", (value,), name=f"{MOVES}_{number}")
+        moving = self._held(Move(source, target, self.sharing))
+        made = self.graph.create_node("call_module", moving, (self._value(key, own),), name=moving.replace(".", "_"))
         if isinstance(target, Shard):
             tensor = _local(tensor, target, self.plan.ranks)
         made.meta[INFO] = replace(info, name=f"{target} of {info.name}", tensors=(tensor,))
         return made
+
+    def _held(self, module: nn.Module) -> str:
+        """Return the name that a module for this rank gets."""
+        modules = self.root.__dict__.setdefault(MOVES, nn.Module())
+        number = len(modules._modules)
+        modules.add_module(str(number), module)
+        return f"{MOVES}.{number}"
 
     def _info_of(self, key: Operand) -> TracedNode:
         """Return what is known of a value, as of a node that only moves it."""
@@ -147,6 +152,11 @@ class _Builder:
         rows = self._table(node, plan, lookup, value) if lookup is not None else None
         if rows is not None:
             return rows
+        if plan.sums and (loss := class_loss_of(node)) is not None:
+            classes = self._info_of(operand_of(loss.logits)).tensors[0].shape[1].constant
+            inside = self._held(CrossEntropyInParts(loss, classes, self.sharing))
+            given = tuple(value(operand) for operand in (loss.logits, loss.target, loss.weight) if operand is not None)
+            return self.graph.create_node("call_module", inside, given, name=node.name)
         args, kwargs = fx.node.map_arg((args, kwargs), value)
         if node.op == "call_module":
             return self._module(node, plan, args, kwargs)

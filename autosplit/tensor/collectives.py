@@ -36,9 +36,9 @@ class Sharing:
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     alone: bool = False
 
-    def added(self, value: Tensor) -> Tensor:
-        """Return the sum of all ranks' values."""
-        return value.clone() if self.alone else self._sent("all_reduce", value, "sum")
+    def added(self, value: Tensor, how: str = "sum") -> Tensor:
+        """Return the sum of all ranks' values, or their "max"."""
+        return value.clone() if self.alone else self._sent("all_reduce", value, how)
 
     def gathered(self, value: Tensor) -> Tensor:
         """Return the values of all ranks, stacked."""

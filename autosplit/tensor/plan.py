@@ -43,6 +43,7 @@ class NodePlan:
         flops: of its forward on one device.
         value_bytes: of its whole results.
         gradient: they have one.
+        sums: the bytes of values that are summed over the ranks inside of it.
     """
 
     name: str
@@ -52,6 +53,7 @@ class NodePlan:
     flops: int
     value_bytes: int
     gradient: bool
+    sums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class _Planner:
         value = self.problem.values[name]
         gives = self._placed(name, way.gives)
         stable = facts.node.meta[INFO].name
-        return NodePlan(stable, wants, gives, share, facts.flops, value.bytes, value.gradient)
+        return NodePlan(stable, wants, gives, share, facts.flops, value.bytes, value.gradient, way.sums)
 
     # -- what stays replicated -----------------------------------------------------------------------------------------
     def _reasons(self, choice: Choice) -> dict[Operand, str]:
@@ -265,7 +267,11 @@ class _Planner:
         return TensorPlan(self.ranks, self.rows, parameters, replicated, found, nodes, elements)
 
     def _collectives(self, nodes: dict[str, NodePlan], placed: dict[Operand, Placements]) -> Iterable[NodeCollective]:
-        """Yield what values take: one move for each placement in which others want one."""
+        """Yield what values take: one move for each placement in which others want one, and what nodes sum inside."""
+        for plan in nodes.values():
+            for size in plan.sums:
+                (found,) = collectives(PARTIAL, REPLICATED, value_bytes=size, ranks=self.ranks, gradient=False)
+                yield NodeCollective(plan.name, (plan.name,), found)
         for key, users in _users(self.traced, nodes).items():
             if key in nodes:
                 node = nodes[key]
@@ -280,8 +286,8 @@ class _Planner:
             for want in dict.fromkeys(want for _, want in users):
                 if want != own:
                     takers = tuple(name for name, other in users if other == want)
-                    found = collectives(own[0], want[0], value_bytes=size, ranks=self.ranks, gradient=gradient)
-                    yield from (NodeCollective(name, takers, one) for one in found)
+                    sent = collectives(own[0], want[0], value_bytes=size, ranks=self.ranks, gradient=gradient)
+                    yield from (NodeCollective(name, takers, each) for each in sent)
 
 
 def _renamed(plan: NodePlan, names: Mapping[Operand, Operand]) -> NodePlan:

@@ -16,7 +16,8 @@ from torch import nn
 
 from autosplit.tensor.axes import Axis, shard_if_any, shard_of
 from autosplit.tensor.check import draws_in_parts, runs
-from autosplit.tensor.facts import Facts, NodeFacts, Operand
+from autosplit.tensor.entropy import class_loss_of
+from autosplit.tensor.facts import Facts, NodeFacts, Operand, operand_of
 from autosplit.tensor.moves import collectives
 from autosplit.tensor.solve import Table, cheapest
 from autosplit.tensor.ways import COPIED, PARTIAL, REPLICATED, State, Way, Whole, token_axes, ways_of
@@ -147,7 +148,7 @@ class Problem:
             if info.random:
                 known = info.name in self._draws
                 ways = [w for w in ways if w.axis is None or (known and draws_in_parts(self.facts, node, w.axis))]
-            self.ways[name] = [w for w in ways if any_size or self._runs(name, w)]
+            self.ways[name] = [*(w for w in ways if any_size or self._runs(name, w)), *self._loss_in_parts(node)]
             gradient = any(value.gradient for value in taken) and any(t.differentiable for t in info.tensors)
             of_state = info.node_class is NodeClass.SHARED
             states = list(dict.fromkeys(way.gives for way in self.ways[name]))
@@ -159,6 +160,19 @@ class Problem:
     def _runs(self, name: str, way: Way) -> bool:
         """Tell whether a node gives what it should on a rank's parts."""
         return way.axis is None or runs(self.facts, self.root, self.facts.nodes[name], way, self.ranks)
+
+    def _loss_in_parts(self, node: NodeFacts) -> Iterable[Way]:
+        """Yield the ways to run a cross entropy on parts of its classes."""
+        loss = class_loss_of(node.node)
+        if loss is None:
+            return
+        logits, size = operand_of(loss.logits), self.facts.bytes(node.node.name)
+        for axis in self.axes:
+            shard = shard_if_any(self.facts.dims[self.facts.ids(logits)[0]], axis)
+            if shard is not None and shard.dim == 1 and shard.plain:
+                wants: dict[Operand, State] = dict.fromkeys(node.operands, REPLICATED)
+                sums = size, (3 if loss.label_smoothing else 2) * size
+                yield Way({**wants, logits: axis}, REPLICATED, axis, sums)
 
     def _in_runs(self, node: NodeFacts, axis: Axis) -> bool:
         """Tell whether a rank's part of all that a node takes and gives is one run, whatever the number of rows."""
@@ -183,9 +197,13 @@ class Problem:
             return np.inf
         if value.key in self._nested:
             return np.inf
-        found = collectives(source, target, value_bytes=value.bytes, ranks=self.ranks, gradient=value.gradient)
-        latency = self.latency_bytes * (value.key in self.ways)  # nothing waits for the sum of a parameter's gradient
-        return sum(one.wire_bytes + latency / (1 if one.kind == "all_reduce" else 2) for one in found)
+        return self._bytes(source, target, value.bytes, gradient=value.gradient, waited=value.key in self.ways)
+
+    def _bytes(self, source: State, target: State, size: int, *, gradient: bool, waited: bool = True) -> float:
+        """Return the bytes of a move; nothing waits for the sum of a parameter's gradient."""
+        found = collectives(source, target, value_bytes=size, ranks=self.ranks, gradient=gradient)
+        latency = self.latency_bytes * waited
+        return sum(each.wire_bytes + latency / (1 if each.kind == "all_reduce" else 2) for each in found)
 
     def tables(self, price: float) -> list[Table]:
         """Return the tables; ``price``: the bytes on the wire that a replicated element of a parameter is worth."""
@@ -193,10 +211,16 @@ class Problem:
         for key, states in self._given.items():
             whole = _HELD * self.values[key].bytes * (1 - 1 / self.ranks) * bool(self._tokens)
             costs = [_LITTLE * (s is not REPLICATED) + whole * isinstance(s, Whole) for s in states]
+            if (loss := class_loss_of(self.facts.nodes[key].node) if key in self.ways else None) is not None:
+                kept = _HELD * self.facts.bytes(operand_of(loss.logits))  # their softmax
+                costs = [_LITTLE + kept / (self.ranks if way.sums else 1) + self._inside(way) for way in self.ways[key]]
             if key not in self.ways:
                 costs = [price * self.values[key].elements * (state is REPLICATED) for state in states]
             found.append(Table((("value", key),), np.array(costs)))
         return found
+
+    def _inside(self, way: Way) -> float:
+        return sum(self._bytes(PARTIAL, REPLICATED, size, gradient=False) for size in way.sums)
 
     @cached_property
     def _given(self) -> dict[Operand, list[State]]:

@@ -47,11 +47,13 @@ class Way:
         wants: the state in which it takes each operand.
         gives: the state of its results.
         axis: the axis of which each rank does its part; None: each rank does the whole node.
+        sums: the bytes of values that are summed over the ranks inside of it.
     """
 
     wants: Mapping[Operand, State]
     gives: State
     axis: Axis | None = None
+    sums: tuple[int, ...] = ()
 
 
 def ways_of(facts: Facts, node: NodeFacts, axes: Collection[Axis], *, random: bool) -> list[Way]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from autosplit.errors import InputError
 from autosplit.options import Sample
-from autosplit.tensor.collectives import local_part
+from autosplit.tensor.collectives import Sharing, local_part
+from autosplit.tensor.entropy import ClassLoss, CrossEntropyInParts
 from autosplit.tensor.plan import TensorPlan, tensor_plan
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import trace
@@ -172,6 +173,38 @@ def test_rows_of_a_table_are_cut_only_where_the_look_up_is_exact(name: str) -> N
 @pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"sparse": True}])
 def test_a_module_with_such_an_option_has_a_whole_table(options: dict[str, bool]) -> None:
     _cut_or_refused(Tied(lambda net, x: net.table(x), **options), False)
+
+
+class Losing(nn.Module):
+    """A head and a loss of its own, in which the first class is not counted."""
+
+    def __init__(self, *, weighted: bool, **options: Any) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.register_buffer("weight", torch.rand(WORDS) if weighted else None)
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(self.words(x)).transpose(1, 2)
+        return F.cross_entropy(logits, x.roll(1, -1), self.weight, ignore_index=0, **self.options)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_loss_takes_parts_of_the_classes(*, weighted: bool, smoothing: float) -> None:
+    torch.manual_seed(3)
+    plan = compared(Losing(weighted=weighted, label_smoothing=smoothing), _tokens())
+    assert str(plan.parameters["head.weight"]) == "shard(0)"
+    logits = ROWS * LENGTH * WORDS * 8
+    assert logits not in {each.collective.value_bytes for each in plan.collectives}
+
+
+def test_a_target_that_is_no_class_is_refused_as_by_the_whole_loss() -> None:
+    loss = CrossEntropyInParts(ClassLoss(None, None, None, -100, 0.0), 4, Sharing(0, 2, alone=True))  # type: ignore[arg-type]
+    loss(torch.zeros(3, 2), torch.tensor([3, -100, 0]))
+    for wrong in (4, -1):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            loss(torch.zeros(1, 2), torch.tensor([wrong]))
 
 
 def _cut_or_refused(model: Tied, exact: bool) -> None:

@@ -34,6 +34,7 @@ def shares_of(plan: TensorPlan, traced: TracedGraph, *, sequence: bool) -> Tenso
     nodes = {}
     for node in plan.nodes.values():
         held = isinstance(gives.get(node.name), Shard) and (sequence or (node.name, "all_gather") not in moved)
+        held |= bool(node.sums)  # what a loss keeps is its part of the softmax
         held |= (node.name, "reduce_scatter") in moved and (node.name, "all_reduce") not in moved
         nodes[node.name] = NodeShare(node.share, fraction if held else 1.0)
     for each in sent:
