@@ -30,7 +30,7 @@ def test_report_of_several_stages_per_device(golden: Callable[[str, str], None])
 
 def test_a_large_grid_is_left_out_and_an_own_schedule_is_called_that() -> None:
     rows = (("0F0", "0F1", "0B0", "0B1"), ("1F0", "1B0", "1F1", "1B1"))
-    plan = make_plan(schedule="mine", actions=rows, microbatch_rows=(2, 2))
+    plan = make_plan(schedule="mine", schedule_rows=rows, microbatch_rows=(2, 2))
     assert "schedule   mine (from an action file), optimizer" in render(plan)
     assert "lane 1 | .   1F0 1B0 1F1 1B1" in render(plan)
     assert "Schedule (" not in render(make_plan())
