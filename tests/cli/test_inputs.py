@@ -16,7 +16,6 @@ from autosplit.cli.inputs import (
     InputSpec,
     TensorForm,
     parse_batch_dims,
-    parse_kwargs,
 )
 from autosplit.cli.models import build_sample, random_tensor
 from autosplit.errors import InputError
@@ -139,20 +138,6 @@ def test_places_make_dicts_lists_and_tuples() -> None:
     assert list(sample.kwargs) == ["batch", "pair", "flag"]
     sample = build_sample(parse("1[0]=float32[4]", "0.x=float32[4]"), model=Nested(), seed=0)
     assert [type(value) for value in sample.args] == [dict, list]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"width": 3', r"--kwargs '.*' is no JSON: Expecting ',' delimiter: .*; write a JSON object"),
-        ("[1]", r"--kwargs '\[1\]' is no object with names"),
-        ("width=3", r"is no JSON: Expecting value"),
-        ("", r"is no JSON: Expecting value"),
-    ],
-)
-def test_bad_kwargs(text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        parse_kwargs(text)
 
 
 def test_batch_dims_are_json() -> None:

@@ -79,17 +79,6 @@ def test_a_warning_of_an_export_is_one_line_without_its_place_in_the_code(tmp_pa
     assert ".py:" not in done.stderr
 
 
-def test_what_a_form_cannot_say_costs_neither_the_plan_nor_the_other_files(run: Run, tmp_path: Path) -> None:
-    csv = tmp_path / "schedule.csv"
-    exports = ("--export", f"torch-csv:{csv}", "--export", f"megatron:{tmp_path / 'layout.txt'}")
-    result = run(*PLANNED, "--schedule", "zb_v", *exports)
-    assert result.exit_code == 2
-    assert result.stdout.startswith("Partition of Mlp")
-    assert csv.exists()
-    assert not (tmp_path / "layout.txt").exists()
-    assert "error: export('megatron'): schedule 'zb_v' has its stages on lanes [0, 1, 1, 0]" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

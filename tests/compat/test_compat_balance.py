@@ -6,7 +6,6 @@ from torch import nn
 
 from autosplit.compat import balance as balancing
 from autosplit.compat import balance_by_size, balance_by_time
-from tests.compat.sequential_models import pairs, unet
 
 
 class Costly(nn.Module):
@@ -60,25 +59,11 @@ def test_the_slowest_partition_is_the_least(monkeypatch, seconds, partitions, ex
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(("times", "expected"), [([1, 2, 3, 4, 5, 6], [4, 2]), ([6, 5, 4, 3, 2, 1], [2, 4])])
-def test_the_fullest_partition_is_the_least(times, expected):
-    model = nn.Sequential(*[Grows(n) for n in times])
-    assert balance_by_size(2, model, torch.rand(10, 100, 100), device="cpu") == expected
-
-
 def test_parameters_count_by_their_scale():
     model = nn.Sequential(*[Grows(3 - place, width=30 * (place + 1)) for place in range(3)])
     sample = torch.rand(10, 100)
     assert balance_by_size(2, model, sample, param_scale=0.0, device="cpu") == [1, 2]
     assert balance_by_size(2, model, sample, param_scale=4.0, device="cpu") == [2, 1]
-
-
-@pytest.mark.parametrize(("model", "shape"), [(pairs(), (4,)), (unet(), (2, 5))])
-def test_tuples_and_skips_go_from_layer_to_layer(model, shape):
-    sample = torch.rand(3, *shape, dtype=torch.float64, requires_grad=True)
-    for balance in (balance_by_time(2, model, sample, timeout=0.0), balance_by_size(2, model, sample, chunks=3)):
-        assert sum(balance) == len(model)
-    assert sample.grad is None
 
 
 def test_gradients_that_are_there_are_not_lost():

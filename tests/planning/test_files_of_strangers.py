@@ -7,8 +7,7 @@ import copy
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,18 +19,17 @@ from autosplit.checks import EXPORTS
 from autosplit.errors import InputError, PlanError, ScheduleError
 from autosplit.partition.checker import check
 from autosplit.partition.solve import solve
-from autosplit.partition.workload import MOST_BYTES, load_workload, parse_workload
+from autosplit.partition.workload import MOST_BYTES, parse_workload
 from autosplit.planning.plan.diff import diff
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.timeline import predicted
 from autosplit.report.sections import render
 from autosplit.report.trace_file import trace_text
-from autosplit.schedule.files import dump_actions, parse_actions, read_actions
+from autosplit.schedule.files import dump_actions, parse_actions
 from autosplit.schedule.validate import validate
 from tests.planning.test_plan_file import a_plan
 from tests.properties import examples
 
-DEEP = "[" * 100_000
 RUNS = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class", "socket.connect")
 ODD = (
     None, True, -1, 0, 2, 10**18, 10**400, 1e308, -1e308, 0.5, "", "cpu", "\x00\x1b[31m", "é→" * 50, [], {}, [[]], [0],
@@ -192,26 +190,3 @@ def test_action_files(rows: list[list[str]]) -> None:
         found = parse_actions("\n".join(",".join(row) for row in rows), name="own")
         again = parse_actions(dump_actions(validate(found)), name="again")
         assert (again.lanes, again.stage_lane) == (found.lanes, found.stage_lane)
-
-
-READERS: dict[str, tuple[Callable[[Path], Any], type[Exception]]] = {
-    "plan": (Plan.load, PlanError),
-    "workload": (load_workload, InputError),
-    "actions": (read_actions, ScheduleError),
-    "device": (cost_models.device, ValueError),
-    "machine": (lambda path: cost_models.machine(str(path)), ValueError),
-}
-
-
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\x00", b"\xff\xfe", DEEP.encode(), b'{"a":' * 50_000, b"null", b"9" * 10_000, b"NaN", b'{"version": NaN}',
-     b'"\\ud800"', b'{"name": "\\ud800"}', b"cos\nsystem\n(S'x'\ntR.", b"\x80\x04\x95", b"[" + b"1," * 1000 + b"1]"],
-)  # fmt: skip
-def test_what_is_nothing_at_all(reader: str, content: bytes, tmp_path: Path) -> None:
-    path, (read, error) = tmp_path / "file.json", READERS[reader]
-    path.write_bytes(content)
-    with only(error):
-        read(path)
-        pytest.fail("it was read")
