@@ -29,7 +29,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 class Step:
     """One call of the pipe: what to run, on what, in which schedule.
 
-    ``lowered`` are the pieces (:class:`autosplit.lower.split.Lowered`); ``setup`` and ``ending`` the parts of the
+    ``lowered`` are the pieces (`Lowered`); ``setup`` and ``ending`` the parts of the
     program before the first cell and behind the last; ``locate`` adds a note to an exception of an action.
     """
 

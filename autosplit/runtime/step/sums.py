@@ -52,7 +52,7 @@ class Sums:
     def __init__(
         self, held: Held, code: Any, lane: Lane, shared: Sequence[torch.Tensor], attributes: StandInAttributes | None
     ) -> None:
-        """``code`` runs the stage (:class:`autosplit.lower.stage_code.StageCode`); None: it does not run here."""
+        """``code`` runs the stage (`StageCode`); None: it does not run here."""
         self.held, self.lane, self.shared, self.attributes, self._code = held, lane, shared, attributes, code
         self.parameters: Sequence[torch.Tensor] = ()
         self.leaves: list[torch.Tensor] = []
