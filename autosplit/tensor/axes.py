@@ -43,22 +43,22 @@ class Axis:
 
     def unite(self, other: Axis) -> None:
         """Make two axes one. Raises Incompatible when their parts do not fit together."""
-        one, two = self.found(), other.found()
-        if one is two or one.size == two.size == 1:
+        first, two = self.found(), other.found()
+        if first is two or first.size == two.size == 1:
             return
-        if one.size != two.size:
+        if first.size != two.size:
             raise Incompatible
         if two.is_atom:
-            one, two = two, one
-        if not one.is_atom:
-            if one.segments and two.segments:
-                _align_segments(one, two)
+            first, two = two, first
+        if not first.is_atom:
+            if first.segments and two.segments:
+                _align_segments(first, two)
             else:
-                _align(_factors(one), _factors(two))
-            one, two = one.found(), two.found()
-        if one is not two:
-            one._same = two
-            one.factors = one.segments = None
+                _align(_factors(first), _factors(two))
+            first, two = first.found(), two.found()
+        if first is not two:
+            first._same = two
+            first.factors = first.segments = None
 
     @property
     def is_atom(self) -> bool:
@@ -71,8 +71,8 @@ class Axis:
         parts = axis.factors or axis.segments
         if parts is None:
             yield axis
-        for part in parts or ():
-            yield from part.atoms()
+        for inner in parts or ():
+            yield from inner.atoms()
 
     def pieces(self, atom: Axis) -> list[tuple[bool, int]]:
         """Return the runs of elements that a sharded atom cuts: ``(is cut, length)``, in order."""
@@ -80,7 +80,7 @@ class Axis:
         if axis is atom:
             return [(True, axis.size)]
         if axis.segments is not None:
-            return [piece for part in axis.segments for piece in part.pieces(atom)]
+            return [piece for segment in axis.segments for piece in segment.pieces(atom)]
         if axis.factors is None:
             return [(False, axis.size)]
         result = [(False, 1)]
@@ -101,24 +101,24 @@ def product(axes: Sequence[Axis]) -> Axis:
     parts = [axis for axis in axes if axis.found().size != 1]
     if len(parts) == 1:
         return parts[0]
-    made = Axis(math.prod(axis.found().size for axis in parts))
-    made.factors = parts or None
-    return made
+    result = Axis(math.prod(axis.found().size for axis in parts))
+    result.factors = parts or None
+    return result
 
 
 def row(axes: Sequence[Axis]) -> Axis:
     """Return the axis that is others, one after the other."""
     if len(axes) == 1:
         return axes[0]
-    made = Axis(sum(axis.found().size for axis in axes))
-    made.segments = list(axes)
-    return made
+    result = Axis(sum(axis.found().size for axis in axes))
+    result.segments = list(axes)
+    return result
 
 
 def split(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Axis]:
     """Return axes of other sizes that cover the same elements, as a view of a tensor makes them."""
     targets = [Axis(size) for size in sizes]
-    _align([part for axis in axes for part in _factors(axis.found())], [t for t in targets if t.size != 1])
+    _align([factor for axis in axes for factor in _factors(axis.found())], [t for t in targets if t.size != 1])
     return targets
 
 
@@ -139,10 +139,10 @@ def cut(axis: Axis, start: int, stop: int) -> Axis:
     else:
         _cut_segments(axis, [start, stop])
     offset, inside = 0, []
-    for part in axis.segments:
-        if start <= offset and offset + part.found().size <= stop:
-            inside.append(part)
-        offset += part.found().size
+    for segment in axis.segments:
+        if start <= offset and offset + segment.found().size <= stop:
+            inside.append(segment)
+        offset += segment.found().size
     return row(inside)
 
 
@@ -150,7 +150,7 @@ def _factors(axis: Axis) -> list[Axis]:
     axis = axis.found()
     if axis.factors is None:
         return [axis] if axis.size != 1 else []
-    return [part for factor in axis.factors for part in _factors(factor)]
+    return [inner for factor in axis.factors for inner in _factors(factor)]
 
 
 def _align(ones: list[Axis], twos: list[Axis]) -> None:
@@ -158,18 +158,18 @@ def _align(ones: list[Axis], twos: list[Axis]) -> None:
     ones, twos = list(ones), list(twos)
     while ones and twos:
         ones[:1], twos[:1] = _factors(ones[0]), _factors(twos[0])
-        one, two = ones.pop(0), twos.pop(0)
-        if one is two:
+        first, two = ones.pop(0), twos.pop(0)
+        if first is two:
             continue
-        if one.size == two.size:
-            one.unite(two)
-        elif one.size % two.size == 0:
-            outer, inner = _divide(one, two.size)
+        if first.size == two.size:
+            first.unite(two)
+        elif first.size % two.size == 0:
+            outer, inner = _divide(first, two.size)
             twos.insert(0, two)
             ones[:0] = [outer, inner]
-        elif two.size % one.size == 0:
-            outer, inner = _divide(two, one.size)
-            ones.insert(0, one)
+        elif two.size % first.size == 0:
+            outer, inner = _divide(two, first.size)
+            ones.insert(0, first)
             twos[:0] = [outer, inner]
         else:
             raise Incompatible
@@ -200,25 +200,25 @@ def _cut_segments(axis: Axis, bounds: Sequence[int]) -> None:
     assert axis.segments is not None
     parts: list[Axis] = []
     offset = 0
-    for part in axis.segments:
-        part = part.found()
-        inside = sorted({b - offset for b in bounds if offset < b < offset + part.size})
-        edges = [0, *inside, part.size]
-        parts += [cut(part, a, b) for a, b in pairwise(edges)]
-        offset += part.size
+    for segment in axis.segments:
+        segment = segment.found()
+        inside = sorted({b - offset for b in bounds if offset < b < offset + segment.size})
+        edges = [0, *inside, segment.size]
+        parts += [cut(segment, a, b) for a, b in pairwise(edges)]
+        offset += segment.size
     axis.segments = parts
 
 
-def _align_segments(one: Axis, two: Axis) -> None:
+def _align_segments(first: Axis, two: Axis) -> None:
     bounds = set()
-    for axis in (one, two):
+    for axis in (first, two):
         offset = 0
-        for part in axis.segments or ():
-            offset += part.found().size
+        for segment in axis.segments or ():
+            offset += segment.found().size
             bounds.add(offset)
-    for axis in (one, two):
+    for axis in (first, two):
         _cut_segments(axis, sorted(bounds))
-    for a, b in zip(one.segments or (), two.segments or (), strict=True):
+    for a, b in zip(first.segments or (), two.segments or (), strict=True):
         a.unite(b)
 
 
@@ -245,9 +245,9 @@ class Shard:
         """Return which elements of the dimension a rank has, in runs."""
         runs, offset = [], 0
         for count, length in self.pieces:
-            part = length // ranks
+            share = length // ranks
             for _ in range(count):
-                runs.append(range(offset + rank * part, offset + (rank + 1) * part))
+                runs.append(range(offset + rank * share, offset + (rank + 1) * share))
                 offset += length
         return runs
 
@@ -262,16 +262,16 @@ def shard_of(dims: Sequence[Axis], atom: Axis) -> Shard | None:
 
     None: it is not. Raises Incompatible where it occurs in two dimensions, or in a part of one only.
     """
-    found: Shard | None = None
+    shard: Shard | None = None
     for number, dim in enumerate(dims):
         if atom not in set(dim.atoms()):
             continue
         pieces = dim.pieces(atom)
-        if found is not None or not all(is_cut for is_cut, _ in pieces):
+        if shard is not None or not all(is_cut for is_cut, _ in pieces):
             raise Incompatible
         lengths = [(len(list(group)), length) for length, group in groupby(length for _, length in pieces)]
-        found = Shard(number, tuple(lengths))
-    return found
+        shard = Shard(number, tuple(lengths))
+    return shard
 
 
 def shard_if_any(dims: Sequence[Axis], atom: Axis) -> Shard | None:

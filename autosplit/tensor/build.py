@@ -48,11 +48,11 @@ class _Builder:
                 self.graph.output(fx.node.map_arg(node.args[0], self._whole))
             elif node.op != "get_attr" or not isinstance(self._state(str(node.target)), nn.Parameter):
                 planned = self.plan.nodes.get(node.name)
-                made = self._copied(node) if planned is None else self._run(node, planned)
-                made.meta = dict(node.meta)
-                self._at[operand_of(node), self._placed(operand_of(node))] = made
-                if planned is not None and INFO in made.meta:
-                    made.meta[INFO] = self._info(node, planned)
+                copy = self._copied(node) if planned is None else self._run(node, planned)
+                copy.meta = dict(node.meta)
+                self._at[operand_of(node), self._placed(operand_of(node))] = copy
+                if planned is not None and INFO in copy.meta:
+                    copy.meta[INFO] = self._info(node, planned)
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
         reads = Counter(str(node.target) for node in self.graph.nodes if node.op == "get_attr")
         trained = dict(self.traced.root.named_parameters(remove_duplicate=False))
@@ -67,8 +67,8 @@ class _Builder:
             return info
         ranks = self.plan.ranks
         tensors = [_local(tensor, shard, ranks) for tensor, shard in zip(info.tensors, plan.gives, strict=True)]
-        part = (shards[0].dim, tuple(shards[0].indices(self.rank, ranks))) if info.random else None
-        return replace(info, tensors=tuple(tensors), part=part)
+        drawn = (shards[0].dim, tuple(shards[0].indices(self.rank, ranks))) if info.random else None
+        return replace(info, tensors=tuple(tensors), part=drawn)
 
     def _state(self, target: str) -> Any:
         return attrgetter(target)(self.traced.root)
@@ -85,15 +85,15 @@ class _Builder:
 
     def _value(self, key: Operand, want: Placements) -> fx.Node:
         """Return a value as it is wanted, moved where it lies otherwise."""
-        own = self._placed(key)
-        moves = own != want and not want == (REPLICATED,) * len(want) == own
+        current = self._placed(key)
+        moves = current != want and not want == (REPLICATED,) * len(want) == current
         if not moves and key.startswith(".") and isinstance(self._state(key[1:]), nn.Parameter):
             # each use is one of its own, as in the recording
             return self.graph.create_node("get_attr", key[1:], name=f"{MOVES}_parameter")
         if not moves:
-            return self._at[key, own]
+            return self._at[key, current]
         if (key, want) not in self._at or self._changes(key):
-            self._at[key, want] = self._moved(key, own, want)
+            self._at[key, want] = self._moved(key, current, want)
         return self._at[key, want]
 
     def _changes(self, key: Operand) -> bool:
@@ -103,16 +103,18 @@ class _Builder:
             return info is not None and (info.mutated or bool(info.rewritten))
         return storage_key(self._state(key[1:])) in self._written
 
-    def _moved(self, key: Operand, own: Placements, want: Placements) -> fx.Node:
-        (source,), (target,) = own, want
+    def _moved(self, key: Operand, current: Placements, want: Placements) -> fx.Node:
+        (source,), (target,) = current, want
         info = self._info_of(key)
         (tensor,) = info.tensors
         moving = self._held(Move(source, target, self.sharing))
-        made = self.graph.create_node("call_module", moving, (self._value(key, own),), name=moving.replace(".", "_"))
+        moved = self.graph.create_node(
+            "call_module", moving, (self._value(key, current),), name=moving.replace(".", "_")
+        )
         if isinstance(target, Shard):
             tensor = _local(tensor, target, self.plan.ranks)
-        made.meta[INFO] = replace(info, name=f"{target} of {info.name}", tensors=(tensor,))
-        return made
+        moved.meta[INFO] = replace(info, name=f"{target} of {info.name}", tensors=(tensor,))
+        return moved
 
     def _held(self, module: nn.Module) -> str:
         """Return the name that a module for this rank gets."""
@@ -173,8 +175,8 @@ class _Builder:
         state = {name: self._value(key, want) for name, (key, want) in moved.items()}
         held = f"{MOVES}_{node.name}"
         self.root.__dict__[held] = Stateless(module)
-        given = (self.graph.get_attr(held), state, *args)
-        return self.graph.create_node("call_function", run_module, given, kwargs, name=node.name)
+        arguments = (self.graph.get_attr(held), state, *args)
+        return self.graph.create_node("call_function", run_module, arguments, kwargs, name=node.name)
 
     # -- tables --------------------------------------------------------------------------------------------------------
     def _table(self, node: fx.Node, plan: NodePlan, lookup: Lookup, value: Any) -> fx.Node | None:
@@ -185,8 +187,8 @@ class _Builder:
             return None
         ((_, total),) = shard.pieces
         first = shard.indices(self.rank, self.plan.ranks)[0].start
-        given = (value(lookup.tokens), self._value(key, (shard,)), first, total, lookup.padding)
-        return self.graph.create_node("call_function", embedding_rows, given, name=node.name)
+        arguments = (value(lookup.tokens), self._value(key, (shard,)), first, total, lookup.padding)
+        return self.graph.create_node("call_function", embedding_rows, arguments, name=node.name)
 
 
 def _local(tensor: TensorInfo, placement: Placement, ranks: int) -> TensorInfo:
@@ -194,5 +196,5 @@ def _local(tensor: TensorInfo, placement: Placement, ranks: int) -> TensorInfo:
     if not isinstance(placement, Shard):
         return tensor
     size = tensor.shape[placement.dim]
-    own = Size(0, size.constant // ranks)
-    return replace(tensor, shape=(*tensor.shape[: placement.dim], own, *tensor.shape[placement.dim + 1 :]))
+    local = Size(0, size.constant // ranks)
+    return replace(tensor, shape=(*tensor.shape[: placement.dim], local, *tensor.shape[placement.dim + 1 :]))

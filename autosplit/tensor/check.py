@@ -18,9 +18,9 @@ from autosplit.tensor.ways import Way
 from autosplit.trace.graph import INFO, ROWS, evaluate
 
 
-def runs(facts: Facts, root: nn.Module, node: NodeFacts, way: Way, ranks: int) -> bool:
+def runs(facts: Facts, root: nn.Module, node: NodeFacts, strategy: Way, ranks: int) -> bool:
     """Run a node on parts of the shapes that a way gives them, and compare its results' shapes."""
-    axis = way.axis
+    axis = strategy.axis
     assert axis is not None
     lookup = lookup_of(node.node, root)
     if lookup is not None:
@@ -29,7 +29,7 @@ def runs(facts: Facts, root: nn.Module, node: NodeFacts, way: Way, ranks: int) -
         return shard is None or shard.dim != 0 or shard.plain
     try:
         return _shapes(facts, root, node, axis, ranks) == [
-            local_shape(facts.tensors[key].shape, _shard(facts, key, axis) if way.gives is axis else None, ranks)
+            local_shape(facts.tensors[key].shape, _shard(facts, key, axis) if strategy.gives is axis else None, ranks)
             for key in node.results
         ]
     except Exception:  # whatever an operation raises for sizes that do not fit: it does not run so

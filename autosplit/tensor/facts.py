@@ -88,8 +88,8 @@ class Run(fx.Interpreter):
     def __init__(self, traced: TracedGraph, graph: fx.Graph, *, rows: int) -> None:
         super().__init__(traced.root, graph=graph)
         self.extra_traceback = False
-        given = [n.meta[INFO].tensors[0] for n in graph.nodes if n.op == "placeholder" and INFO in n.meta]
-        shapes = [info.shape_at(rows) for info in given]
+        infos = [n.meta[INFO].tensors[0] for n in graph.nodes if n.op == "placeholder" and INFO in n.meta]
+        shapes = [info.shape_at(rows) for info in infos]
         self._lengths = lengths_in(traced.lengths, shapes)
         self.facts = Facts(rows, self._lengths)
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}

@@ -92,11 +92,11 @@ class Follower(TorchDispatchMode):
         """Run an operation and note it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given, made = ({storage_key(tensor) for tensor in flat_tensors(own)} for own in ((args, kwargs), result))
+        inputs, outputs = ({storage_key(tensor) for tensor in flat_tensors(v)} for v in ((args, kwargs), result))
         if func._schema.is_mutable:
-            self.changes_operands |= not given.isdisjoint(self.shared)
+            self.changes_operands |= not inputs.isdisjoint(self.shared)
         else:
-            self.shared |= given & made
+            self.shared |= inputs & outputs
         if next(flat_tensors(result), None) is None:
             return result
         packet = func.overloadpacket
@@ -130,10 +130,10 @@ class Follower(TorchDispatchMode):
 
 def _named(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Return an argument of an operation by its name."""
-    for place, argument in enumerate(func._schema.arguments if func is not None else ()):
+    for index, argument in enumerate(func._schema.arguments if func is not None else ()):
         if argument.name == name:
             default = argument.default_value if argument.has_default_value() else None
-            return args[place] if place < len(args) else kwargs.get(name, default)
+            return args[index] if index < len(args) else kwargs.get(name, default)
     return None
 
 
@@ -168,10 +168,10 @@ class KernelsAsOne(TorchFunctionMode):
         )
         return result
 
-    def _grouped(self, one: Tensor, two: Tensor, *, offs: Any = None, bias: Any = None, **_: Any) -> Tensor:
-        result = self._blank(one, two.shape[-1])
-        self._follower.note(None, "_grouped_mm", (one, two, offs, bias), {}, result)
-        self._follower.calls[-1].flops = 2 * one.numel() * two.shape[-1]
+    def _grouped(self, left: Tensor, two: Tensor, *, offs: Any = None, bias: Any = None, **_: Any) -> Tensor:
+        result = self._blank(left, two.shape[-1])
+        self._follower.note(None, "_grouped_mm", (left, two, offs, bias), {}, result)
+        self._follower.calls[-1].flops = 2 * left.numel() * two.shape[-1]
         return result
 
 

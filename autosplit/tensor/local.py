@@ -78,14 +78,14 @@ def _getitem(args: Any, kwargs: Any, ndim: int, source: Shard | None, result: Sh
     index = args[1]
     items = [*index] if isinstance(index, tuple) else [index]
     dim = 0
-    for place, item in enumerate(items):
+    for position, item in enumerate(items):
         if item is None:
             continue
         if item is Ellipsis:
-            dim = ndim - sum(other is not None and other is not Ellipsis for other in items[place + 1 :])
+            dim = ndim - sum(other is not None and other is not Ellipsis for other in items[position + 1 :])
             continue
         if isinstance(item, slice) and source is not None and dim == source.dim:
-            items[place] = slice(_part(item.start, ranks), _part(item.stop, ranks), item.step)
+            items[position] = slice(_part(item.start, ranks), _part(item.stop, ranks), item.step)
         dim += 1
     return (args[0], tuple(items) if isinstance(index, tuple) else items[0]), kwargs
 
@@ -145,11 +145,11 @@ def lookup_of(node: fx.Node, root: nn.Module) -> Lookup | None:
         return Lookup(tokens, None, function.padding_idx) if plain else None
     if node.target is not F.embedding:
         return None
-    given = signature(F.embedding).bind(*node.args, **node.kwargs).arguments
-    table = given["weight"]
-    if not isinstance(table, fx.Node) or any(given.get(n) for n in ("max_norm", "scale_grad_by_freq", "sparse")):
+    named = signature(F.embedding).bind(*node.args, **node.kwargs).arguments
+    table = named["weight"]
+    if not isinstance(table, fx.Node) or any(named.get(n) for n in ("max_norm", "scale_grad_by_freq", "sparse")):
         return None
-    return Lookup(given["input"], table, given.get("padding_idx"))
+    return Lookup(named["input"], table, named.get("padding_idx"))
 
 
 def embedding_rows(tokens: Tensor, table: Tensor, first: int, total: int, padding: int | None) -> Tensor:
@@ -159,6 +159,6 @@ def embedding_rows(tokens: Tensor, table: Tensor, first: int, total: int, paddin
     """
     rows = tokens - first
     others = (tokens >= 0) & (tokens < total) & ((rows < 0) | (rows >= table.shape[0]))
-    own = -1 if padding is None else padding % total - first
-    found = F.embedding(rows.where(~others, 0), table, own if 0 <= own < table.shape[0] else None)
-    return torch.where(others.unsqueeze(-1), 0, found)
+    local = -1 if padding is None else padding % total - first
+    values = F.embedding(rows.where(~others, 0), table, local if 0 <= local < table.shape[0] else None)
+    return torch.where(others.unsqueeze(-1), 0, values)

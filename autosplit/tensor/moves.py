@@ -34,12 +34,12 @@ def collectives(
     if source is target:
         return []
     forward, backward = _MOVES[_kind(source), _kind(target)]
-    found: list[Collective] = []
+    result: list[Collective] = []
     if forward:
-        found.append(_collective(forward, "forward", value_bytes, ranks))
+        result.append(_collective(forward, "forward", value_bytes, ranks))
     if backward and gradient:
-        found.append(_collective(backward, "backward", value_bytes, ranks))
-    return found
+        result.append(_collective(backward, "backward", value_bytes, ranks))
+    return result
 
 
 def _kind(state: State | Shard) -> Whole | str:

@@ -33,9 +33,9 @@ class Part:
         """Return this rank's part of a whole tensor."""
         return local_part(whole, self.shard, self.sharing.rank, self.sharing.ranks)
 
-    def whole(self, own: Tensor) -> Tensor:
+    def whole(self, local: Tensor) -> Tensor:
         """Return the whole tensor; all ranks that share it call it."""
-        return put_together(self.sharing.gathered(own.detach()), self.shard)
+        return put_together(self.sharing.gathered(local.detach()), self.shard)
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """Yield ``(begin in the whole, begin here, length)`` of each run of elements along the sharded dimension."""
@@ -51,8 +51,8 @@ PARTS: Any = WeakIdKeyDictionary()
 
 def size_of(tensor: Tensor) -> torch.Size:
     """Return the size of the whole tensor of which a parameter, or an entry of a state, is a part."""
-    part = PARTS.get(tensor)
-    return tensor.size() if part is None else part.size
+    piece = PARTS.get(tensor)
+    return tensor.size() if piece is None else piece.size
 
 
 def refuse_parts(model: nn.Module) -> InputError | None:

@@ -93,7 +93,7 @@ class TensorPlan:
     @property
     def wire_bytes(self) -> float:
         """Bytes that a rank sends in a forward and backward."""
-        return sum(one.collective.wire_bytes for one in self.collectives)
+        return sum(entry.collective.wire_bytes for entry in self.collectives)
 
 
 def tensor_plan(
@@ -125,7 +125,7 @@ def tensor_plan(
 
 def check_sharded(plan: TensorPlan) -> None:
     """Raise InputError where ranks would share nothing."""
-    if not any(isinstance(own, Shard) for own in plan.parameters.values()):
+    if not any(isinstance(placement, Shard) for placement in plan.parameters.values()):
         reasons = [f"{name}: {why}" for name, why in plan.replicated.items()]
         raise InputError(f"tp={plan.ranks} shards no parameter of the model ({listed(reasons)}); use another degree")
 
@@ -147,7 +147,7 @@ class _Planner:
         """Solve and write down."""
         choice = self.problem.solved()
         reasons = self._reasons(choice)
-        nodes = {name: self._node(name, way) for name, way in choice.ways.items()}
+        nodes = {name: self._node(name, strategy) for name, strategy in choice.ways.items()}
         parameters = {key: self._placed(key, choice.states[key]) for key in self.problem.parameters}
         nodes, parameters, reasons = self._expanded(nodes, parameters, reasons)
         return replace(self._written(nodes, parameters, reasons), fixed=choice.fixed)
@@ -157,14 +157,14 @@ class _Planner:
             return (state,) * max(len(self.facts.ids(key)), 1)
         return tuple(shard_of(self.facts.dims[number], state) or REPLICATED for number in self.facts.ids(key))
 
-    def _node(self, name: str, way: Way) -> NodePlan:
+    def _node(self, name: str, strategy: Way) -> NodePlan:
         facts = self.facts.nodes[name]
-        wants = {key: self._placed(key, state) for key, state in way.wants.items()}
-        share = 1 if way.axis is None else 1 / self.ranks
+        wants = {key: self._placed(key, state) for key, state in strategy.wants.items()}
+        share = 1 if strategy.axis is None else 1 / self.ranks
         value = self.problem.values[name]
-        gives = self._placed(name, way.gives)
+        gives = self._placed(name, strategy.gives)
         stable = facts.node.meta[INFO].name
-        return NodePlan(stable, wants, gives, share, facts.flops, value.bytes, value.gradient, way.sums)
+        return NodePlan(stable, wants, gives, share, facts.flops, value.bytes, value.gradient, strategy.sums)
 
     # -- what stays replicated -----------------------------------------------------------------------------------------
     def _reasons(self, choice: Choice) -> dict[Operand, str]:
@@ -200,11 +200,11 @@ class _Planner:
         ideal = self._problem(any_size=True)
         best = ideal.solved()
         uneven = {key: s.size for key in whole if isinstance(s := best.states[key], Axis) and s.size % ranks}
-        for way in best.ways.values():
-            axis = way.axis
-            if axis is None or way.gives is not PARTIAL or axis.size % ranks == 0:
+        for strategy in best.ways.values():
+            axis = strategy.axis
+            if axis is None or strategy.gives is not PARTIAL or axis.size % ranks == 0:
                 continue
-            taken = [key for key, state in way.wants.items() if state is axis and key not in ideal.parameters]
+            taken = [key for key, state in strategy.wants.items() if state is axis and key not in ideal.parameters]
             sharded = [key for key in ideal.parameters if best.states[key] is axis]
             if taken and sharded and whole.issuperset(sharded):
                 names = ", ".join(key.removeprefix(".") for key in sharded[:3])
@@ -224,10 +224,10 @@ class _Planner:
             for number in range(2, len(run.nodes) - 1):
                 names = self._names(template, run.nodes[number])
                 taken = self._names(before, run.nodes[number - 1]) | names
-                for mine, own in zip(template, run.nodes[number], strict=True):
+                for mine, twin in zip(template, run.nodes[number], strict=True):
                     if mine.name in nodes:
                         copied = _renamed(nodes[mine.name], taken)
-                        nodes[own.name] = replace(copied, name=own.meta[INFO].name)
+                        nodes[twin.name] = replace(copied, name=twin.meta[INFO].name)
                 parameters |= {names[key]: placed for key, placed in parameters.items() if key in names}
                 reasons |= {names[key]: text for key, text in reasons.items() if key in names}
             taken = self._names(template, run.nodes[-2])
@@ -239,11 +239,11 @@ class _Planner:
     def _names(self, block: Iterable[fx.Node], other: Iterable[fx.Node]) -> dict[Operand, Operand]:
         """Map what names values of one block to what names them in another."""
         names: dict[Operand, Operand] = {}
-        for one, two in zip(block, other, strict=True):
-            names[operand_of(one)] = operand_of(two)
-            if one.op == "call_module":
-                for name, _ in self.traced.root.get_submodule(str(one.target)).named_parameters():
-                    names[f".{one.target}.{name}"] = f".{two.target}.{name}"
+        for node, two in zip(block, other, strict=True):
+            names[operand_of(node)] = operand_of(two)
+            if node.op == "call_module":
+                for name, _ in self.traced.root.get_submodule(str(node.target)).named_parameters():
+                    names[f".{node.target}.{name}"] = f".{two.target}.{name}"
         return names
 
     def _written(
@@ -263,30 +263,30 @@ class _Planner:
             name: why.get(id(p)) or unused for name, p in names.items() if p.ndim > 1 and parameters[name] is REPLICATED
         }
         elements = {name: p.numel() for name, p in names.items()}
-        found = tuple(self._collectives(nodes, placed))
-        return TensorPlan(self.ranks, self.rows, parameters, replicated, found, nodes, elements)
+        moves = tuple(self._collectives(nodes, placed))
+        return TensorPlan(self.ranks, self.rows, parameters, replicated, moves, nodes, elements)
 
     def _collectives(self, nodes: dict[str, NodePlan], placed: dict[Operand, Placements]) -> Iterable[NodeCollective]:
         """Yield what values take: one move for each placement in which others want one, and what nodes sum inside."""
         for plan in nodes.values():
             for size in plan.sums:
-                (found,) = collectives(PARTIAL, REPLICATED, value_bytes=size, ranks=self.ranks, gradient=False)
-                yield NodeCollective(plan.name, (plan.name,), found)
+                (needed,) = collectives(PARTIAL, REPLICATED, value_bytes=size, ranks=self.ranks, gradient=False)
+                yield NodeCollective(plan.name, (plan.name,), needed)
         for key, users in _users(self.traced, nodes).items():
             if key in nodes:
                 node = nodes[key]
-                name, own, size, gradient = node.name, node.gives, node.value_bytes, node.gradient
+                name, placements, size, gradient = node.name, node.gives, node.value_bytes, node.gradient
             elif key in placed:
-                name, own = key.removeprefix("."), placed[key]
+                name, placements = key.removeprefix("."), placed[key]
                 tensor = attrgetter(name)(self.traced.root)
                 size = tensor.numel() * tensor.element_size()
                 gradient = tensor.requires_grad
             else:
                 continue
             for want in dict.fromkeys(want for _, want in users):
-                if want != own:
+                if want != placements:
                     takers = tuple(name for name, other in users if other == want)
-                    sent = collectives(own[0], want[0], value_bytes=size, ranks=self.ranks, gradient=gradient)
+                    sent = collectives(placements[0], want[0], value_bytes=size, ranks=self.ranks, gradient=gradient)
                     yield from (NodeCollective(name, takers, each) for each in sent)
 
 
@@ -296,18 +296,18 @@ def _renamed(plan: NodePlan, names: Mapping[Operand, Operand]) -> NodePlan:
 
 def _users(traced: TracedGraph, nodes: Mapping[str, NodePlan]) -> dict[Operand, list[tuple[str, Placements]]]:
     """Map values to those that take them, and how they want them."""
-    found: dict[Operand, list[tuple[str, Placements]]] = {}
+    users: dict[Operand, list[tuple[str, Placements]]] = {}
     for plan in nodes.values():
         for key, want in plan.wants.items():
-            found.setdefault(key, []).append((plan.name, want))
+            users.setdefault(key, []).append((plan.name, want))
     for node in traced.graph.nodes:
         if node.op == "output":
             for operand in node.all_input_nodes:
                 count = len(nodes[operand.name].gives) if operand.name in nodes else 1
-                found.setdefault(operand_of(operand), []).append(("output", (REPLICATED,) * count))
-    return found
+                users.setdefault(operand_of(operand), []).append(("output", (REPLICATED,) * count))
+    return users
 
 
 def _divisors(size: int) -> str:
-    found = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
-    return ", ".join(map(str, sorted({*found, *(size // n for n in found)})))
+    small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    return ", ".join(map(str, sorted({*small, *(size // n for n in small)})))

@@ -41,7 +41,7 @@ _CLOSE = 2.0
 def block_of(key: Operand) -> str:
     """Return the path of the block that a parameter is in: up to the first number; "" for none."""
     parts = key.split(".")
-    return ".".join(parts[: next((n + 1 for n, part in enumerate(parts) if part.isdecimal()), 0)])
+    return ".".join(parts[: next((n + 1 for n, name in enumerate(parts) if name.isdecimal()), 0)])
 
 
 @dataclass
@@ -151,15 +151,15 @@ class Problem:
             self.ways[name] = [*(w for w in ways if any_size or self._runs(name, w)), *self._loss_in_parts(node)]
             gradient = any(value.gradient for value in taken) and any(t.differentiable for t in info.tensors)
             of_state = info.node_class is NodeClass.SHARED
-            states = list(dict.fromkeys(way.gives for way in self.ways[name]))
+            states = list(dict.fromkeys(strategy.gives for strategy in self.ways[name]))
             self.values[name] = Value(name, states, self.facts.bytes(name), gradient, of_state)
             for key in dict.fromkeys(operands):
                 if key in self.values:
                     self.values[key].takers.append(name)
 
-    def _runs(self, name: str, way: Way) -> bool:
+    def _runs(self, name: str, strategy: Way) -> bool:
         """Tell whether a node gives what it should on a rank's parts."""
-        return way.axis is None or runs(self.facts, self.root, self.facts.nodes[name], way, self.ranks)
+        return strategy.axis is None or runs(self.facts, self.root, self.facts.nodes[name], strategy, self.ranks)
 
     def _loss_in_parts(self, node: NodeFacts) -> Iterable[Way]:
         """Yield the ways to run a cross entropy on parts of its classes."""
@@ -184,9 +184,9 @@ class Problem:
         """Return the first name of a parameter, or the name itself."""
         return self._alias.get(key, key)
 
-    def wants(self, way: Way, key: Operand) -> State:
+    def wants(self, strategy: Way, key: Operand) -> State:
         """Return the state in which a node takes a value."""
-        return next(state for operand, state in way.wants.items() if self.of(operand) == key)
+        return next(state for operand, state in strategy.wants.items() if self.of(operand) == key)
 
     # -- costs ---------------------------------------------------------------------------------------------------------
     def move_bytes(self, value: Value, source: State, target: State) -> float:
@@ -207,7 +207,7 @@ class Problem:
 
     def tables(self, price: float) -> list[Table]:
         """Return the tables; ``price``: the bytes on the wire that a replicated element of a parameter is worth."""
-        found = [*self._moves]
+        tables = [*self._moves]
         for key, states in self._given.items():
             whole = _HELD * self.values[key].bytes * (1 - 1 / self.ranks) * bool(self._tokens)
             costs = [_LITTLE * (s is not REPLICATED) + whole * isinstance(s, Whole) for s in states]
@@ -216,8 +216,8 @@ class Problem:
                 costs = [_LITTLE + kept / (self.ranks if way.sums else 1) + self._inside(way) for way in self.ways[key]]
             if key not in self.ways:
                 costs = [price * self.values[key].elements * (state is REPLICATED) for state in states]
-            found.append(Table((("value", key),), np.array(costs)))
-        return found
+            tables.append(Table((("value", key),), np.array(costs)))
+        return tables
 
     def _inside(self, way: Way) -> float:
         return sum(self._bytes(PARTIAL, REPLICATED, size, gradient=False) for size in way.sums)
@@ -226,7 +226,7 @@ class Problem:
     def _given(self) -> dict[Operand, list[State]]:
         """The state of each value for each way of its node, or each state of a parameter."""
         return {
-            key: [way.gives for way in self.ways[key]] if key in self.ways else value.states
+            key: [strategy.gives for strategy in self.ways[key]] if key in self.ways else value.states
             for key, value in self.values.items()
         }
 
@@ -238,9 +238,10 @@ class Problem:
             for table in self._edges(self.values[key], ("value", key), states)
         ]
 
-    def _edges(self, value: Value, given: tuple, states: list[State]) -> Iterable[Table]:
+    def _edges(self, value: Value, variable: tuple, states: list[State]) -> Iterable[Table]:
         takers: list[tuple[tuple, list[State]]] = [
-            (("value", taker), [self.wants(way, value.key) for way in self.ways[taker]]) for taker in value.takers
+            (("value", taker), [self.wants(strategy, value.key) for strategy in self.ways[taker]])
+            for taker in value.takers
         ]
         if value.key in self._outputs:
             takers.append((("output", value.key), [REPLICATED]))
@@ -248,16 +249,16 @@ class Problem:
         cost = np.array([[self.move_bytes(value, s, w) for w in wanted] for s in states]).reshape(len(states), -1)
         if len(takers) > 1:
             at_hand = ("at hand", value.key)
-            yield Table((given, at_hand), cost)
+            yield Table((variable, at_hand), cost)
         for taker, wants in takers:
             chosen = cost[:, [wanted.index(want) for want in wants]]
             if len(takers) == 1:
-                yield Table((given, taker), chosen)
+                yield Table((variable, taker), chosen)
                 continue
             table = np.repeat(chosen[:, None, :], len(wanted), axis=1)
-            for place, state in enumerate(wanted):
-                table[:, place, [n for n, want in enumerate(wants) if want is state]] = 0
-            yield Table((given, at_hand, taker), table)
+            for index, state in enumerate(wanted):
+                table[:, index, [n for n, want in enumerate(wants) if want is state]] = 0
+            yield Table((variable, at_hand, taker), table)
 
     # -- solving -------------------------------------------------------------------------------------------------------
     def solved(self) -> Choice:
@@ -278,25 +279,25 @@ class Problem:
 
     def replicated(self, choice: Choice) -> dict[str, int]:
         """Return how many elements of parameters every rank has, of each block."""
-        found = dict.fromkeys(self._total, 0)
+        counts = dict.fromkeys(self._total, 0)
         for key in self.parameters:
-            found[block_of(key)] += self.values[key].elements * (choice.states[key] is REPLICATED)
-        return found
+            counts[block_of(key)] += self.values[key].elements * (choice.states[key] is REPLICATED)
+        return counts
 
     @cached_property
     def _total(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for key in self.parameters:
-            found[block_of(key)] = found.get(block_of(key), 0) + self.values[key].elements
-        return found
+            counts[block_of(key)] = counts.get(block_of(key), 0) + self.values[key].elements
+        return counts
 
     def _cheapest(self, price: float) -> Choice:
-        found = cheapest(self.tables(price))
-        chosen = found.chosen
+        best = cheapest(self.tables(price))
+        chosen = best.chosen
         ways = {name: ways[chosen["value", name]] for name, ways in self.ways.items()}
         states = {
             key: ways[key].gives if key in ways else value.states[chosen["value", key]]
             for key, value in self.values.items()
         }
-        fixed = [key for key in self.values if not {("value", key), ("at hand", key)}.isdisjoint(found.fixed)]
+        fixed = [key for key in self.values if not {("value", key), ("at hand", key)}.isdisjoint(best.fixed)]
         return Choice(ways, states, tuple(key.removeprefix(".") for key in fixed))

@@ -46,9 +46,9 @@ def _broadcast(follower: Follower, call: Call, result: Any, operands: Sequence[A
     """Unite the dimensions that lie over each other, and give them to all results."""
     results = (result,) if isinstance(result, Tensor) else tuple(result)
     dims = []
-    for place in range(1, results[0].ndim + 1):
-        size = results[0].shape[-place]
-        over = [follower.dims(t)[-place] for t in operands if t.ndim >= place and t.shape[-place] == size]
+    for d in range(1, results[0].ndim + 1):
+        size = results[0].shape[-d]
+        over = [follower.dims(t)[-d] for t in operands if t.ndim >= d and t.shape[-d] == size]
         dims.append(follower.unite(call, *over) if over and size != 1 else Axis(size))
     for tensor in results:
         if id(tensor) not in {id(t) for t in operands}:
@@ -61,46 +61,46 @@ def _pointwise(follower: Follower, call: Call, result: Any, *args: Any, **kwargs
     return ()
 
 
-def _sum(follower: Follower, call: Call, result: Any, one: Any, other: Any, *, alpha: Any = 1) -> Terms:
-    _broadcast(follower, call, result, tensors_in(one, other))
-    return () if any(value != 0 for value in (one, other) if not isinstance(value, Tensor)) else each(one, other)
+def _sum(follower: Follower, call: Call, result: Any, x: Any, other: Any, *, alpha: Any = 1) -> Terms:
+    _broadcast(follower, call, result, tensors_in(x, other))
+    return () if any(value != 0 for value in (x, other) if not isinstance(value, Tensor)) else each(x, other)
 
 
-def _product(follower: Follower, call: Call, result: Any, one: Any, other: Any = 1) -> Terms:
-    _broadcast(follower, call, result, tensors_in(one, other))
-    return (tuple(id(value) for value in tensors_in(one, other)),)
+def _product(follower: Follower, call: Call, result: Any, x: Any, other: Any = 1) -> Terms:
+    _broadcast(follower, call, result, tensors_in(x, other))
+    return (tuple(id(value) for value in tensors_in(x, other)),)
 
 
-def _quotient(follower: Follower, call: Call, result: Any, one: Any, other: Any, *, rounding_mode: Any = None) -> Terms:
-    _broadcast(follower, call, result, tensors_in(one, other))
-    return each(one) if rounding_mode is None else ()
+def _quotient(follower: Follower, call: Call, result: Any, x: Any, other: Any, *, rounding_mode: Any = None) -> Terms:
+    _broadcast(follower, call, result, tensors_in(x, other))
+    return each(x) if rounding_mode is None else ()
 
 
-def _copy(follower: Follower, call: Call, result: Any, one: Tensor, *args: Any, **kwargs: Any) -> Terms:
-    _broadcast(follower, call, result, [one])
-    return each(one) if result.is_floating_point() else ()
+def _copy(follower: Follower, call: Call, result: Any, x: Tensor, *args: Any, **kwargs: Any) -> Terms:
+    _broadcast(follower, call, result, [x])
+    return each(x) if result.is_floating_point() else ()
 
 
-def _where(follower: Follower, call: Call, result: Any, condition: Tensor, one: Any, other: Any) -> Terms:
-    _broadcast(follower, call, result, tensors_in(condition, one, other))
-    return () if any(value != 0 for value in (one, other) if not isinstance(value, Tensor)) else each(one, other)
+def _where(follower: Follower, call: Call, result: Any, condition: Tensor, x: Any, other: Any) -> Terms:
+    _broadcast(follower, call, result, tensors_in(condition, x, other))
+    return () if any(value != 0 for value in (x, other) if not isinstance(value, Tensor)) else each(x, other)
 
 
-def _masked_fill(follower: Follower, call: Call, result: Any, one: Tensor, mask: Tensor, value: Any) -> Terms:
-    _broadcast(follower, call, result, [one, mask])
-    return each(one) if not isinstance(value, Tensor) and value == 0 else ()
+def _masked_fill(follower: Follower, call: Call, result: Any, x: Tensor, mask: Tensor, value: Any) -> Terms:
+    _broadcast(follower, call, result, [x, mask])
+    return each(x) if not isinstance(value, Tensor) and value == 0 else ()
 
 
-def _expand(follower: Follower, call: Call, result: Any, one: Tensor, *args: Any, **kwargs: Any) -> Terms:
-    _broadcast(follower, call, result, [one])
+def _expand(follower: Follower, call: Call, result: Any, x: Tensor, *args: Any, **kwargs: Any) -> Terms:
+    _broadcast(follower, call, result, [x])
     call.expands = True
-    return each(one)
+    return each(x)
 
 
 # -- views -------------------------------------------------------------------------------------------------------------
-def _view(follower: Follower, call: Call, result: Tensor, one: Tensor, *args: Any, **kwargs: Any) -> Terms:
-    dims, old, new = [], [*follower.dims(one)], [*result.shape]
-    if 0 in result.shape or result.dtype != one.dtype:
+def _view(follower: Follower, call: Call, result: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Terms:
+    dims, old, new = [], [*follower.dims(x)], [*result.shape]
+    if 0 in result.shape or result.dtype != x.dtype:
         raise Incompatible
     while old or new:
         group, sizes = old[:1], new[:1]
@@ -118,46 +118,46 @@ def _view(follower: Follower, call: Call, result: Tensor, one: Tensor, *args: An
         except Incompatible:
             call.blocked += group
             dims += [Axis(size) for size in sizes]
-    return follower.moved(result, dims, one)
+    return follower.moved(result, dims, x)
 
 
-def _t(follower: Follower, call: Call, result: Tensor, one: Tensor) -> Terms:
-    return follower.moved(result, follower.dims(one)[::-1], one)
+def _t(follower: Follower, call: Call, result: Tensor, x: Tensor) -> Terms:
+    return follower.moved(result, follower.dims(x)[::-1], x)
 
 
-def _transpose(follower: Follower, call: Call, result: Tensor, one: Tensor, first: int, second: int) -> Terms:
-    dims = [*follower.dims(one)]
+def _transpose(follower: Follower, call: Call, result: Tensor, x: Tensor, first: int, second: int) -> Terms:
+    dims = [*follower.dims(x)]
     dims[first], dims[second] = dims[second], dims[first]
-    return follower.moved(result, dims, one)
+    return follower.moved(result, dims, x)
 
 
-def _permute(follower: Follower, call: Call, result: Tensor, one: Tensor, order: Sequence[int]) -> Terms:
-    return follower.moved(result, [follower.dims(one)[dim] for dim in order], one)
+def _permute(follower: Follower, call: Call, result: Tensor, x: Tensor, order: Sequence[int]) -> Terms:
+    return follower.moved(result, [follower.dims(x)[dim] for dim in order], x)
 
 
-def _unsqueeze(follower: Follower, call: Call, result: Tensor, one: Tensor, dim: int) -> Terms:
-    dims = [*follower.dims(one)]
+def _unsqueeze(follower: Follower, call: Call, result: Tensor, x: Tensor, dim: int) -> Terms:
+    dims = [*follower.dims(x)]
     dims.insert(dim % result.ndim, Axis(1))
-    return follower.moved(result, dims, one)
+    return follower.moved(result, dims, x)
 
 
-def _squeeze(follower: Follower, call: Call, result: Tensor, one: Tensor, dim: Any = None) -> Terms:
-    chosen = range(one.ndim) if dim is None else [d % one.ndim for d in ([dim] if isinstance(dim, int) else dim)]
-    gone = {d for d in chosen if one.shape[d] == 1}
-    return follower.moved(result, [axis for d, axis in enumerate(follower.dims(one)) if d not in gone], one)
+def _squeeze(follower: Follower, call: Call, result: Tensor, x: Tensor, dim: Any = None) -> Terms:
+    chosen = range(x.ndim) if dim is None else [d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)]
+    gone = {d for d in chosen if x.shape[d] == 1}
+    return follower.moved(result, [axis for d, axis in enumerate(follower.dims(x)) if d not in gone], x)
 
 
 def _slice(
-    follower: Follower, call: Call, result: Tensor, one: Tensor, dim: int = 0, start: Any = None, *rest: Any
+    follower: Follower, call: Call, result: Tensor, x: Tensor, dim: int = 0, start: Any = None, *rest: Any
 ) -> Terms:
-    dims = [*follower.dims(one)]
-    first, last, step = slice(start, *rest or (None,)).indices(one.shape[dim])
+    dims = [*follower.dims(x)]
+    first, last, step = slice(start, *rest or (None,)).indices(x.shape[dim])
     if step != 1 or last <= first:
         call.blocked.append(dims[dim])
         dims[dim] = Axis(result.shape[dim])
     else:
         dims[dim] = _cut(call, dims[dim], first, last)
-    return follower.moved(result, dims, one)
+    return follower.moved(result, dims, x)
 
 
 def _cut(call: Call, axis: Axis, start: int, stop: int) -> Axis:
@@ -168,37 +168,37 @@ def _cut(call: Call, axis: Axis, start: int, stop: int) -> Axis:
         return Axis(stop - start)
 
 
-def _select(follower: Follower, call: Call, result: Tensor, one: Tensor, dim: int, index: int) -> Terms:
-    dims = [*follower.dims(one)]
+def _select(follower: Follower, call: Call, result: Tensor, x: Tensor, dim: int, index: int) -> Terms:
+    dims = [*follower.dims(x)]
     call.blocked.append(dims.pop(dim))
-    return follower.moved(result, dims, one)
+    return follower.moved(result, dims, x)
 
 
-def _unbind(follower: Follower, call: Call, result: Any, one: Tensor, dim: int = 0) -> Terms:
-    dims = [*follower.dims(one)]
+def _unbind(follower: Follower, call: Call, result: Any, x: Tensor, dim: int = 0) -> Terms:
+    dims = [*follower.dims(x)]
     call.blocked.append(dims.pop(dim))
     for tensor in result:
         follower.enter(tensor, dims)
-    return each(one)
+    return each(x)
 
 
-def _split(follower: Follower, call: Call, result: Any, one: Tensor, sizes: Any, dim: int = 0) -> Terms:
+def _split(follower: Follower, call: Call, result: Any, x: Tensor, sizes: Any, dim: int = 0) -> Terms:
     start = 0
     for tensor in result:
-        dims = [*follower.dims(one)]
+        dims = [*follower.dims(x)]
         dims[dim] = _cut(call, dims[dim], start, start + tensor.shape[dim])
         follower.enter(tensor, dims)
         start += tensor.shape[dim]
-    return each(one)
+    return each(x)
 
 
 def _cat(follower: Follower, call: Call, result: Tensor, parts: Sequence[Tensor], dim: int = 0) -> Terms:
-    parts = [part for part in parts if part.ndim == result.ndim]
+    parts = [tensor for tensor in parts if tensor.ndim == result.ndim]
     dims: list[Axis] = []
-    place = dim % result.ndim
+    along = dim % result.ndim
     for d in range(result.ndim):
-        axes = [follower.dims(part)[d] for part in parts]
-        dims.append(row(axes) if d == place else follower.unite(call, *axes))
+        axes = [follower.dims(tensor)[d] for tensor in parts]
+        dims.append(row(axes) if d == along else follower.unite(call, *axes))
     return follower.moved(result, dims, *parts)
 
 
@@ -208,86 +208,86 @@ def _stack(follower: Follower, call: Call, result: Tensor, parts: Sequence[Tenso
     return follower.moved(result, dims, *parts)
 
 
-def _repeat(follower: Follower, call: Call, result: Tensor, one: Tensor, repeats: Sequence[int]) -> Terms:
-    dims = [Axis(1)] * (result.ndim - one.ndim) + follower.dims(one)
+def _repeat(follower: Follower, call: Call, result: Tensor, x: Tensor, repeats: Sequence[int]) -> Terms:
+    dims = [Axis(1)] * (result.ndim - x.ndim) + follower.dims(x)
     call.expands = True
-    return follower.moved(result, [product([Axis(n), axis]) for n, axis in zip(repeats, dims, strict=True)], one)
+    return follower.moved(result, [product([Axis(n), axis]) for n, axis in zip(repeats, dims, strict=True)], x)
 
 
-def _pad(follower: Follower, call: Call, result: Tensor, one: Tensor, pad: Sequence[int], value: Any = 0) -> Terms:
-    dims = [*follower.dims(one)]
-    for place in range(len(pad) // 2):
-        if pad[2 * place] or pad[2 * place + 1]:
-            call.blocked.append(dims[-1 - place])
-            dims[-1 - place] = Axis(result.shape[-1 - place])
+def _pad(follower: Follower, call: Call, result: Tensor, x: Tensor, pad: Sequence[int], value: Any = 0) -> Terms:
+    dims = [*follower.dims(x)]
+    for d in range(len(pad) // 2):
+        if pad[2 * d] or pad[2 * d + 1]:
+            call.blocked.append(dims[-1 - d])
+            dims[-1 - d] = Axis(result.shape[-1 - d])
     follower.enter(result, dims)
-    return each(one) if value == 0 else ()
+    return each(x) if value == 0 else ()
 
 
-def _glu(follower: Follower, call: Call, result: Tensor, one: Tensor, dim: int = -1) -> Terms:
-    dims = [*follower.dims(one)]
-    half = one.shape[dim] // 2
+def _glu(follower: Follower, call: Call, result: Tensor, x: Tensor, dim: int = -1) -> Terms:
+    dims = [*follower.dims(x)]
+    half = x.shape[dim] // 2
     dims[dim] = follower.unite(call, _cut(call, dims[dim], 0, half), _cut(call, dims[dim], half, 2 * half))
     follower.enter(result, dims)
     return ()
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
-def _mm(follower: Follower, call: Call, result: Tensor, one: Tensor, two: Tensor) -> Terms:
-    left, right = follower.dims(one), follower.dims(two)
+def _mm(follower: Follower, call: Call, result: Tensor, x: Tensor, two: Tensor) -> Terms:
+    left, right = follower.dims(x), follower.dims(two)
     follower.unite(call, left[-1], right[-2])
     batch = [follower.unite(call, a, b) for a, b in zip(left[:-2], right[:-2], strict=True)]
     follower.enter(result, [*batch, left[-2], right[-1]])
-    return ((id(one), id(two)),)
+    return ((id(x), id(two)),)
 
 
 _bmm = _mm
 
 
-def _addmm(follower: Follower, call: Call, result: Tensor, bias: Tensor, one: Tensor, two: Tensor, **_: Any) -> Terms:
-    terms = _mm(follower, call, result, one, two)
+def _addmm(follower: Follower, call: Call, result: Tensor, bias: Tensor, x: Tensor, two: Tensor, **_: Any) -> Terms:
+    terms = _mm(follower, call, result, x, two)
     dims = follower.dims(result)
-    for place in range(1, bias.ndim + 1):
-        if bias.shape[-place] == result.shape[-place]:
-            follower.unite(call, dims[-place], follower.dims(bias)[-place])
+    for d in range(1, bias.ndim + 1):
+        if bias.shape[-d] == result.shape[-d]:
+            follower.unite(call, dims[-d], follower.dims(bias)[-d])
     return (*terms, *each(bias))
 
 
 _baddbmm = _addmm
 
 
-def _mv(follower: Follower, call: Call, result: Tensor, one: Tensor, two: Tensor) -> Terms:
-    left, right = follower.dims(one), follower.dims(two)
+def _mv(follower: Follower, call: Call, result: Tensor, x: Tensor, two: Tensor) -> Terms:
+    left, right = follower.dims(x), follower.dims(two)
     follower.unite(call, left[1], right[0])
     follower.enter(result, left[:1])
-    return ((id(one), id(two)),)
+    return ((id(x), id(two)),)
 
 
-def _grouped(follower: Follower, call: Call, result: Tensor, one: Tensor, two: Tensor, *rest: Any) -> Terms:
+def _grouped(follower: Follower, call: Call, result: Tensor, x: Tensor, two: Tensor, *rest: Any) -> Terms:
     """Rows of tokens, group by group, with a matrix per group."""
-    if (one.ndim, two.ndim) == (3, 3):
-        return _mm(follower, call, result, one, two)
-    if (one.ndim, two.ndim) != (2, 3) or any(bias is not None for bias in rest[1:2]):
+    if (x.ndim, two.ndim) == (3, 3):
+        return _mm(follower, call, result, x, two)
+    if (x.ndim, two.ndim) != (2, 3) or any(bias is not None for bias in rest[1:2]):
         raise Incompatible
-    left, right = follower.dims(one), follower.dims(two)
+    left, right = follower.dims(x), follower.dims(two)
     follower.unite(call, left[1], right[1])
     call.blocked += [left[0], right[0]]
     follower.enter(result, [left[0], right[2]])
-    return ((id(one), id(two)),)
+    return ((id(x), id(two)),)
 
 
 def _convolution(
-    follower: Follower, call: Call, result: Tensor, one: Tensor, weight: Tensor, bias: Any, *rest: Any, **_: Any
+    follower: Follower, call: Call, result: Tensor, x: Tensor, weight: Tensor, bias: Any, *rest: Any, **_: Any
 ) -> Terms:
     if rest[-1] != 1 or rest[-3]:
         raise Incompatible
-    source, kernel = follower.dims(one), follower.dims(weight)
+    source, kernel = follower.dims(x), follower.dims(weight)
     follower.unite(call, source[1], kernel[1])
     call.blocked += [*source[2:], *kernel[2:]]
     follower.enter(result, [source[0], kernel[0], *map(Axis, result.shape[2:])])
     if bias is not None:
         follower.unite(call, kernel[0], follower.dims(bias)[0])
-    return ((id(one), id(weight)), *each(bias))
+    return ((id(x), id(weight)), *each(bias))
 
 
 def _attention(
@@ -310,7 +310,7 @@ def _attention(
         dims.append(a)
     follower.enter(result, [*dims, q[-2], v[-1]])
     call.blocked += follower.dims(mask)[-2:] if mask is not None else []
-    for place in range(3, (mask.ndim if mask is not None else 0) + 1):
-        if mask.shape[-place] == q[-place].size:
-            follower.unite(call, q[-place], follower.dims(mask)[-place])
+    for d in range(3, (mask.ndim if mask is not None else 0) + 1):
+        if mask.shape[-d] == q[-d].size:
+            follower.unite(call, q[-d], follower.dims(mask)[-d])
     return each(value)

@@ -40,11 +40,11 @@ def cheapest(tables: Sequence[Table]) -> Cheapest:
 
     Where tables would become too large, some variables are fixed by themselves first.
     """
-    given = {v: n for table in tables for v, n in zip(table.variables, table.costs.shape, strict=True)}
-    sizes = {variable: size for variable, size in given.items() if size > 1}
+    counts = {v: n for table in tables for v, n in zip(table.variables, table.costs.shape, strict=True)}
+    sizes = {variable: size for variable, size in counts.items() if size > 1}
     tables = [Table(tuple(v for v in table.variables if v in sizes), table.costs.squeeze()) for table in tables]
     keys_left = itertools.count(len(tables))
-    number = {variable: place for place, variable in enumerate(sizes)}
+    number = {variable: n for n, variable in enumerate(sizes)}
     touching: dict[Variable, set[int]] = {variable: set() for variable in sizes}
     alive = dict(enumerate(tables))
     for key, table in alive.items():
@@ -89,7 +89,7 @@ def cheapest(tables: Sequence[Table]) -> Cheapest:
             for other in others:
                 touching[other].add(key)
                 heapq.heappush(queue, (width(other), number[other], other))
-    chosen: dict[Variable, int] = dict.fromkeys(given, 0)
+    chosen: dict[Variable, int] = dict.fromkeys(counts, 0)
     for variable, others, best in reversed(steps):
         chosen[variable] = int(best[tuple(chosen[other] for other in others)])
     return Cheapest(chosen, tuple(fixed))
@@ -117,11 +117,11 @@ def _fix(variable: Variable, alive: dict[int, Table], touching: dict[Variable, s
 def _added(tables: Sequence[Table], scope: tuple[Variable, ...], sizes: dict[Variable, int]) -> np.ndarray:
     """Return the sum of tables over a scope."""
     total = np.zeros([sizes[variable] for variable in scope])
-    place = {variable: n for n, variable in enumerate(scope)}
+    position = {variable: n for n, variable in enumerate(scope)}
     for table in tables:
-        order = sorted(range(len(table.variables)), key=lambda n: place[table.variables[n]])
+        order = sorted(range(len(table.variables)), key=lambda n: position[table.variables[n]])
         shape = [1] * len(scope)
         for n in order:
-            shape[place[table.variables[n]]] = table.costs.shape[n]
+            shape[position[table.variables[n]]] = table.costs.shape[n]
         total += table.costs.transpose(order).reshape(shape)
     return total

@@ -59,22 +59,22 @@ class TensorPart(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Return the memory of a run."""
-        chunk, here = next(own for own in self._chunks() if own[0].offsets == index.offset)
+        chunk, here = next(entry for entry in self._chunks() if entry[0].offsets == index.offset)
         dim = self.part.shard.dim
         return self.as_subclass(Tensor).narrow(dim, here, chunk.sizes[dim])
 
 
-def as_part(own: Any, part: Part | None) -> Any:
+def as_part(value: Any, piece: Part | None) -> Any:
     """Return what a rank holds for a state: with its place in the whole where it is a part."""
-    if part is None or not isinstance(own, Tensor):
-        return own
-    found = own.as_subclass(TensorPart)
-    found.part = part
-    return found
-
-
-def here(value: Any, part: Part | None) -> Any:
-    """Return what a rank holds of a value in a state: the whole's, or its part already."""
-    if part is None or not isinstance(value, Tensor) or isinstance(value, TensorPart):
+    if piece is None or not isinstance(value, Tensor):
         return value
-    return part.of(value) if value.shape == part.size else value
+    result = value.as_subclass(TensorPart)
+    result.part = piece
+    return result
+
+
+def here(value: Any, piece: Part | None) -> Any:
+    """Return what a rank holds of a value in a state: the whole's, or its part already."""
+    if piece is None or not isinstance(value, Tensor) or isinstance(value, TensorPart):
+        return value
+    return piece.of(value) if value.shape == piece.size else value

@@ -65,14 +65,14 @@ def ways_of(facts: Facts, node: NodeFacts, axes: Collection[Axis], *, random: bo
     met = {atom for key in (*_tensors(node),) for axis in facts.dims[key] for atom in axis.atoms()}
     for axis in axes:
         if axis in met:
-            way = _followed(facts, node, {}, axis)
-            if way is not None and way.gives is not REPLICATED:
-                ways.append(way)
+            strategy = _followed(facts, node, {}, axis)
+            if strategy is not None and strategy.gives is not REPLICATED:
+                ways.append(strategy)
     if not random:
         for operand in node.operands:
-            way = _followed(facts, node, {operand: PARTIAL}, None)
-            if way is not None and way.gives is PARTIAL and way.wants not in [w.wants for w in ways]:
-                ways.append(way)
+            strategy = _followed(facts, node, {operand: PARTIAL}, None)
+            if strategy is not None and strategy.gives is PARTIAL and strategy.wants not in [w.wants for w in ways]:
+                ways.append(strategy)
     return ways
 
 
@@ -112,16 +112,16 @@ def _followed(facts: Facts, node: NodeFacts, partial: dict[Operand, State], axis
                 more = {owner[key]: PARTIAL for key in added}
                 return _followed(facts, node, {**partial, **more}, axis)
             states.update(dict.fromkeys(call.outputs, state))
-        given = {states.get(key, REPLICATED) for key in node.results}
+        results = {states.get(key, REPLICATED) for key in node.results}
         for key in (*node.results, *states):
             if states.get(key) is axis and axis is not None and shard_of(facts.dims[key], axis) is None:
                 return None
     except Incompatible:
         return None
-    if len(given) != 1:
+    if len(results) != 1:
         return None
-    split = any(state is not REPLICATED for state in wants.values()) or REPLICATED not in given
-    return Way({k: COPIED if s is REPLICATED and split else s for k, s in wants.items()}, given.pop(), axis)
+    split = any(state is not REPLICATED for state in wants.values()) or REPLICATED not in results
+    return Way({k: COPIED if s is REPLICATED and split else s for k, s in wants.items()}, results.pop(), axis)
 
 
 def _through(facts: Facts, call: Call, states: Mapping[int, State], axis: Axis | None) -> tuple[State, list[int]]:
