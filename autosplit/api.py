@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 _DEVICES = 4
-_ONE_PROCESS = {"feed": "all", "outputs": "last"} | dict.fromkeys(("weights", "parallelize", "timeout", "check_inputs"))
+_ONE_PROCESS = dict.fromkeys(("weights", "parallelize", "timeout", "check_inputs"))
+_ONE_PROCESS |= {"feed": "all", "outputs": "last", "fsdp_reshard": "never"}
 
 
 def autosplit(
@@ -57,6 +58,7 @@ def autosplit(
     cut: str = "modules",
     mesh: Any = None,
     parallelize: Any = None,
+    fsdp_reshard: str = "never",
     feed: str = "all",
     outputs: str = "last",
     weights: Any = None,
@@ -115,6 +117,8 @@ def autosplit(
             gradients and the optimizer's state, by torch's ``fully_shard`` over "dp", or over "dp_replicate" and
             "dp_shard" (HSDP). A function ``(part, mesh) -> part``: it wraps this process's part of the model, a module
             with the model's names, of which repeated blocks then run by their calls (fully_shard, compiling).
+        fsdp_reshard: when "fsdp" lets go of parameters that it gathers. "never": at the end of a step. "always": of each
+            block's behind its layers, in every forward and backward, which also scatters its gradients.
         feed: which processes are called with the batch under "torchrun": "all": each with the same; "first_last": that
             of the first stage with the inputs, and that of the last with ``target`` and ``loss_fn``.
         outputs: which processes get the output under "torchrun": "last", that of the last stage, others None; or "all".
@@ -142,6 +146,7 @@ def autosplit(
     world = _world(devices, mesh)
     ways = {"weights": weights, "parallelize": parallelize, "timeout": timeout, "check_inputs": check_inputs}
     ways |= {"feed": choose("feed", feed, FEED), "outputs": choose("outputs", outputs, OUTPUTS)}
+    ways["fsdp_reshard"] = fsdp_reshard
     _check_model(model, world, ways)
     resolved = resolve_devices(devices) if world is None else (world.device,) * world.size
     others = {"plan": pinned, "virtual_stages": virtual_stages}
@@ -217,7 +222,7 @@ def _piped(
         from autosplit.ranks.parallelize import parallelizing
         from autosplit.ranks.pipe import RankPipe
 
-        ways["parallelize"] = parallelizing(ways["parallelize"], mesh)
+        ways["parallelize"] = parallelizing(ways["parallelize"], mesh, ways.pop("fsdp_reshard"), options.compile)
         pipe = RankPipe(model, options, pinned, world, **ways)
     if sample is not None:
         pipe.prepare(Sample.of(sample))

@@ -28,6 +28,7 @@ SCHEDULES = ("auto", *_CATALOG)
 LANES = ("auto", "inline", "threads")
 FEED = ("all", "first_last")
 OUTPUTS = ("last", "all")
+FSDP_RESHARD = ("never", "always")
 TORCHRUN = "torchrun"
 BATCH_NORM = ("micro", "full")
 """What a training norm with running statistics normalises at once: a microbatch, or the whole batch."""

@@ -10,7 +10,7 @@ No exchange depends on a replica's rows: one without any takes part.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -135,12 +135,18 @@ class Reductions:
 
 @contextmanager
 def adding_gradients(
-    reductions: Reductions, leaves: Sequence[Tensor], takers: Sequence[Tensor], *, again: bool
+    reductions: Reductions,
+    leaves: Sequence[Tensor],
+    takers: Sequence[Tensor],
+    scattered: Callable[[], Mapping[int, tuple[bool, DTensor]]],
+    *,
+    again: bool,
 ) -> Iterator[None]:
     """Take the gradients that come to leaves inside, add those of all replicas, and give the sums to ``takers``.
 
     These are the leaves themselves, or shards of them. Where sums of leaves were begun before, their replicas have no
-    more for them inside, unless ``again``.
+    more for them inside, unless ``again``. ``scattered`` gives the sums of shards that were made before, by identity,
+    and whether this replica had a gradient.
     """
     before = [leaf.grad for leaf in leaves]
     try:
@@ -163,7 +169,8 @@ def adding_gradients(
         _give(bucket, [_both(early.pop(id(taker), None), late.pop(id(taker))) for taker in bucket])
     there = [taker for taker in takers if id(taker) in early]
     _give(there, [early.pop(id(taker)) for taker in there])
-    _scatter(reductions.world, shards, {id(taker): leaf for leaf, taker in zip(leaves, takers, strict=True)}, grads)
+    wholes = {id(taker): leaf for leaf, taker in zip(leaves, takers, strict=True)}
+    _scatter(reductions.world, shards, wholes, grads, scattered())
 
 
 def _both(first: Tensor | None, other: Tensor | None) -> Tensor | None:
@@ -173,17 +180,30 @@ def _both(first: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _scatter(
-    world: World, shards: Sequence[DTensor], leaves: Mapping[int, Tensor], grads: dict[int, Tensor | None]
+    world: World,
+    shards: Sequence[DTensor],
+    leaves: Mapping[int, Tensor],
+    grads: dict[int, Tensor | None],
+    scattered: Mapping[int, tuple[bool, DTensor]],
 ) -> None:
-    """Give shards theirs of the sums of gradients, by the identity of the shard, as of what they are shards of."""
+    """Give shards theirs of the sums of gradients, by the identity of the shard, as of what they are shards of.
+
+    ``scattered`` are sums of shards, and whether this replica had a gradient.
+    """
     if not shards:
         return
     device = torch.device("cpu") if world.across is None or carries(world.across, "cpu") else world.device
-    there = torch.tensor([grads[id(shard)] is not None for shard in shards], dtype=torch.int32, device=device)
+    had = {key: there for key, (there, _) in scattered.items()}
+    has = [grads[id(shard)] is not None or had.get(id(shard), False) for shard in shards]
+    there = torch.tensor(has, dtype=torch.int32, device=device)
     world.wait_for("which gradients other replicas have", world.begin_to_add(there))
     for shard, count in zip(shards, there.tolist(), strict=True):
         gradient = grads.pop(id(shard))
-        if count:
+        if count and id(shard) in scattered:
+            if gradient is not None:
+                raise RuntimeError("a parameter got a gradient behind its last action, when its sum had begun")
+            _give([shard], [scattered[id(shard)][1]])
+        elif count:
             whole = torch.zeros_like(leaves[id(shard)]) if gradient is None else gradient
             _give([shard], [_scattered(shard, whole)])
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from itertools import zip_longest
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,30 +15,27 @@ from torch.distributed.tensor import DTensor
 
 from autosplit.distributed.groups import default_timeout
 from autosplit.distributed.messages import Descriptions, Messages, Sent, arrived
-from autosplit.distributed.replicas import Reductions, Share, added_in_order, adding_gradients, join_statistics
+from autosplit.distributed.perform import PerformedStep
+from autosplit.distributed.replicas import Share, added_in_order, adding_gradients, join_statistics
 from autosplit.distributed.start import RankStart, begin
 from autosplit.distributed.words import digest
-from autosplit.distributed.world import World, attempt
+from autosplit.distributed.world import attempt
 from autosplit.errors import DeviceError, InputError, as_known, known_to_all
 from autosplit.lower.split import named_state
+from autosplit.runtime.lanes.threads import forwards
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.step.cells import parameters
-from autosplit.runtime.step.step import Step
 from autosplit.runtime.step.sums import Held, Sums
 from autosplit.runtime.tape import Tape
-from autosplit.schedule.action import Action, Schedule
-from autosplit.schedule.entry import Receive, Reduce, Reshard, Route, Send, Unshard
-from autosplit.schedule.order import Receives, arrivals, check_state, of_device, step_order, with_marks, with_reductions
+from autosplit.schedule.entry import Route
 from autosplit.trace.graph import NodeClass
 
 
 @dataclass(kw_only=True)
-class RankStep(Step):
+class RankStep(PerformedStep):
     """One call on one rank.
 
     Attributes:
-        world: the ranks.
-        ranks: by stage, the ranks of its replicas.
         group: the group of those of this rank's stage; None where it has one.
         sent: what is on its way to others.
         whole: whether what comes behind the last cell runs: the merges, and what mixes rows.
@@ -49,15 +44,11 @@ class RankStep(Step):
         loss: what tells them apart: how a loss adds up, or what a backward begins with.
         timeout_s: the ranks hang when none has moved for so many seconds.
         trained: gives the parameters and buffers of this rank that require a gradient.
-        gathered: by the identity of this replica's shards among them, what these are gathered to; None: it has none.
         shares: the rows of each replica, where there are several.
-        alone: whether the other replicas do not make this call.
         scaled: whether a ``GradScaler`` scales the loss.
         again: whether the loss reads parameters itself, which get more when the sums of their stage's have begun.
     """
 
-    world: World
-    ranks: Sequence[Sequence[int]]
     group: Any = None
     sent: Sent = field(default_factory=dict)
     whole: bool = False
@@ -66,9 +57,7 @@ class RankStep(Step):
     loss: Any = None
     timeout_s: float
     trained: Callable[[], Sequence[torch.Tensor]] = tuple
-    gathered: Mapping[int, torch.Tensor] | None = None
     shares: Sequence[int] = ()
-    alone: bool = False
     scaled: bool = False
     again: bool = False
 
@@ -92,11 +81,6 @@ class RankStep(Step):
         """Whether the loss is made of parts: of microbatches, or of replicas."""
         return super().in_parts or self.world.replicas > 1
 
-    @property
-    def stages(self) -> Sequence[int]:
-        """The stages of this rank, ascending."""
-        return [stage for stage, members in enumerate(self.ranks) if self.world.rank in members]
-
     def processes(self, stage: int) -> int:
         """Return how many ranks have a stage."""
         return len(self.ranks[stage])
@@ -114,72 +98,6 @@ class RankStep(Step):
         if route.loss and (self.whole or route.source == route.target):
             return (self.last, (back,)) if route.backward else (there, (self.last,))
         return there, (back,)
-
-    def perform(self, schedule: Schedule, cells: Any) -> None:
-        """Perform this rank's actions of a schedule, its receives and its sends, where the global order has them."""
-        transport = cells.transport
-        receives: Receives = "ahead" if transport.known.complete else "described"
-
-        def compiled() -> Any:
-            order = step_order(schedule, cells.sources, cells.loss_sources, receives=receives)
-            entries = of_device(order, self.world.rank)
-            sent = {entry.route for entry in entries if isinstance(entry, Send)}
-            if self.overlaps:
-                marked = with_marks(entries, schedule.marks[self.world.rank]) if schedule.marks else entries
-                entries = with_reductions([entry for entry in marked if not isinstance(entry, (Unshard, Reshard))])
-                check_state(entries)
-            return entries, arrivals(order, self.world.rank), sent
-
-        key = "order", schedule.name, schedule.microbatches, cells.loss_sources, receives
-        entries, transport.arrivals, transport.ordered = self.once(key, compiled)
-        beside: Reduce | None = None
-        for entry, following in zip_longest(entries, entries[1:]):
-            if isinstance(entry, Action):
-                self.world.watch.doing(entry)
-                if isinstance(following, Reduce) and (following.stage, "B") == entry[:2]:
-                    beside = following
-                    with self._reducing(cells.replicas(entry.stage)[0]):
-                        cells.act(entry)
-                else:
-                    cells.act(entry)
-                continue
-            if isinstance(entry, Receive):
-                transport.expect(entry.route)
-            elif isinstance(entry, Send):
-                transport.release(entry.route)
-            elif entry is not beside:
-                with self._reducing(cells.replicas(entry.stage)[0]):
-                    pass
-            if self.log is not None:
-                self.log.note(entry)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether sums over the replicas begin behind a stage's last backward; those of shards wait for the step."""
-        return self.world.replicas > 1 and self.gathered is None
-
-    @cached_property
-    def reductions(self) -> Reductions:
-        """The sums over the replicas that are under way."""
-        return Reductions(self.world)
-
-    @contextmanager
-    def entered(self) -> Iterator[list[Any]]:
-        """Order the lanes' work as in one process; sums that lanes have begun are the caller's to use, too."""
-        with super().entered() as handed:
-            yield handed
-            handed += self.reductions.tensors()
-
-    def _reducing(self, sums: Sums) -> AbstractContextManager[None]:
-        """Begin to add up the gradients of a stage's parameters, but for those that may get more behind the actions."""
-        shared = {id(tensor) for tensor in self._shared_parameters()}
-        return self.reductions.beside([p for p in sums.parameters if id(p) not in shared], sums)
-
-    def _shared_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that are tied between stages, or read by what runs once per step."""
-        root = self.lowered.traced.root
-        names = self.once("shared parameters", lambda: self.lowered.layout.read_once())
-        return [attrgetter(name)(root) for name in names]
 
     @property
     def known(self) -> Descriptions:
@@ -215,6 +133,11 @@ class RankStep(Step):
 
     def check_free(self, leaves: Sequence[torch.Tensor]) -> None:
         """Raise InputError where the loss has parameters of its own: every rank has others."""
+        if leaves and self.units is not None:
+            raise InputError(
+                "the loss reads a parameter itself, and fsdp_reshard='always' has those of the model only while their "
+                "layers run; make it part of the model, or use fsdp_reshard='never'"
+            )
         self.again |= bool(leaves)
         held = {id(leaf) for leaf in self.leaves} if leaves and len(self.ranks[-1]) == 1 else set()
         for leaf in leaves:
@@ -281,7 +204,7 @@ class RankStep(Step):
         if (tape := state.tape) is not None:
             among = sum(rows[:replica]), sum(rows)
             state = replace(state, tape=Tape(tape.nodes, self.sizes, self.lengths, here=tape.here, among=among))
-        return replace(self, state=state, shares=rows)
+        return replace(self, state=state, shares=rows, most=max(share.microbatches for share in firsts))
 
     def check_empty(self, *, changes_python: bool) -> None:
         """Raise InputError where a replica has no rows and a call changes state once, whatever its rows."""
@@ -319,7 +242,8 @@ class RankStep(Step):
         """Add the gradients that come to this rank's parameters inside to those of the other replicas."""
         if self.world.replicas == 1 and self.gathered is None:
             return nullcontext()
-        return adding_gradients(self.reductions, self.leaves, self.takers, again=self.again)
+        scattered = self.units.take_sums if self.units is not None else dict
+        return adding_gradients(self.reductions, self.leaves, self.takers, scattered, again=self.again)
 
     def has_rows(self, replica: int) -> bool:
         """Tell whether a replica has rows of the batch."""
@@ -337,6 +261,7 @@ class RankStep(Step):
     def stand_by(self) -> torch.Tensor:
         """Take part in a step of which this replica has no rows; return its loss."""
         with torch.inference_mode(False), torch.enable_grad():
+            self._gather_with_others(self.planned(self.most))
             for stage in reversed(self.stages) if self.overlaps else ():
                 sums = Sums(Held(stage, 0), self.codes[Held(stage, 0)], self.lanes[stage], (), None)
                 sums.use(parameters(self)[sums.held])
@@ -345,11 +270,15 @@ class RankStep(Step):
             value: torch.Tensor = self.outcome(lambda: None)
             with self.adding_gradients():
                 pass
-        self.stand_by_forward()
+        self._end_standing_by()
         return value
 
     def stand_by_forward(self) -> None:
         """Take part in a call for which this replica has no rows."""
+        self._gather_with_others(forwards(self.planned(self.most)))
+        self._end_standing_by()
+
+    def _end_standing_by(self) -> None:
         self.join_statistics()
         update_statistics(self.state, self.lanes)
         self.finish()

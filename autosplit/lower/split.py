@@ -13,6 +13,7 @@ from torch import fx, nn
 from autosplit.lower.layout import EPILOGUE, Layout, Slot, lay_out, tensor_operands
 from autosplit.lower.region import Region, RegionModule, recomputed
 from autosplit.lower.stage_code import StageCode
+from autosplit.lower.visits import StageVisits
 from autosplit.profile.stage_trace.stage_graph import block_paths, in_units
 from autosplit.runtime.optimizers import move
 from autosplit.runtime.regions import Compiled, Recomputed
@@ -47,6 +48,8 @@ class Lowered:
     """What runs each stage: its own graph, compiled code, or either of them again in its backward."""
     codes: dict[int, StageCode] = field(default_factory=dict, repr=False, compare=False)
     """The code that runs each stage in steps, for stages that have run."""
+    visits: dict[int, StageVisits] = field(default_factory=dict, repr=False, compare=False)
+    """The visits of units of parameters, for stages that gather these one by one."""
 
     @property
     def traced(self) -> TracedGraph:

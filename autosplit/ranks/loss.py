@@ -149,8 +149,9 @@ class RankLoss:
                 words = self._said(step, partial(self.find, step))
             elif None in last.values():
                 asks = step.rows > 0 and last[world.replica] is None
-                say = partial(self.find, step, _whole(step)) if asks else partial(words.pop, world.number)
-                words = self._said(step, say)
+                with step.all_gathered():
+                    say = partial(self.find, step, _whole(step)) if asks else partial(words.pop, world.number)
+                    words = self._said(step, say)
             else:
                 return words
 
@@ -217,6 +218,7 @@ class ReadsHere(TorchFunctionMode):
         if read and isinstance(value, torch.Tensor | float | list):  # not sizes and flags
             raise InputError(
                 f"the loss reads the parameter {self.elsewhere[id(read[0])]!r}, which another rank holds, or a "
-                "part of it; make it part of the model, and a penalty on weights part of the optimizer (weight_decay)"
+                "part of it, or which fsdp_reshard='always' gathers for its layer only; make it part of the model, and "
+                "a penalty on weights part of the optimizer (weight_decay)"
             )
         return value

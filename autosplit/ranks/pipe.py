@@ -169,6 +169,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
             if self._world.tensor_ranks > 1:  # parts are another kind of call, which a replica without rows finds too
                 step = self._on_rank(self._prepare(*inputs, runs=False))
             self._recordings.wrap()
+            self._recordings.check_wrapped(step)
             return step
 
         with self._recordings.preparing(), random_state():
@@ -240,8 +241,8 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
             raise InputError(
                 f"an input of shape {list(wanting.shape)} requires a gradient; ranks give gradients to parameters only"
             )
-        agreed = self._agreement.known(doing, step, loss)
-        checked = is_checked(agreed.calls)
+        agreed, part = self._agreement.known(doing, step, loss), self._recordings.part
+        checked, units = is_checked(agreed.calls), part.units if part is not None else None
         rank_step = PreparedRankStep(
             **vars(step),
             world=self._world,
@@ -252,8 +253,9 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
             messages=agreed.messages,
             outcomes=agreed.outcomes,
             agreed=agreed,
-            elsewhere=cache(self._elsewhere) if checked else None,
-            part=self._recordings.part,
+            elsewhere=cache(self._elsewhere) if checked or units is not None else None,
+            part=part,
+            units=units,
             scaled=agreed.scaled and not checked,
         )
         single = max(map(len, rank_step.ranks)) == self._world.replicas == 1
@@ -266,9 +268,10 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         return rank_step
 
     def _elsewhere(self) -> dict[int, str]:
-        """Return the names of parameters that other ranks have, all or a part, by their identity."""
-        named = self._core.model.named_parameters(remove_duplicate=False)
-        return {id(p): name for name, p in named if p in PARTS or not self._recordings.is_own(name)}
+        """Return the names of parameters that other ranks have, all or a part or at times, by their identity."""
+        named, part = self._core.model.named_parameters(remove_duplicate=False), self._recordings.part
+        every = part is not None and part.units is not None
+        return {id(p): name for name, p in named if every or p in PARTS or not self._recordings.is_own(name)}
 
     @one_at_a_time
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from autosplit.distributed.messages import Descriptions
 from autosplit.distributed.replicas import Share
 from autosplit.distributed.step import RankStep
 from autosplit.ranks.loss import ReadsHere
-from autosplit.ranks.parallelize import WrappedPart
+from autosplit.ranks.wrapped import WrappedPart
 from autosplit.recorded import PreparedStep, Recorded
 
 
@@ -70,8 +70,15 @@ class PreparedRankStep(RankStep, PreparedStep):
         """Run a step or call, on whole parameters."""
         if self.part is not None:
             self.takers = self.trained()  # the model has whole ones inside
-        with super().running(), self.part.whole() if self.part is not None else nullcontext() as self.gathered:
+        with super().running(), self._whole() as self.gathered:
             yield
+
+    def _whole(self) -> AbstractContextManager[Mapping[int, Any] | None]:
+        if self.part is None:
+            return nullcontext()
+        if self.units is None:
+            return self.part.whole()
+        return self.part.by_units(self.units, self.units.held_for(self.lowered))
 
     def losing(self) -> AbstractContextManager[Any]:
         """Return what a loss is called in: it reads no parameter of another rank."""

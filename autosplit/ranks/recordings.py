@@ -33,8 +33,9 @@ from autosplit.lower.split import Lowered, named_state, owners, used_by
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
 from autosplit.ranks.guard import ModelGuard
-from autosplit.ranks.parallelize import Parallelize, WrappedPart
+from autosplit.ranks.parallelize import Parallelize
 from autosplit.ranks.tensors import TensorParallel
+from autosplit.ranks.wrapped import WrappedPart
 from autosplit.recorded import FoundCall, PreparedStep, Recorded
 from autosplit.recordings import Recordings
 from autosplit.runtime.optimizers import move

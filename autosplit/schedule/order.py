@@ -132,6 +132,18 @@ def with_reductions(entries: Sequence[Entry]) -> tuple[Entry, ...]:
     return tuple(chain.from_iterable((entry, *behind[index]) for index, entry in enumerate(entries)))
 
 
+def with_gathers(entries: Sequence[Entry], *, each_action: bool) -> tuple[Entry, ...]:
+    """Return a device's list where replicas have shards of its stages' parameters, and gather them.
+
+    ``each_action``: around each action of a stage. Otherwise they are gathered before all of them, and kept.
+    """
+    if not each_action:
+        stages = sorted({entry.stage for entry in entries if isinstance(entry, Action)})
+        return (*map(Unshard, stages), *entries, *map(Reshard, stages))
+    around = ((Unshard(e.stage), e, Reshard(e.stage)) if isinstance(e, Action) else (e,) for e in entries)
+    return tuple(chain.from_iterable(around))
+
+
 def with_updates(entries: Sequence[Entry]) -> tuple[Entry, ...]:
     """Return a device's list of a training step with the update of each of its stages at the end, ascending."""
     return (*entries, *map(Update, sorted(_last_backwards(entries))))

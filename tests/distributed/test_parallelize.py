@@ -23,22 +23,24 @@ def sharded(name: str, shape: tuple[int, ...], rows: Any, options: dict[str, Any
     return compare(TRAININGS[name], shape, rows, parallelize="fsdp", **said(name), **options)
 
 
+@pytest.mark.parametrize("reshard", ["never", "always"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["mlp", "tied gpt with dropout", "relative bias", "experts"])
-def test_shards_train_as_the_plain_model_on_all_rows(ranks: Pool, name: str, shape: str) -> None:
+def test_shards_train_as_the_plain_model_on_all_rows(ranks: Pool, name: str, shape: str, reshard: str) -> None:
     """Dropout, ties, a value shared by stages, ragged rows and replicas without any."""
     rows = RAGGED[:1] + EMPTY if shape == "fsdp2 x pp2" else OF_FOUR
-    assert ranks(4).run(sharded, name, SHAPES[shape], rows, {})[0] == []
+    assert ranks(4).run(sharded, name, SHAPES[shape], rows, {"fsdp_reshard": reshard})[0] == []
 
 
+@pytest.mark.parametrize("reshard", ["never", "always"])
 @pytest.mark.parametrize(
     "options",
     [{"every": 2, "make": adam}, {"schedule": "zb_h1"}, {"recompute": "always"}],
     ids=["accumulated", "split backward", "recomputed"],
 )
-def test_optimizers_schedules_and_recomputing(ranks: Pool, options: dict[str, Any]) -> None:
+def test_optimizers_schedules_and_recomputing(ranks: Pool, options: dict[str, Any], reshard: str) -> None:
     rows = [*RAGGED, [3, 3]]
-    assert ranks(4).run(sharded, "dropout", (2, 2), rows, options)[0] == []
+    assert ranks(4).run(sharded, "dropout", (2, 2), rows, options | {"fsdp_reshard": reshard})[0] == []
 
 
 def wrapped(parallelize: Any, shape: tuple[int, ...], rows: Any) -> list[str]:
@@ -55,8 +57,9 @@ def test_blocks_that_the_caller_wraps_run_by_their_calls(ranks: Pool, paralleliz
     assert ranks(4).run(wrapped, parallelize, shape, EMPTY if shape == (2, 2) else OF_FOUR) == [[]] * 4
 
 
-def test_a_pipe_in_shards_loads_clips_records_and_gives_the_model_back(ranks: Pool) -> None:
-    assert ranks(4).run(used) == [[]] * 4
+@pytest.mark.parametrize("reshard", ["never", "always"])
+def test_a_pipe_in_shards_loads_clips_records_and_gives_the_model_back(ranks: Pool, reshard: str) -> None:
+    assert ranks(4).run(used, reshard) == [[]] * 4
 
 
 def test_what_a_model_had_before_and_what_is_changed_afterwards(ranks: Pool) -> None:

@@ -154,11 +154,12 @@ def refused() -> dict[str, str]:
 
 
 # -- what a pipe with shards is --------------------------------------------------------------------------------------
-def used() -> list[str]:
+def used(reshard: str) -> list[str]:
     """Return what is not right of a pipe in shards; called in every process."""
     found = []
     plain, mesh = Deep(), mesh_of(2, 2)
-    pipe = autosplit(Deep(), mesh=mesh, chunks=2, sample=tokens(4).args[0], parallelize="fsdp")
+    how = {"parallelize": "fsdp", "fsdp_reshard": reshard}
+    pipe = autosplit(Deep(), mesh=mesh, chunks=2, sample=tokens(4).args[0], **how)
     own = dict(pipe.named_parameters())
     scale = {name: value for name, value in own.items() if not isinstance(value, DTensor)}
     if set(scale) - {"scale"}:

@@ -77,7 +77,7 @@ class Cells:
         """By stage, microbatch and position in the stage's bundle of inputs."""
         self.sums = {held: self._sums_of(held) for held in step.held}
         for held in step.codes:
-            self.sums[held].use(parameters.get(held, ()))
+            self.sums[held].use(parameters.get(held, ()), step.passing)
         self._replicas = [self.replicas(stage) for stage in range(self.last + 1)]
 
     def _sums_of(self, held: Held) -> Sums:
@@ -151,7 +151,7 @@ class Cells:
             run = self.step.program(sums.held).cell(stage, last=microbatch == len(self.step.sizes) - 1)
             state.sent = run(*values)
         if self.detached and self.step.once(("several", sums.held), lambda: self._has_several(state, sums)):
-            sums.ask()
+            self._ask(sums)
         for target in [name for name in state.sent if name != OUT]:
             bundle = state.sent[target] if self.detached else state.sent.pop(target)
             self.transport.send(Route(stage, int(target), microbatch), bundle)
@@ -176,6 +176,11 @@ class Cells:
                     source = int(name.removeprefix("from"))
                     values.append(self._passed(self.receive(state, Route(source, stage, microbatch))))
         return values
+
+    def _ask(self, sums: Sums) -> None:
+        """Ask autograd, which then begins at the sums so far; of what is there for one action only none are kept."""
+        if not self.step.passing:
+            sums.ask()
 
     def _has_several(self, state: CellState, sums: Sums) -> bool:
         """Tell whether a cell has several contributions for a leaf; raise InputError for leaves that are not given."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -112,6 +112,11 @@ class Step:
     def in_parts(self) -> bool:
         """Whether the loss is made of parts."""
         return len(self.sizes) > 1
+
+    @property
+    def passing(self) -> Collection[int]:
+        """By identity, the parameters that are there for some actions only, and their gradients too."""
+        return ()
 
     def state_of(self, held: Held) -> CallState:
         """Return the call's state for a replica of a stage."""

@@ -12,7 +12,7 @@ after the other, as in one backward of all cells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -67,12 +67,15 @@ class Sums:
         self._alone: set[int] = set()
         """The leaves, by identity, whose sum is memory that nothing else uses."""
 
-    def use(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Compute with what the model has now, and add up the gradients of these parameters, again or from now on."""
+    def use(self, parameters: Sequence[torch.Tensor], passing: Collection[int] = ()) -> None:
+        """Compute with what the model has now, and add up the gradients of these parameters, again or from now on.
+
+        ``passing`` are those, by identity, whose ``.grad`` and hooks are nobody's: autograd adds to them as they are.
+        """
         if parameters and len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters)):
             return
         self.parameters, others = parameters, set(map(id, self._code.others()))
-        self.by_engine &= others.isdisjoint(map(id, parameters))
+        self.by_engine &= others.difference(passing).isdisjoint(map(id, parameters))
         self.compute_with({id(p): p if id(p) in others else leaf_of(p) for p in parameters})
 
     def compute_with(self, leaves: Mapping[int, torch.Tensor]) -> None:

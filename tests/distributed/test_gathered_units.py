@@ -1,0 +1,112 @@
+"""fsdp_reshard="always": a rank has its shards, and whole parameters and gradients of two units at most."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autosplit import autosplit
+from autosplit.errors import AutosplitError
+from autosplit.runtime.step_log import Performed, StepLog
+from autosplit.trace.inputs.objects import tensors_in
+from tests.distributed.processes import Pool
+from tests.distributed.replicas import mesh_of, replica_of
+
+WIDTH, BLOCKS, CHUNKS = 128, 8, 4
+UNIT_BYTES = 4 * WIDTH * WIDTH
+
+
+class HeldBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operations take or make, for as long as these are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, Any] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = func(*args, **(kwargs or {}))
+        for tensor in tensors_in((args, kwargs, value)):
+            if type(tensor) not in (Tensor, nn.Parameter):
+                continue  # it holds plain ones, which come here too
+            storage = tensor.untyped_storage()
+            self.storages[storage._cdata] = weakref.ref(storage)
+        self.storages = {key: storage for key, storage in self.storages.items() if storage() is not None}
+        self.most = max(self.most, sum(storage().nbytes() for storage in self.storages.values()))
+        return value
+
+
+class Block(nn.Module):
+    """A layer whose weight is almost all that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + torch.tanh(self.layer(value))
+
+
+def held(shape: tuple[int, ...], rows: tuple[int, ...], options: dict[str, Any]) -> tuple[int, list[str]]:
+    """Return the most bytes that a step holds, and what it logs beside its actions; called in every process."""
+    torch.manual_seed(0)
+    mesh = mesh_of(*shape)
+    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    x = torch.randn(max(rows), WIDTH)
+    pipe = autosplit(model, mesh=mesh, chunks=CHUNKS, sample=x, parallelize="fsdp", **options)
+    own = x[: rows[replica_of(mesh)]]
+    for _ in range(2):
+        pipe.train_step(own, target=own, loss_fn=F.mse_loss)
+        pipe.zero_grad()
+    with HeldBytes() as bytes_held:
+        pipe.train_step(own, target=own, loss_fn=F.mse_loss)
+    log = StepLog()
+    pipe._train_step((own,), {}, own, F.mse_loss, "auto", log)
+    return bytes_held.most, [str(event.entry) for event in log.events if isinstance(event, Performed)]
+
+
+@pytest.mark.parametrize("recompute", ["never", "block", "always"])
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((2, 1), (4, 3)), ((2, 2), (4, 3)), ((4, 1), (4, 1, 0, 3))], ids=["dp2", "dp2 x pp2", "dp4"]
+)
+def test_a_rank_has_its_shards_and_two_units(ranks: Pool, shape: Any, rows: Any, recompute: str) -> None:
+    options = {"fsdp_reshard": "always", "schedule": "1f1b", "recompute": recompute}
+    stages, blocks = shape[1], BLOCKS // shape[1]
+    reports = ranks(shape[0] * stages).run(held, shape, rows, options)
+    shards = 2 * blocks * UNIT_BYTES / shape[0]  # of parameters and gradients
+    for peak, log in reports:
+        assert shards + UNIT_BYTES <= peak <= 1.03 * (shards + 4 * UNIT_BYTES)
+    for rank, (_, log) in enumerate(reports[:stages]):
+        gathers = [entry for entry in log if "SHARD" in entry]
+        assert gathers == [f"{rank}UNSHARD", f"{rank}RESHARD"] * 2 * CHUNKS
+
+
+def refused() -> list[str]:
+    """Return what was not refused as it is to be; called in every process."""
+    found, x = [], torch.randn(4, WIDTH)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+
+    cases = {
+        "is for parallelize='fsdp'": {"parallelize": None},
+        "leave compile= out": {"compile": True},
+        "fsdp_reshard": {"fsdp_reshard": "sometimes"},
+    }
+    for text, options in cases.items():
+        how: dict[str, Any] = {"parallelize": "fsdp", "fsdp_reshard": "always", **options}
+        try:
+            autosplit(model, mesh=mesh_of(2, 1), chunks=2, sample=x, **how)
+            found.append(f"not refused: {text}")
+        except AutosplitError as error:
+            if text not in str(error):
+                found.append(f"{text}: {error}")
+    return found
+
+
+def test_what_cannot_be_gathered_unit_by_unit_is_refused(ranks: Pool) -> None:
+    assert ranks(2).run(refused) == [[]] * 2
