@@ -14,7 +14,7 @@ from autosplit.checks import BATCH_NORM, FEED, FIND, MACHINE, OUTPUTS, RESERVE, 
 from autosplit.errors import InputError
 from autosplit.options import Options, Sample, resolve_compile, resolve_devices, resolve_lanes, resolve_rng
 from autosplit.parallel import Parallel
-from autosplit.planning.asked import check_loss_device, check_processes, check_room, dealt, degrees_of, given_sample
+from autosplit.planning.asked import check_room, dealt, degrees_of, given_sample, replicas_asked
 from autosplit.planning.explain.explain import answered, assumed
 from autosplit.planning.paper import OnPaper, prepare, search_space, stand_ins
 from autosplit.planning.parallel.search import MeshRequest, plan_mesh
@@ -117,8 +117,8 @@ def autosplit(
             gradients and the optimizer's state, by torch's ``fully_shard`` over "dp", or over "dp_replicate" and
             "dp_shard" (HSDP). A function ``(part, mesh) -> part``: it wraps this process's part of the model, a module
             with the model's names, of which repeated blocks then run by their calls (fully_shard, compiling).
-        fsdp_reshard: when "fsdp" lets go of parameters that it gathers. "never": at the end of a step. "always": of each
-            block's behind its layers, in every forward and backward, which also scatters its gradients.
+        fsdp_reshard: when "fsdp" lets go of parameters that it gathers. "never": at the end of a step. "always": block
+            by block, behind its layers in every forward and backward, which also scatters its gradients.
         feed: which processes are called with the batch under "torchrun": "all": each with the same; "first_last": that
             of the first stage with the inputs, and that of the last with ``target`` and ``loss_fn``.
         outputs: which processes get the output under "torchrun": "last", that of the last stage, others None; or "all".
@@ -145,12 +145,10 @@ def autosplit(
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     world = _world(devices, mesh)
     ways = {"weights": weights, "parallelize": parallelize, "timeout": timeout, "check_inputs": check_inputs}
-    ways |= {"feed": choose("feed", feed, FEED), "outputs": choose("outputs", outputs, OUTPUTS)}
-    ways["fsdp_reshard"] = fsdp_reshard
+    ways |= {"feed": feed, "outputs": outputs, "fsdp_reshard": fsdp_reshard}
     _check_model(model, world, ways)
     resolved = resolve_devices(devices) if world is None else (world.device,) * world.size
-    others = {"plan": pinned, "virtual_stages": virtual_stages}
-    each, schedule = _replicas(replicas, resolved, others, world, ways, schedule=schedule, recompute=recompute)
+    each, schedule = replicas_asked(replicas, resolved, pinned, virtual_stages, world, ways, schedule, recompute)
     asked = chosen(
         devices=len(each or resolved),
         chunks=chunks,
@@ -172,22 +170,6 @@ def autosplit(
         batch_norm=choose("batch_norm", batch_norm, (None, *BATCH_NORM)),
     )
     return _piped(model, options, pinned, sample, world, mesh, ways)
-
-
-def _replicas(
-    replicas: Any, devices: Sequence[Any], others: Mapping[str, Any], world: World | None, ways: Any, **how: Any
-) -> tuple[tuple[int, ...] | None, Any]:
-    """Return the replicas of each stage, a plan's where one is followed, and the schedule.
-
-    Raises InputError where these devices or processes cannot run them, or where ``others`` do not go with replicas.
-    """
-    plan = others["plan"]
-    if world is not None and (asked := replicas or (plan and plan.replicas)):
-        check_processes(asked, ways | {"a mesh of several pipelines": world.pipelines > 1 or None})
-    each, schedule = dealt(replicas, devices, others=others, **how)
-    each = each if plan is None else plan.replicas
-    check_loss_device(each, devices)
-    return each, schedule
 
 
 def _world(devices: Any, mesh: Any) -> World | None:
@@ -385,8 +367,9 @@ def _check_module(model: Any) -> None:
 def _check_model(model: Any, world: World | None, ways: Mapping[str, Any]) -> None:
     """Raise InputError for what cannot be split: no module, a pipeline, or one without values in one process."""
     _check_module(model)
-    names = [name for name, default in _ONE_PROCESS.items() if world is None and ways[name] != default]
-    if names:
+    choose("feed", ways["feed"], FEED)
+    choose("outputs", ways["outputs"], OUTPUTS)
+    if names := [name for name, default in _ONE_PROCESS.items() if world is None and ways[name] != default]:
         raise InputError(f"{names[0]}={ways[names[0]]!r} is for devices='torchrun', with a process per device")
     on_meta = next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None)
     if on_meta is not None and world is None:

@@ -119,8 +119,8 @@ class PerformedStep(Step):
         """Return a schedule, or the forwards or backwards of one, for the most microbatches that a replica has."""
         if self.most in (0, schedule.microbatches):
             return schedule
-        part = {"forward": forwards, "backward": backwards}.get(schedule.name, replace)
-        return self.once(("of all", schedule.name, self.most), lambda: part(self.planned(self.most)))
+        reduced = {"forward": forwards, "backward": backwards}.get(schedule.name, replace)
+        return self.once(("of all", schedule.name, self.most), lambda: reduced(self.planned(self.most)))
 
     def _takes_part(self, entry: Entry) -> bool:
         """Tell whether this replica has an entry: messages of its microbatches only, and all actions."""

@@ -236,26 +236,32 @@ class Units:
                 self._world.wait_for("gradients of other replicas", local)
                 local = local.wait()
             sizes = [_row_of(each) for each in members]
-            for each, part in zip(members, local.view(-1).split(sizes), strict=True):
+            for each, values in zip(members, local.view(-1).split(sizes), strict=True):
                 if id(each.shard) in self._sums:
-                    self._sums[id(each.shard)] += part
+                    self._sums[id(each.shard)] += values
                 else:
-                    self._sums[id(each.shard)] = part.clone() if len(members) > 1 else part
+                    self._sums[id(each.shard)] = values.clone() if len(members) > 1 else values
         self._scattering.clear()
 
     def take_sums(self) -> dict[int, tuple[bool, DTensor]]:
         """Take out the sums, by the identity of the shard, each with whether this replica had a gradient."""
         self._add_scattered()
-        found = {}
+        sums = {}
         for shard in {id(sharded.shard): sharded.shard for sharded in self._sharded.values()}.values():
             if (total := self._sums.pop(id(shard), None)) is not None:
                 local = shard.to_local()
-                own = total[: local.numel()].view(local.shape).to(shard.dtype)
-                whole = {"shape": shard.shape, "stride": shard.stride()}
-                gradient = DTensor.from_local(own, shard.device_mesh, shard.placements, run_check=False, **whole)
-                found[id(shard)] = id(shard) in self._there, gradient
+                values = total[: local.numel()].view(local.shape).to(shard.dtype)
+                gradient = DTensor.from_local(
+                    values,
+                    shard.device_mesh,
+                    shard.placements,
+                    run_check=False,
+                    shape=shard.shape,
+                    stride=shard.stride(),
+                )
+                sums[id(shard)] = id(shard) in self._there, gradient
         self._there.clear()
-        return found
+        return sums
 
     def held_for(self, lowered: Lowered) -> Collection[str]:
         """Return the names of what a step reads outside of its actions, too: once per step, or behind them."""

@@ -82,11 +82,11 @@ class StageVisits(NamedTuple):
     def complete(self) -> list[tuple[str, ...]]:
         """Return, for each visit, the parameters that no earlier one reads."""
         seen: set[str] = set()
-        found = []
+        complete = []
         for visit in self.visits:
-            found.append(tuple(name for name in visit.names if name not in seen))
+            complete.append(tuple(name for name in visit.names if name not in seen))
             seen.update(visit.names)
-        return found
+        return complete
 
 
 def _joined(turns: Iterator[Turn] | Sequence[Turn]) -> list[Turn]:

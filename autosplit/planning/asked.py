@@ -70,6 +70,30 @@ def dealt(
     return (each, schedule) if each is None else (each if max(each) > 1 else (), "1f1b")
 
 
+def replicas_asked(
+    replicas: Any,
+    devices: Sequence[torch.device],
+    plan: Plan | None,
+    virtual_stages: int,
+    world: Any,
+    ways: Mapping[str, Any],
+    schedule: Any,
+    recompute: Any,
+) -> tuple[tuple[int, ...] | None, Any]:
+    """Return the replicas of each stage, those of a plan that is followed, and the schedule.
+
+    ``world`` are the processes, None for one. Raises InputError where these devices or processes cannot run them, or
+    do not go with the other arguments.
+    """
+    if world is not None and (asked := replicas or (plan and plan.replicas)):
+        check_processes(asked, {**ways, "a mesh of several pipelines": world.pipelines > 1 or None})
+    others = {"plan": plan, "virtual_stages": virtual_stages}
+    each, schedule = dealt(replicas, devices, others=others, schedule=schedule, recompute=recompute)
+    each = each if plan is None else plan.replicas
+    check_loss_device(each, devices)
+    return each, schedule
+
+
 def check_processes(replicas: Any, ways: Mapping[str, Any]) -> None:
     """Raise InputError where processes cannot be replicas of a stage; ``ways``: how they work, None where left out."""
     for name in ("a mesh of several pipelines", "parallelize", "feed"):

@@ -171,8 +171,7 @@ class RankRecordings(Recordings):
     def unwrap(self) -> None:
         """Give the model plain parameters again, on every rank."""
         if self.part is not None and not self.part.given_back:
-            _, error = attempt(self.part.check_unchanged)
-            self.world.agree("gives the model plain parameters", {}, error)
+            self.world.agree("gives the model plain parameters", {}, attempt(self.part.check_unchanged)[1])
             self.part.give_back()
 
     def check_wrapped(self, step: PreparedStep) -> None:

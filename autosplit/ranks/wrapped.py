@@ -31,7 +31,7 @@ from autosplit.trace.borrowed.holders import HOOK_TABLES, Holders
 from autosplit.trace.borrowed.values import difference
 
 _TABLES = frozenset(SHARED) - {"_buffers"}
-"""What of a module's own state its copy has for itself: hooks and tables, except for that of buffers."""
+"""Attributes of a module that its copy does not share: hooks and tables, except for that of buffers."""
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 """Under which names torch's wrappers for recomputing and compiling hold a module."""
 
@@ -53,7 +53,7 @@ class _Place(NamedTuple):
 
 
 class WrappedPart:
-    """What this rank has of a model, wrapped.
+    """This rank's part of a model, wrapped.
 
     Attributes:
         module: what ``parallelize`` returned.

@@ -60,14 +60,14 @@ def held(shape: tuple[int, ...], rows: tuple[int, ...], options: dict[str, Any])
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     x = torch.randn(max(rows), WIDTH)
     pipe = autosplit(model, mesh=mesh, chunks=CHUNKS, sample=x, parallelize="fsdp", **options)
-    own = x[: rows[replica_of(mesh)]]
+    rows_here = x[: rows[replica_of(mesh)]]
     for _ in range(2):
-        pipe.train_step(own, target=own, loss_fn=F.mse_loss)
+        pipe.train_step(rows_here, target=rows_here, loss_fn=F.mse_loss)
         pipe.zero_grad()
     with HeldBytes() as bytes_held:
-        pipe.train_step(own, target=own, loss_fn=F.mse_loss)
+        pipe.train_step(rows_here, target=rows_here, loss_fn=F.mse_loss)
     log = StepLog()
-    pipe._train_step((own,), {}, own, F.mse_loss, "auto", log)
+    pipe._train_step((rows_here,), {}, rows_here, F.mse_loss, "auto", log)
     return bytes_held.most, [str(event.entry) for event in log.events if isinstance(event, Performed)]
 
 
@@ -80,7 +80,7 @@ def test_a_rank_has_its_shards_and_two_units(ranks: Pool, shape: Any, rows: Any,
     stages, blocks = shape[1], BLOCKS // shape[1]
     reports = ranks(shape[0] * stages).run(held, shape, rows, options)
     shards = 2 * blocks * UNIT_BYTES / shape[0]  # of parameters and gradients
-    for peak, log in reports:
+    for peak, _ in reports:
         assert shards + UNIT_BYTES <= peak <= 1.03 * (shards + 4 * UNIT_BYTES)
     for rank, (_, log) in enumerate(reports[:stages]):
         gathers = [entry for entry in log if "SHARD" in entry]
@@ -89,7 +89,7 @@ def test_a_rank_has_its_shards_and_two_units(ranks: Pool, shape: Any, rows: Any,
 
 def refused() -> list[str]:
     """Return what was not refused as it is to be; called in every process."""
-    found, x = [], torch.randn(4, WIDTH)
+    wrong, x = [], torch.randn(4, WIDTH)
     model = nn.Sequential(*(Block() for _ in range(4)))
 
     cases = {
@@ -101,11 +101,11 @@ def refused() -> list[str]:
         how: dict[str, Any] = {"parallelize": "fsdp", "fsdp_reshard": "always", **options}
         try:
             autosplit(model, mesh=mesh_of(2, 1), chunks=2, sample=x, **how)
-            found.append(f"not refused: {text}")
+            wrong.append(f"not refused: {text}")
         except AutosplitError as error:
             if text not in str(error):
-                found.append(f"{text}: {error}")
-    return found
+                wrong.append(f"{text}: {error}")
+    return wrong
 
 
 def test_what_cannot_be_gathered_unit_by_unit_is_refused(ranks: Pool) -> None:
