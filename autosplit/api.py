@@ -22,6 +22,7 @@ from autosplit.planning.plan.plan import Plan
 from autosplit.planning.request import chosen
 from autosplit.planning.search.make import recosted
 from autosplit.runtime.lanes.ambient import without_callers_modes
+from autosplit.runtimes import RuntimeName
 from autosplit.trace.borrowed.state import attributes, random_state
 from cost_models.registry import spread
 
@@ -230,7 +231,7 @@ def plan(
     cut: str = "modules",
     mesh: Mapping[str, int] | str | None = None,
     zero: int | str = "auto",
-    sequence_parallel: bool = False,
+    runtime: RuntimeName = "autosplit",
     find: str = "best",
     plan: Plan | str | Path | None = None,
     processes: bool = False,
@@ -266,10 +267,9 @@ def plan(
             ``{"dp": 8, "tp": 2, "pp": 4}``, or "auto": those with the shortest step that fit. The sample is the global
             batch; rows, bytes and times of the plan's stages are one rank's. None: a pipeline over all devices.
         zero: what data-parallel ranks shard of a mesh: 0 nothing, 1 the optimizer's state, 2 gradients too, 3
-            parameters too; "auto": what is fastest and fits.
-        sequence_parallel: assume of a mesh's tensor-parallel ranks that they gather once more in the backward what
-            products take of their positions, in the place of keeping it, and that they share the words of the loss, as
-            Megatron-LM's do. What `autosplit` runs does neither.
+            parameters too; "auto": what is fastest and fits, of what the runtime has.
+        runtime: whose training on a mesh is planned: "autosplit", "megatron" or "torchtitan". They differ in what
+            replicas shard, what goes on beside the work, and sequence parallelism: see `autosplit.runtimes`.
         find: "best": the best plan for these devices and this batch; "smallest": for the fewest devices of this kind
             that surely hold the model; "largest_batch": for the largest batch that surely fits, in ``chunks``
             microbatches (auto: as many as are best for the sample).
@@ -293,7 +293,7 @@ def plan(
     pinned = _followed(plan, find=find, processes=processes)
     devices, precision, processes = _of_plan(pinned, devices, precision, processes)
     spec = resolve_machine(devices)
-    degrees = degrees_of(mesh, zero, sequence_parallel, devices=len(spec), find=find, pinned=pinned)
+    degrees = degrees_of(mesh, zero, runtime, devices=len(spec), schedule=schedule, find=find, pinned=pinned)
     spec = spread(spec) if degrees is not None else spec
     others = {"mesh": mesh, "virtual_stages": virtual_stages, "find": find, "plan": plan, "processes": processes}
     each, schedule = dealt(replicas, spec.devices, schedule=schedule, recompute=recompute, others=others)
@@ -318,7 +318,7 @@ def plan(
     with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
         paper = prepare(model, inputs, options, loss_fn=loss_fn)
         meshes = partial(MeshRequest, paper, spec, choices, zero=zero, free_chunks=chunks == "auto")
-        request = None if degrees is None else meshes(degrees, sequence=sequence_parallel)
+        request = None if degrees is None else meshes(degrees, runtime=runtime)
         if pinned is not None:
             own_options = request.options(degrees) if request and isinstance(degrees, Parallel) else paper.options
             return assumed(recosted(paper.recorded.model, paper.recorded.trace, own_options, pinned), paper)

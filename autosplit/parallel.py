@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import InputError
+from autosplit.runtimes import RUNTIMES, Runtime, RuntimeName
+from autosplit.schedule.action import Action
+from autosplit.schedule.entry import Entry, Reduce, Reshard, Unshard
+from autosplit.schedule.order import with_reductions
 
 if TYPE_CHECKING:
     from cost_models.collectives import Group
@@ -22,25 +26,64 @@ BUCKET_BYTES = 25 << 20
 """Gradients of replicas are added up in buckets: parameters in model order, until they fill so much."""
 
 
-def largest_bucket(sizes: Iterable[int]) -> int:
-    """Return the bytes of the largest bucket of gradients of these sizes."""
-    largest = filled = 0
+def buckets_of(sizes: Iterable[int], *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[int]:
+    """Yield the bytes of the buckets of gradients of these sizes, one after the other."""
+    filled = 0
     for size in sizes:
         filled += size
-        largest = max(largest, filled)
-        filled = 0 if filled >= BUCKET_BYTES else filled
-    return largest
+        if filled >= bucket_bytes:
+            yield filled
+            filled = 0
+    if filled:
+        yield filled
+
+
+def largest_bucket(sizes: Iterable[int]) -> int:
+    """Return the bytes of the largest bucket of gradients of these sizes."""
+    return max(buckets_of(sizes), default=0)
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """The degrees of a mesh, what its data-parallel ranks shard, and whether tensor-parallel ones share positions."""
+    """The degrees of a mesh, what its data-parallel ranks shard, whether tensor-parallel ones share positions, and by
+    which runtime."""
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     zero: int = 0
     sequence: bool = False
+    runtime: RuntimeName = "autosplit"
+
+    @property
+    def rules(self) -> Runtime:
+        """What is known of the runtime."""
+        return RUNTIMES[self.runtime]
+
+    @property
+    def whole(self) -> bool:
+        """Whether a rank holds parameters and gradients whole through a step, and a shard of them between steps."""
+        least = self.rules.whole_from
+        return self.zero == 3 and self.dp > 1 and least is not None and self.pp >= least
+
+    @property
+    def scatters(self) -> bool:
+        """Whether gradients are scattered in every backward, and a rank holds shards of them."""
+        return self.zero >= 2 and self.dp > 1 and not self.whole
+
+    def entries(self, entries: Sequence[Entry]) -> tuple[Entry, ...]:
+        """Return a device's list with what its replicas gather and sum up once per step."""
+        if self.dp == 1:
+            return tuple(entries)
+        entries = [entry for entry in entries if not isinstance(entry, (Unshard, Reshard))]
+        stages = sorted({entry.stage for entry in entries if isinstance(entry, Action)})
+        gathers = map(Unshard, stages if self.whole or self.zero in (1, 2) else ())
+        if self.scatters:
+            return (*gathers, *entries)
+        if self.whole and not self.rules.beside:
+            entries = [entry for entry in entries if not isinstance(entry, Reduce)]
+            return (*gathers, *entries, *map(Reduce, stages), *map(Reshard, stages))
+        return (*gathers, *with_reductions(entries), *map(Reshard, stages if self.whole else ()))
 
     @property
     def ranks(self) -> int:
@@ -49,7 +92,8 @@ class Parallel:
 
     def part_of(self, byte_count: int, *, zero: int) -> int:
         """Return one rank's share of bytes that are sharded from ZeRO stage ``zero`` on."""
-        return -(-byte_count // self.dp) if self.zero >= zero else byte_count
+        sharded = self.scatters if zero == 2 else self.zero >= zero
+        return -(-byte_count // self.dp) if sharded else byte_count
 
     def __str__(self) -> str:
         named = [f"{name}={getattr(self, name)}" for name in DIMENSIONS]

@@ -123,11 +123,11 @@ def _row(row: Mapping[str, Any], source: str, name: str) -> Row:
     batch, micro = row.get("global_batch", 0), row.get("micro_batch", 0)
     recompute, schedule = row.get("recompute", "auto"), "interleaved" if virtual > 1 else "1f1b"
     precision = "fp8" if row.get("precision") == "fp8" else "bf16_fp32_master"
-    zero = {"sc21": 0, "selective": 0}.get(source, 1)
+    zero, runtime = {"sc21": 0, "selective": 0}.get(source, 1), "megatron"
     if source == "torchtitan":  # full activation checkpointing, fp8, and as many microbatches as stages by default
         batch, micro, recompute, precision = dp * row["local_batch"], row["local_batch"] // row["pp"], "block", "fp8"
         schedule = row.get("schedule", "1f1b")
-        virtual, zero = 2 if schedule == "interleaved" else 1, 3 if row["pp"] == 1 else 1
+        virtual, zero, runtime = 2 if schedule == "interleaved" else 1, 3, "torchtitan"
         name += f", {schedule}"
     published_s = row.get("seconds", 0.0)
     if "tokens_per_s_per_gpu" in row:
@@ -136,7 +136,7 @@ def _row(row: Mapping[str, Any], source: str, name: str) -> Row:
         published_s = shape.step_flops(batch, again=True) / (row["tflops_per_gpu"] * 1e12 * row["gpus"])
     if source == "selective":
         name += f", {recompute}"
-    parallel = Parallel(dp, row["tp"], row["pp"], zero if dp > 1 else 0, sequence=True)
+    parallel = Parallel(dp, row["tp"], row["pp"], zero if dp > 1 else 0, row["tp"] > 1, runtime)
     made = (row["device"], parallel, micro, batch, schedule, virtual, recompute, precision, published_s)
     return Row(name, source, shape, *made)
 
@@ -183,8 +183,8 @@ def request_of(row: Row, *, own: bool) -> MeshRequest:
     sample = Sample(torch.zeros(row.batch, row.shape.length, dtype=torch.int64, device="meta"))
     paper = prepare(build(row.shape), sample, options, loss_fn=loss)
     if own:
-        return MeshRequest(paper, machines, choices, "auto", "auto", True, True)
-    return MeshRequest(paper, machines, choices, row.parallel, row.parallel.zero, False)
+        return MeshRequest(paper, machines, choices, "auto", "auto", True, row.parallel.runtime)
+    return MeshRequest(paper, machines, choices, row.parallel, row.parallel.zero, False, row.parallel.runtime)
 
 
 def published_cut(row: Row) -> dict[str, int]:

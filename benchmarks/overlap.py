@@ -34,8 +34,11 @@ from autosplit import autosplit
 from autosplit.distributed import replicas
 from autosplit.distributed.replicas import Reductions
 from autosplit.distributed.world import World
+from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import build
-from autosplit.schedule.simulate import simulate
+from autosplit.schedule.entry import Entry
+from autosplit.schedule.order import lane_lists, with_reductions
+from autosplit.schedule.simulate_lists import simulate_lists
 from benchmarks import pairs
 
 STAGES, LAYERS, CHUNKS, WAIT_S = 2, 8, 8, 0.005
@@ -106,10 +109,15 @@ def slow_link(*, beside: bool) -> Iterator[None]:
 
 
 def simulated_s(forward_s: float, backward_s: float) -> float:
-    """Return the simulated step: the sum of a stage begins beside its last backward, its last bucket behind it."""
-    schedule = build("1f1b", stages=STAGES, microbatches=CHUNKS)
-    timeline = simulate(schedule, forward_s=[forward_s] * STAGES, backward_s=[backward_s] * STAGES)
-    return timeline.step_s + WAIT_S
+    """Return the simulated step of the lists that ranks go through: each layer's sum takes as long as the link does."""
+    schedule, takes_s = build("1f1b", stages=STAGES, microbatches=CHUNKS), {"F": forward_s, "B": backward_s}
+    lists = map(with_reductions, lane_lists(schedule, [set(range(stage)[-1:]) for stage in range(STAGES)]))
+
+    def seconds(entry: Entry) -> float:
+        return takes_s[entry.kind] if isinstance(entry, Action) else 0.0
+
+    spans = simulate_lists(lists, seconds=seconds, buckets_s=dict.fromkeys(range(STAGES), [WAIT_S] * LAYERS))
+    return max(span.end_s for device in spans for span in device)
 
 
 def alone(repeats: int) -> tuple[float, float]:

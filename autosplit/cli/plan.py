@@ -38,7 +38,7 @@ EXAMPLES = """Examples:
                             --input "input_ids=int64[64,1024]<50257"
   autosplit plan my.gpt:GPT --devices 64xH100-SXM5-80GB --mesh auto --precision bf16_fp32_master \\
                             --input "input_ids=int64[1024,2048]<50257"
-  autosplit plan my.gpt:GPT --devices 8x8xH100-SXM5-80GB --mesh dp=8,tp=2,pp=4 --zero 1 \\
+  autosplit plan my.gpt:GPT --devices 8x8xH100-SXM5-80GB --mesh dp=8,tp=2,pp=4 --runtime megatron \\
                             --input "input_ids=int64[1024,2048]<50257"
   autosplit plan my.gpt:GPT --chunks 16 --largest-batch --input "input_ids=int64[16,1024]<50257" --markdown
   autosplit plan nets.py:Detector --input "batch.x=float32[64,3,32,32]" --input "pair[0]=bool[64]" --input "act='relu'"
@@ -80,8 +80,8 @@ Zero = Annotated[str, typer.Option(help="What replicas of a mesh shard: 0, 1, 2,
 Replicas = Annotated[
     str | None, typer.Option(metavar="auto|LIST", help="Devices of each stage, such as 2,1,1, or auto.")
 ]
-SequenceParallel = Annotated[
-    bool, typer.Option("--sequence-parallel", help="Assume of ranks of tp what Megatron-LM's do.")
+PlanRuntime = Annotated[
+    str, typer.Option("--runtime", help="Whose training on a mesh is planned: autosplit, megatron or torchtitan.")
 ]
 PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto.")]
 
@@ -105,7 +105,7 @@ def plan_command(
     mesh: Mesh = None,
     zero: Zero = "auto",
     replicas: Replicas = None,
-    sequence_parallel: SequenceParallel = False,
+    runtime: PlanRuntime = "autosplit",
     script: Script = None,
 ) -> int:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
@@ -128,8 +128,7 @@ def plan_command(
     each = replicas if replicas in (None, "auto") else [common.number_or_word(word) for word in common.words(replicas)]
     stages = degrees.pp if isinstance(degrees, Parallel) else len(check_replicas(each, devices=len(machine)) or machine)
     choices = options.choices(stages, chunks=common.number_or_word(chunks), precision=precision)
-    choices |= {"mesh": mesh, "zero": common.number_or_word(zero), "replicas": each}
-    choices["sequence_parallel"] = sequence_parallel
+    choices |= {"mesh": mesh, "zero": common.number_or_word(zero), "replicas": each, "runtime": runtime}
     with common.beside_stdout():
         planned, specs = _planned(spec, machine=machine, loss=loss, find=find, processes=processes, **choices)
         if script is not None:

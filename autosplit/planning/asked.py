@@ -13,6 +13,7 @@ from autosplit.errors import InputError
 from autosplit.options import Options, Sample
 from autosplit.parallel import Parallel, check_mesh, check_zero
 from autosplit.planning.plan.plan import Plan
+from autosplit.runtimes import RUNTIMES
 from autosplit.units import format_bytes
 
 
@@ -115,19 +116,29 @@ def check_loss_device(replicas: Sequence[int] | None, devices: Sequence[torch.de
 
 
 def degrees_of(
-    mesh: Any, zero: Any, sequence: Any, *, devices: int, find: str, pinned: Plan | None
+    mesh: Any, zero: Any, runtime: Any, *, devices: int, schedule: Any, find: str, pinned: Plan | None
 ) -> Parallel | str | None:
     """Return the degrees that are asked for, checked with what else is."""
-    check_zero(zero)
+    rules = RUNTIMES[choose("runtime", runtime, tuple(RUNTIMES))]
+    if (asked := check_zero(zero)) is not None and asked not in rules.zero:
+        having = " or ".join(f"runtime={name!r}" for name, other in RUNTIMES.items() if asked in other.zero)
+        raise InputError(
+            f"zero={zero} is none of runtime={runtime!r}, which has {', '.join(map(str, rules.zero))}; give one of "
+            f"these, or {having}"
+        )
+    if rules.schedules and schedule not in ("auto", *rules.schedules):
+        raise InputError(
+            f"schedule={schedule!r} is none of runtime={runtime!r}, which has {', '.join(rules.schedules)}; give one "
+            "of these, or runtime='autosplit'"
+        )
     degrees = check_mesh(mesh, devices=devices)
-    choose("sequence_parallel", sequence, (False, True))
-    if degrees is None and sequence:
-        raise InputError("sequence_parallel=True is for the ranks of a mesh; give mesh= too")
+    if degrees is None and runtime != "autosplit":
+        raise InputError(f"runtime={runtime!r} is for the ranks of a mesh; give mesh= too")
     if degrees is None and zero != "auto":
         raise InputError(f"zero={zero!r} is for the ranks of a mesh; give mesh= too")
     if degrees is not None and (find != "best" or pinned is not None):
         raise InputError("mesh= plans the best for all devices; leave find= and plan= out")
     if pinned is not None and (planned := pinned.mesh) is not None:
         check_mesh({"dp": planned.dp, "tp": planned.tp, "pp": planned.pp}, devices=devices)
-        return Parallel(planned.dp, planned.tp, planned.pp, planned.zero, planned.sequence)
+        return planned.parallel
     return degrees

@@ -181,7 +181,7 @@ def _parts(cut: Cut, nodes: StageNodes) -> RankParts | None:
     border = min((shares.of(name).held for name in ends), default=1.0)  # of the loss too: it is the output's
     held = {name: share.held for name, share in shares.nodes.items()}
     work = {name: share.work for name, share in shares.nodes.items()}
-    return RankParts(held, work, shares.states, border, 1 / parallel.dp if parallel.zero >= 2 else 1.0)
+    return RankParts(held, work, shares.states, border, 1 / parallel.dp if parallel.scatters else 1.0)
 
 
 def _gathered(cut: Cut, stage: int) -> int:
@@ -190,7 +190,7 @@ def _gathered(cut: Cut, stage: int) -> int:
     Under ZeRO-3 there are the parameters of the block that runs and of the next, from ZeRO-2 on one block's gradients.
     """
     parallel, blocks = cut.options.parallel, cut.blocks
-    if parallel.zero < 2 or parallel.dp == 1:
+    if not parallel.scatters:
         return 0
     largest: Counter[int] = Counter()
     for state in cut.states.get(stage, ()):

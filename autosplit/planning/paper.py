@@ -118,7 +118,9 @@ def search_space(options: Options, *, rows: int, free_chunks: bool) -> Space:
     if options.schedule != "auto":
         schedules: tuple[tuple[str, int], ...] = ((options.schedule, options.virtual_stages),)
     else:
-        schedules = _SCHEDULES if lanes > 1 else _SCHEDULES[:1]
+        there = options.parallel.rules.schedules
+        weighed = [each for each in _SCHEDULES if not there or each[0] in there]
+        schedules = tuple(weighed if lanes > 1 else weighed[:1])
     return Space(chunks=chunks, schedules=schedules, recompute=options.recompute)
 
 

@@ -118,10 +118,8 @@ def _mesh_words(plan: Plan) -> list[tuple[str, str]]:
         return []
     rows = sum(plan.microbatch_rows) * plan.mesh.dp
     words = f"{plan.mesh} of {plan.machine}, {plural(rows, 'row')} in all; what follows is of one pipeline"
-    assumed = [
-        ("assumed", "ranks of tp gather again in the backward and share the loss's words, which autosplit does not run")
-    ]
-    return [("mesh", words), *(assumed if plan.mesh.sequence else ())]
+    assumed = [("assumed", f"what {plan.mesh.runtime} shards, overlaps and shares, which autosplit does not run")]
+    return [("mesh", words), *(assumed if plan.mesh.runtime != "autosplit" else ())]
 
 
 def model_words(plan: Plan) -> str:

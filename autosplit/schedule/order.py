@@ -50,6 +50,15 @@ class _Delivery(NamedTuple):
     consumer: Action
 
 
+class _Crossing(NamedTuple):
+    """The device of each action, the messages between devices by the action that makes or takes them, all needs."""
+
+    device_of: dict[Entry, int]
+    sent: dict[Entry, list[_Delivery]]
+    taken: dict[Entry, list[_Delivery]]
+    needs: list[_Need]
+
+
 def step_order(
     schedule: Schedule,
     sources: Sequence[AbstractSet[int]],
@@ -70,15 +79,8 @@ def step_order(
 
     Raises ScheduleError that names a cycle of devices when actions wait for each other.
     """
-    device_of: dict[Entry, int] = {action: device for device, lane in enumerate(schedule.lanes) for action in lane}
-    sent: dict[Entry, list[_Delivery]] = defaultdict(list)
-    taken: dict[Entry, list[_Delivery]] = defaultdict(list)
-    needs: list[_Need] = []
-    for message in _messages(schedule, sources, loss_sources):
-        needs.append((message.producer, message.consumer))
-        if device_of[message.producer] != device_of[message.consumer]:
-            sent[message.producer].append(message)
-            taken[message.consumer].append(message)
+    crossing = _crossing(schedule, sources, loss_sources)
+    device_of, sent, taken = crossing.device_of, crossing.sent, crossing.taken
 
     def receive(message: _Delivery) -> Issued:
         return Issued(device_of[message.consumer], Receive(message.route))
@@ -87,7 +89,7 @@ def step_order(
         return Issued(device_of[message.producer], Send(message.route))
 
     order: list[Issued] = []
-    for tick in _ticks(f"schedule {schedule.name!r}", schedule.lanes, needs, device_of):
+    for tick in _ticks(f"schedule {schedule.name!r}", schedule.lanes, crossing.needs, device_of):
         messages = [message for action in tick for message in sent[action]]
         actions = [Issued(device_of[action], action) for action in tick]
         if receives == "ahead":
@@ -99,6 +101,19 @@ def step_order(
                 order += [*map(receive, taken[issued.entry]), issued, *map(send, sent[issued.entry])]
     check_order(order, len(schedule.lanes), receives=receives)
     return tuple(order)
+
+
+def lane_lists(
+    schedule: Schedule, sources: Sequence[AbstractSet[int]], loss_sources: Iterable[int] = ()
+) -> tuple[tuple[Entry, ...], ...]:
+    """Return what each device does, with receives "taken", in linear time: without the order that proves it."""
+    _, sent, taken, _ = _crossing(schedule, sources, loss_sources)
+    receives = {action: [Receive(message.route) for message in messages] for action, messages in taken.items()}
+    sends = {action: [Send(message.route) for message in messages] for action, messages in sent.items()}
+    return tuple(
+        tuple(entry for action in lane for entry in (*receives.get(action, ()), action, *sends.get(action, ())))
+        for lane in schedule.lanes
+    )
 
 
 def of_device(order: Iterable[Issued], device: int) -> tuple[Entry, ...]:
@@ -265,6 +280,17 @@ def check_order(order: Iterable[Issued], devices: int, *, receives: Receives = "
                     "receive from a device in the order in which it sends"
                 )
     _ticks("order", lists, needs, device_of)
+
+
+def _crossing(schedule: Schedule, sources: Sequence[AbstractSet[int]], loss_sources: Iterable[int]) -> _Crossing:
+    device_of: dict[Entry, int] = {action: device for device, lane in enumerate(schedule.lanes) for action in lane}
+    crossing = _Crossing(device_of, defaultdict(list), defaultdict(list), [])
+    for message in _messages(schedule, sources, loss_sources):
+        crossing.needs.append((message.producer, message.consumer))
+        if device_of[message.producer] != device_of[message.consumer]:
+            crossing.sent[message.producer].append(message)
+            crossing.taken[message.consumer].append(message)
+    return crossing
 
 
 def _messages(

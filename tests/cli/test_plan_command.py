@@ -66,7 +66,19 @@ def test_what_does_not_fit_is_planned_and_the_answer_is_no(run: Run) -> None:
 
 def test_a_mesh(run: Run) -> None:
     """Degrees are in the report, the JSON and the rows of a rank; the text says what the mesh is."""
-    asked = ("--devices", "8xH100-SXM5-80GB", "--mesh", "dp=4,pp=2", "--zero", "1", "--chunks", "2", *X)
+    asked = (
+        "--devices",
+        "8xH100-SXM5-80GB",
+        "--mesh",
+        "dp=4,pp=2",
+        "--runtime",
+        "megatron",
+        "--zero",
+        "1",
+        "--chunks",
+        "2",
+        *X,
+    )
     plan = Plan.model_validate_json(run(f"{NETS}:make_mlp", *asked, "--json").stdout)
     assert plan.mesh is not None
     assert (plan.mesh.dp, plan.mesh.tp, plan.mesh.pp, plan.mesh.zero) == (4, 1, 2, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def _llama(**choices: Any) -> Plan:
         model = Llama(width=512, inner=1024, layers=choices.pop("layers", 4), heads=8, groups=4)
     sample = torch.zeros(choices.pop("rows", 16), 256, dtype=torch.int64, device="meta")
     own = {"devices": "8xH100-SXM5-80GB", "precision": "bf16_fp32_master", "loss_fn": _loss, **choices}
+    own = own if "mesh" not in own else {"runtime": "megatron", **own}
     return plan(model, sample=sample, **own)
 
 
@@ -34,7 +36,7 @@ def given() -> Plan:
 
 def test_a_given_mesh(given: Plan) -> None:
     """Two stages of ranks that have half of every product, half of the batch and half of the optimizer's state."""
-    assert str(given.mesh) == "dp=2, tp=2, pp=2, ZeRO-1"
+    assert str(given.mesh) == "dp=2, tp=2, pp=2, ZeRO-1, sequence parallel"
     assert given.devices == ("H100-SXM5-80GB",) * 2
     assert sum(given.microbatch_rows) == 8
     memory = [stage.memory for stage in given.stages]
@@ -62,31 +64,34 @@ def test_a_saved_plan_is_costed_anew(given: Plan, tmp_path: Path) -> None:
     again = _llama(plan=tmp_path / "plan.json", precision=None)
     assert (again.mesh, again.step_s) == (given.mesh, given.step_s)
     assert [own.memory for own in again.stages] == [own.memory for own in given.stages]
-    assert _llama(plan=given, precision=None, rows=32).step_s > given.step_s
+    other = _llama(plan=given, precision=None, rows=32)
+    assert replace(other.decision, microbatch_rows=given.microbatch_rows) == given.decision
+    assert other.prediction != given.prediction == again.prediction
+    assert other.prediction.step_s > given.step_s
     with pytest.raises(PlanError, match="2 replicas, which do not divide the batch of 17 rows"):
         _llama(plan=given, precision=None, rows=17)
     with pytest.raises(InputError, match="leave find= and plan= out"):
         _llama(plan=given, mesh="auto")
 
 
-@pytest.mark.parametrize(("sequence", "least", "most"), [(False, 0.55, 0.9), (True, 0.5, 0.56)])
-def test_tensor_parallel_ranks_hold_less(*, sequence: bool, least: float, most: float) -> None:
+@pytest.mark.parametrize(("runtime", "least", "most"), [("autosplit", 0.55, 0.9), ("megatron", 0.5, 0.56)])
+def test_tensor_parallel_ranks_hold_less(runtime: str, least: float, most: float) -> None:
     """A rank has half of what lies between products; what these take it gathers, and keeps unless as Megatron-LM."""
-    asked: dict[str, Any] = {"zero": 1, "schedule": "1f1b", "chunks": 4, "recompute": "never"}
-    own = _llama(mesh="dp=2,tp=2,pp=2", sequence_parallel=sequence, **asked)
-    whole = _llama(mesh="dp=4,pp=2", rows=32, **asked)
-    assert str(own.mesh) == "dp=2, tp=2, pp=2, ZeRO-1" + ", sequence parallel" * sequence
-    assert ("assumed" in dict(header(own).facts)) is sequence
+    asked: dict[str, Any] = {"zero": 0, "schedule": "1f1b", "chunks": 4, "recompute": "never", "runtime": runtime}
+    asked["optimizer"] = "none"  # else the most is held in its step
+    own, whole = _llama(mesh="dp=2,tp=2,pp=2", **asked), _llama(mesh="dp=4,pp=2", rows=32, **asked)
+    assert str(own.mesh) == "dp=2, tp=2, pp=2" + ", sequence parallel" * (runtime == "megatron")
+    assert ("assumed" in dict(header(own).facts)) is (runtime == "megatron")
     for stage, other in zip(own.stages, whole.stages, strict=True):
         assert least < stage.memory.activation_bytes / other.memory.activation_bytes < most
         assert stage.memory.parameter_bytes < 0.52 * other.memory.parameter_bytes
 
 
-@pytest.mark.parametrize(("sequence", "least", "most"), [(False, 0.6, 0.8), (True, 0.2, 0.3)])
-def test_the_loss_is_shared_over_the_words(*, sequence: bool, least: float, most: float) -> None:
+@pytest.mark.parametrize(("runtime", "least", "most"), [("autosplit", 0.6, 0.8), ("megatron", 0.2, 0.3)])
+def test_the_loss_is_shared_over_the_words(runtime: str, least: float, most: float) -> None:
     """Logits and what the loss makes of them are most of a small model's peak; autosplit has them whole."""
     asked: dict[str, Any] = {"schedule": "1f1b", "chunks": 1, "recompute": "never", "layers": 1, "zero": 0, "rows": 8}
-    plans = [_llama(mesh=mesh, devices=devices, sequence_parallel=sequence, **asked) for mesh, devices in _ONE_AND_FOUR]
+    plans = [_llama(mesh=mesh, devices=devices, runtime=runtime, **asked) for mesh, devices in _ONE_AND_FOUR]
     whole, own = (plan.stages[0].memory for plan in plans)
     moving = [each.peak_bytes - each.parameter_bytes - each.optimizer_bytes for each in (whole, own)]
     assert least < moving[1] / moving[0] < most
@@ -95,11 +100,25 @@ def test_the_loss_is_shared_over_the_words(*, sequence: bool, least: float, most
 _ONE_AND_FOUR = (("dp=1", "1xH100-SXM5-80GB"), ("tp=4", "4xH100-SXM5-80GB"))
 
 
-@pytest.mark.parametrize(("zero", "parameters", "gradients"), [(0, 1, 1), (1, 1, 1), (2, 1, 1 / 8), (3, 1 / 8, 1 / 8)])
-def test_zero_stages(zero: int, parameters: float, gradients: float) -> None:
-    """Eight replicas shard the optimizer's state from ZeRO-1 on, gradients from 2 on, parameters in 3."""
-    found = _llama(mesh={"dp": 8}, zero=zero, chunks=2, layers=2, recompute="never")
+_STAGES = [(0, 1, 1), (1, 1, 1), (2, 1, 1 / 8), (3, 1 / 8, 1 / 8)]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "zero", "parameters", "gradients"),
+    [*(("megatron", *each) for each in _STAGES), ("autosplit", 0, 1, 1), ("autosplit", 3, 9 / 8, 1)],
+)
+def test_zero_stages(runtime: str, zero: int, parameters: float, gradients: float) -> None:
+    """Eight replicas shard the optimizer's state from ZeRO-1 on, gradients from 2 on, parameters in 3.
+
+    Ranks of autosplit hold a stage whole through the step, beside their shard; its gradients are scattered behind it.
+    """
+    found = _llama(mesh={"dp": 8}, zero=zero, chunks=2, layers=2, recompute="never", runtime=runtime)
     memory, count = found.stages[0].memory, 2 * found.parameters
+    kinds = [type(entry).__name__ for entry in found.actions[0]]
+    whole = (runtime, zero) == ("autosplit", 3)
+    assert (kinds[0], kinds[-1]) == (
+        ("Unshard", "Reshard") if whole else ("Unshard" if zero in (1, 2) else "Action", kinds[-1])
+    )
     assert memory.parameter_bytes == pytest.approx(parameters * count, rel=0.01)
     assert memory.gradient_bytes <= 1.01 * gradients * count
     assert memory.optimizer_bytes == pytest.approx(6 * count / (8 if zero else 1), rel=0.01)
@@ -139,3 +158,25 @@ def test_bad_meshes(mesh: Any, match: str) -> None:
     """An error says what was given, and what would do."""
     with pytest.raises(InputError, match=match):
         _llama(mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        (
+            {"runtime": "autosplit", "zero": 1},
+            "zero=1 is none of runtime='autosplit', which has 0, 3; .* or runtime='meg",
+        ),
+        (
+            {"runtime": "autosplit", "zero": 3, "mesh": "dp=4,tp=2"},
+            "has no zero=3 on a mesh of dp=4,tp=2,pp=1; .* with pp",
+        ),
+        ({"runtime": "torchtitan", "zero": 0, "mesh": "dp=4,pp=2"}, "zero=0 goes with dp alone"),
+        ({"schedule": "gpipe"}, "schedule='gpipe' is none of runtime='megatron', which has 1f1b, interleaved"),
+        ({"runtime": "deepspeed"}, "runtime='deepspeed' is not available"),
+        ({"mesh": None, "runtime": "megatron"}, "give mesh= too"),
+    ],
+)
+def test_what_a_runtime_does_not_have(asked: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        _llama(**{"mesh": "dp=8", "layers": 1, **asked})

@@ -108,7 +108,9 @@ def test_a_block_with_sharded_parameters_waits_for_them(llama: tuple[TracedGraph
     blocks = {name: int(found[1]) for name in costs.nodes if (found := re.match(r"layers\.(\d+)", name))}
     norm = {"layers.0.before#0": 0}  # too little work to hide a gather
     for own, prefix, count, waits in ((blocks, "layers.0.", 2, False), (norm, "layers.0.before.", 1, True)):
-        whole, sharded = (_rank(costs, TensorShares(), Parallel(dp=8, zero=zero), blocks=own) for zero in (1, 3))
+        whole, sharded = (
+            _rank(costs, TensorShares(), Parallel(dp=8, zero=zero, runtime="megatron"), blocks=own) for zero in (1, 3)
+        )
         pairs = [(node, whole.nodes[name]) for name, node in sharded.nodes.items()]
         more = [node.forward_transient_bytes - other.forward_transient_bytes for node, other in pairs]
         held = sum(state.bytes for name, state in costs.state.items() if name.startswith(prefix))

@@ -8,7 +8,7 @@
 Between pairs of products ranks share positions where the plan has them so (Korthikanti et al. 2022, arXiv 2205.05198):
 row products scatter their sums, and what column products take is gathered. Megatron-LM keeps the parts of that and
 gathers them in the backward once more, and computes the loss on parts of the words (Shoeybi et al. 2019, arXiv
-1909.08053). No pipe runs so: a plan assumes it where it is asked to.
+1909.08053). No pipe runs so: a plan assumes it for the runtimes that do (`autosplit.runtimes`).
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def with_gathers(costs: Profile, *, placed: Placed, blocks: Mapping[str, int]) -
     """
     nodes, state = costs.nodes, costs.state
     parallel, group = placed.parallel, placed.dp
-    if parallel.zero < 2 or parallel.dp == 1:
+    if not parallel.scatters:
         return costs
     held: dict[int, int] = {}
     for entry in state.values():

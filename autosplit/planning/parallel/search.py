@@ -10,7 +10,7 @@ is left out by it is at most a hundredth faster than the best that was found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +31,7 @@ from autosplit.planning.search.finish import Finished
 from autosplit.planning.search.sweep import Space
 from autosplit.profile.types import Profile
 from autosplit.progress import phase
+from autosplit.runtimes import RUNTIMES, RuntimeName
 from cost_models.machines import MachineSpec
 
 _SIZES = 6
@@ -50,7 +51,7 @@ class MeshRequest:
         degrees: those that were given; "auto": the best.
         zero: the ZeRO stage; "auto": the best.
         free_chunks: whether the number of microbatches is open.
-        sequence: whether Megatron-LM's sequence parallelism is assumed of tensor-parallel ranks.
+        runtime: the runtime that trains, by `RUNTIMES`.
     """
 
     paper: OnPaper
@@ -59,7 +60,7 @@ class MeshRequest:
     degrees: Parallel | str
     zero: int | str
     free_chunks: bool
-    sequence: bool = False
+    runtime: RuntimeName = "autosplit"
 
     @property
     def asked(self) -> Parallel | None:
@@ -232,7 +233,16 @@ class MeshSearch:
         asked, machine, rows = self.request.asked, self.request.machine, self.request.rows
         if asked is not None:
             self._check(asked)
-            yield from self._sharded(asked)
+            yield from (meshes := [*self._sharded(asked)])
+            if not meshes:
+                runtime, zero = self.request.runtime, self.request.zero
+                ways = [
+                    f"zero={stage} goes with {' and '.join(others) or 'dp alone'}"
+                    for stage, others in RUNTIMES[runtime].zero.items()
+                ]
+                raise InputError(
+                    f"runtime={runtime!r} has no zero={zero!r} on a mesh of {asked}; its {', '.join(ways)}"
+                )
             return
         count = len(machine)
         island = sum(machine.island_of(device) == machine.island_of(0) for device in range(count))
@@ -244,19 +254,26 @@ class MeshSearch:
                     yield from self._sharded(Parallel(dp, tp, pp))
 
     def _sharded(self, parallel: Parallel) -> Iterator[Parallel]:
-        """Yield a mesh with each ZeRO stage that is worth a look: 1 is never slower than 0, and 3 holds the least."""
-        asked = check_zero(self.request.zero)
-        zeros: Sequence[int] = (1, 3) if asked is None else (asked,)
-        sequence = self.request.sequence and parallel.tp > 1
-        for zero in zeros if parallel.dp > 1 else (0,):
-            yield replace(parallel, zero=zero, sequence=sequence)
+        """Yield a mesh with each ZeRO stage that is worth a look: 1 is never slower than 0, and 3 holds the least.
+
+        None where the runtime does not have what was asked for on it.
+        """
+        asked, parallel = check_zero(self.request.zero), self._by_runtime(parallel)
+        there = parallel.rules.zero_stages([name for name in ("tp", "pp") if getattr(parallel, name) > 1])
+        zeros = {1 if 1 in there else 0, 3} if asked is None else {asked}
+        for zero in sorted(zeros.intersection(there)) if parallel.dp > 1 else (0,):
+            yield replace(parallel, zero=zero)
+
+    def _by_runtime(self, parallel: Parallel) -> Parallel:
+        runtime = self.request.runtime
+        return replace(parallel, runtime=runtime, sequence=RUNTIMES[runtime].sequence and parallel.tp > 1)
 
     def _tensor_degrees(self, most: int) -> Iterator[int]:
         """Yield how many ranks, of those that divide the devices, may share tensors."""
         count = len(self.request.machine)
         for tp in (tp for tp in range(1, most + 1) if count % tp == 0):
             with suppress(InputError):
-                parallel = Parallel(tp=tp, sequence=self.request.sequence)
+                parallel = self._by_runtime(Parallel(tp=tp))
                 self.request.paper.recorded.shares(parallel, rng=self.request.paper.options.rng)
                 yield tp
 

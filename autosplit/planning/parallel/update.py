@@ -1,12 +1,11 @@
-"""What a step takes behind its last action on a mesh: the rest of the gradients' sum, the update, the parameters back.
+"""What a step takes behind its last action: what is left of the gradients' sums, and on a mesh the update.
 
 ```
-    stage 0   … F B F B F B│ sum ···│ update │ gather          what a stage's last backward does not hide is waited for
-    stage 1   … B F B F B│ sum ···│ update │ gather            an early stage ends last, and its sum too
+    stage 0   gather │ … F B F B F B│ sum ···│ update │        what a stage's last backward does not hide is waited for
+    stage 1   gather │   … B F B F B│ sum ···│ update │        an early stage ends last, and its sum too
 ```
 
-Gradients are summed in buckets beside the backward of the last microbatch, the last bucket behind it. Parameters that
-were updated in shards are gathered beside the first forward of the next step.
+The lists of a mesh have gathers, sums and updates where its runtime has them, and are simulated.
 """
 
 from __future__ import annotations
@@ -14,38 +13,42 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autosplit.options import Options
-from autosplit.parallel import BUCKET_BYTES
+from autosplit.parallel import buckets_of
 from autosplit.planning.profiled.formulate import state_bytes
 from autosplit.planning.profiled.specs import link_seconds
 from autosplit.profile.types import Profile, StateProfile
-from autosplit.schedule.action import Schedule
-from autosplit.schedule.simulate import Timeline
+from autosplit.schedule.action import Action, Schedule
+from autosplit.schedule.entry import Entry, Send, Unshard, Update
+from autosplit.schedule.order import lane_lists, with_marks, with_updates
+from autosplit.schedule.simulate import Timeline, TransferTime
+from autosplit.schedule.simulate_lists import simulate_lists
 from cost_models.collectives import group_of
 
 _REACHED = 0.8
 """The part of a device's memory bandwidth that an update reaches: `cost_models.roofline`'s for optimizers."""
 
 
-def update_s(timeline: Timeline, states: Mapping[int, Sequence[StateProfile]], options: Options) -> float:
-    """Return how long after the last action all ranks are done; 0 without a mesh, and in an evaluation.
+def update_s(
+    timeline: Timeline,
+    transfers: Sequence[TransferTime],
+    states: Mapping[int, Sequence[StateProfile]],
+    options: Options,
+) -> float:
+    """Return how much longer a step takes than its actions; 0 in an evaluation.
 
-    Replicas of stages sum their gradients in that time: none of it is hidden behind the stage's own work.
+    Replicas of stages sum their gradients in that time: none of it is hidden behind the stage's own work. On a mesh it
+    is what its lists take longer.
     """
-    if not timeline.schedule.has_backward:
+    schedule = timeline.schedule
+    if not schedule.has_backward:
         return 0.0
-    schedule, ends_s = timeline.schedule, [0.0] * timeline.schedule.stages
+    if options.placed is not None:
+        return max(0.0, _RankLists(timeline, transfers, states, options).end_s - timeline.step_s)
+    ends_s = [0.0] * schedule.stages
     for action, end_s in zip(schedule.issue_order, timeline.ends_s, strict=True):
         ends_s[action.stage] = max(end_s, ends_s[action.stage])
-    if options.placed is None:
-        sums_s = summed_s(schedule, states, options)
-        return max(0.0, *(end_s + sum_s - timeline.step_s for end_s, sum_s in zip(ends_s, sums_s, strict=True)))
-    done_s = []
-    for lane in sorted(set(schedule.stage_lane)):
-        stages = schedule.stages_on(lane)
-        hidden_s = [sum(timeline.seconds[kind][stage] for stage in stages) for kind in ("F", "B")]
-        trained = [s for stage in stages for s in states.get(stage, ()) if s.is_parameter and s.trainable]
-        done_s.append(max(ends_s[stage] for stage in stages) + _behind_s(trained, options, lane, hidden_s=hidden_s))
-    return max(0.0, max(done_s) - timeline.step_s)
+    sums_s = summed_s(schedule, states, options)
+    return max(0.0, *(end_s + sum_s - timeline.step_s for end_s, sum_s in zip(ends_s, sums_s, strict=True)))
 
 
 def summed_s(schedule: Schedule, states: Mapping[int, Sequence[StateProfile]], options: Options) -> list[float]:
@@ -74,22 +77,68 @@ def cut_summed_s(schedule: Schedule, costs: Profile, stage_of: Mapping[str, int]
     return max(summed_s(schedule, states, options))
 
 
-def _behind_s(trained: Sequence[StateProfile], options: Options, lane: int, *, hidden_s: Sequence[float]) -> float:
-    """Return the seconds that one device works after its last action, beside ``hidden_s`` of a forward and backward."""
-    assert options.placed is not None
-    assert options.machine is not None
-    group, zero = options.placed.dp, options.placed.parallel.zero
-    count = sum(state.bytes for state in trained)
-    sum_s = gather_s = 0.0
-    if zero < 2 and count:
-        whole_s = group.seconds("reduce_scatter" if zero else "all_reduce", count)
-        sum_s = max(whole_s - hidden_s[1], whole_s * min(1.0, BUCKET_BYTES / count))
-    if zero in (1, 2):
-        gather_s = max(0.0, group.seconds("all_gather", count) - hidden_s[0])
-    bandwidth = _REACHED * options.machine.devices[lane].memory_bandwidth_bytes_per_s
-    touched = 0
-    for state in trained:
-        size = state_bytes(state, options)
-        share = options.parallel.part_of(state.bytes, zero=1)
-        touched += 2 * share + 2 * size.optimizer
-    return sum_s + touched / bandwidth + gather_s
+class _RankLists:
+    """The lists of a pipeline of a mesh, and how long their entries take."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        transfers: Sequence[TransferTime],
+        states: Mapping[int, Sequence[StateProfile]],
+        options: Options,
+    ) -> None:
+        assert options.placed is not None
+        self.timeline, self.states, self.options = timeline, states, options
+        self.parallel, self.group = options.parallel, options.placed.dp
+        self.sent_s = {(each.producer, each.consumer): (each.forward_s, each.backward_s) for each in transfers}
+
+    @property
+    def end_s(self) -> float:
+        """When the last of them ends."""
+        schedule = self.timeline.schedule
+        sources = [{stage - 1} if stage else set[int]() for stage in range(schedule.stages)]
+        for producer, consumer in self.sent_s:
+            sources[consumer].add(producer)
+        lanes = lane_lists(schedule, sources)
+        marked = map(with_marks, lanes, schedule.marks) if schedule.marks else lanes
+        lists = [with_updates(self.parallel.entries(lane)) for lane in marked]
+        buckets_s = {stage: self._buckets_s(stage) for stage in range(schedule.stages)}
+        spans = simulate_lists(lists, seconds=self._seconds, buckets_s=buckets_s)
+        return max(span.end_s for device in spans for span in device)
+
+    def _seconds(self, entry: Entry) -> float:
+        if isinstance(entry, Action):
+            return self.timeline.seconds[entry.kind][entry.stage]
+        if isinstance(entry, Send):
+            source, target, _, _, backward = entry.route
+            there_s, back_s = self.sent_s.get((target, source) if backward else (source, target), (0.0, 0.0))
+            return back_s if backward else there_s
+        if isinstance(entry, Unshard):
+            return self._gathered_s(entry.stage)
+        return self._updated_s(entry.stage) if isinstance(entry, Update) else 0.0
+
+    def _trained(self, stage: int) -> list[StateProfile]:
+        return [state for state in self.states.get(stage, ()) if state.is_parameter and state.trainable]
+
+    def _buckets_s(self, stage: int) -> list[float]:
+        """Return how long the sum of each bucket takes, of the last parameters first; of shards each is one."""
+        parallel, sizes = self.parallel, [state.bytes for state in reversed(self._trained(stage))]
+        if not parallel.whole or parallel.rules.beside:
+            sizes = [*buckets_of(sizes, bucket_bytes=parallel.rules.bucket_bytes)]
+        return [self.group.seconds("reduce_scatter" if parallel.zero else "all_reduce", size) for size in sizes]
+
+    def _gathered_s(self, stage: int) -> float:
+        """Return how long the first forward waits for parameters: beside it they are gathered bucket by bucket."""
+        held = [state for state in self.states.get(stage, ()) if state.is_parameter]
+        count = sum(state.bytes for state in (held if self.parallel.whole else self._trained(stage)))
+        hidden_s = self.timeline.seconds["F"][stage] if self.parallel.rules.beside else 0.0
+        return max(0.0, self.group.seconds("all_gather", count) - hidden_s)
+
+    def _updated_s(self, stage: int) -> float:
+        """Return how long the optimizer takes to step a stage's parameters: as long as their bytes are moved."""
+        assert self.options.machine is not None
+        device = self.options.machine.devices[self.timeline.schedule.stage_lane[stage]]
+        touched = 0
+        for state in self._trained(stage):
+            touched += 2 * self.parallel.part_of(state.bytes, zero=1) + 2 * state_bytes(state, self.options).optimizer
+        return touched / (_REACHED * device.memory_bandwidth_bytes_per_s)

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from autosplit.parallel import Placed
+from autosplit.parallel import Parallel, Placed
+from autosplit.runtimes import RuntimeName
 
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
 """A time; files come from strangers, and sums of times are to stay numbers."""
@@ -36,6 +37,8 @@ class MeshDegrees(FrozenFields):
     """ZeRO stage: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
     sequence: bool = False
     """Megatron-LM's sequence parallelism is assumed of the tensor-parallel ranks, which no pipe runs."""
+    runtime: RuntimeName = "megatron"
+    """By whose rules it was planned; files without it were by Megatron-LM's, with or without its ``sequence``."""
     order: tuple[str, ...] = ("pp", "dp", "tp")
     """The dimensions from the outermost to the innermost, whose ranks are neighbours."""
 
@@ -45,7 +48,12 @@ class MeshDegrees(FrozenFields):
         if placed is None:
             return None
         p = placed.parallel
-        return cls(dp=p.dp, tp=p.tp, pp=p.pp, zero=p.zero, sequence=p.sequence, order=placed.order)
+        return cls(dp=p.dp, tp=p.tp, pp=p.pp, zero=p.zero, sequence=p.sequence, runtime=p.runtime, order=placed.order)
+
+    @property
+    def parallel(self) -> Parallel:
+        """They as what is planned for."""
+        return Parallel(self.dp, self.tp, self.pp, self.zero, self.sequence, self.runtime)
 
     def __str__(self) -> str:
         shards = f", ZeRO-{self.zero}" if self.zero else ""

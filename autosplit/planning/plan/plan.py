@@ -14,11 +14,12 @@ from pydantic import BaseModel, ValidationError
 from autosplit.checks import choose
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.files import write_text
+from autosplit.planning.plan.decision import Decision, Prediction
 from autosplit.planning.plan.diff import PlanDiff, diff, prefixes
 from autosplit.planning.plan.export import export
 from autosplit.planning.plan.record import VERSION, PlanRecord
 from autosplit.schedule.lists import Actions
-from autosplit.schedule.order import step_order, with_marks, with_reductions
+from autosplit.schedule.order import step_order, with_marks
 from autosplit.schedule.stream import STALENESS, updates_behind
 
 _NEAR = 3
@@ -54,7 +55,17 @@ class Plan(PlanRecord):
         lists = Actions.of(order, len(schedule.lanes))
         if schedule.marks:
             lists = Actions(tuple(map(with_marks, lists, schedule.marks)))
-        return lists if self.mesh is None or self.mesh.dp == 1 else Actions(tuple(map(with_reductions, lists)))
+        return lists if self.mesh is None else Actions(tuple(map(self.mesh.parallel.entries, lists)))
+
+    @property
+    def decision(self) -> Decision:
+        """What was chosen, which a plan file pins."""
+        return Decision.of(self)
+
+    @property
+    def prediction(self) -> Prediction:
+        """What that is predicted to take; another one for other costs."""
+        return Prediction.of(self)
 
     def export(self, form: str) -> str:
         """Return the plan as another tool's text.

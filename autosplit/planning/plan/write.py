@@ -117,7 +117,8 @@ class Writer:
     @cached_property
     def update_s(self) -> float:
         """How much later than the last action ranks or replicas have summed their gradients; a mesh's update too."""
-        return update_s(self.partition.costs.timeline, self._cut.states, self.options)
+        costs = self.partition.costs
+        return update_s(costs.timeline, costs.transfers, self._cut.states, self.options)
 
     def plan(self) -> Plan:
         """Return the plan with its prediction."""

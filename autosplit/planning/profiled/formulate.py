@@ -106,9 +106,13 @@ class StateBytes:
 
 
 def state_bytes(state: StateProfile, options: Options) -> StateBytes:
-    """Return the bytes of one parameter or buffer under the optimizer that was named, on one data-parallel rank."""
+    """Return the bytes of one parameter or buffer under the optimizer that was named, on one data-parallel rank.
+
+    A shard of a parameter is there beside the whole one, where that is held through the step.
+    """
     part_of = options.parallel.part_of
     tensor = part_of(state.bytes, zero=3) if state.is_parameter else state.bytes
+    tensor += state.bytes if state.is_parameter and options.parallel.whole else 0
     if not (state.is_parameter and state.trainable):
         return StateBytes(tensor, 0, 0)
     optimizer = options.optimizer_bytes(elements=state.elements, parameter_bytes=state.bytes)

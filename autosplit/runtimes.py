@@ -1,0 +1,61 @@
+"""What plans assume of the runtime that trains on a mesh, as far as runtimes differ in it.
+
+| | autosplit | megatron | torchtitan |
+|---|---|---|---|
+| ZeRO | 0; 3 without tp | 0, 1, 2, 3 | 0 without tp and pp; 3 |
+| ZeRO-3 | stages are whole through a step | by blocks | by blocks, under a pipeline whole through a step |
+| shards | gathered before a step, scattered behind it | beside the first forward, the last backward | likewise |
+| sequence parallelism | what the tensor plan has | gathers again in the backward, shares the loss's words | likewise |
+| schedules | all | 1F1B, interleaved | all |
+
+Sums of whole gradients go on beside the last backward, in buckets, under all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+RuntimeName = Literal["autosplit", "megatron", "torchtitan"]
+_ALL = ("tp", "pp")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The switches of a runtime.
+
+    Attributes:
+        zero: the ZeRO stages that it has, and the dimensions beside dp that each goes with.
+        whole_from: from how many stages of a pipeline on ZeRO-3 holds parameters and gradients whole through a step;
+            None: it never does.
+        beside: whether shards are gathered beside the first forward, and scattered beside the last backward.
+        sequence: whether ranks of tp have Megatron-LM's sequence parallelism.
+        bucket_bytes: how much a bucket of gradients has.
+        schedules: those that it has; empty: all.
+    """
+
+    zero: Mapping[int, Sequence[str]]
+    whole_from: int | None
+    beside: bool
+    sequence: bool
+    bucket_bytes: int
+    schedules: Sequence[str] = ()
+
+    def zero_stages(self, dimensions: Sequence[str]) -> tuple[int, ...]:
+        """Return the ZeRO stages that go with these dimensions beside dp."""
+        return tuple(stage for stage, others in self.zero.items() if set(dimensions) <= set(others))
+
+
+RUNTIMES: Mapping[RuntimeName, Runtime] = {
+    "autosplit": Runtime({0: _ALL, 3: ("pp",)}, whole_from=1, beside=False, sequence=False, bucket_bytes=25 << 20),
+    "megatron": Runtime(
+        dict.fromkeys(range(4), _ALL),
+        whole_from=None,
+        beside=True,
+        sequence=True,
+        bucket_bytes=80 << 20,  # 40M gradients (`DistributedDataParallelConfig.bucket_size`), in bf16
+        schedules=("1f1b", "interleaved"),
+    ),
+    "torchtitan": Runtime({0: (), 3: _ALL}, whole_from=2, beside=True, sequence=True, bucket_bytes=25 << 20),
+}
