@@ -61,6 +61,12 @@ class Parallel:
         return RUNTIMES[self.runtime]
 
     @property
+    def zero_stages(self) -> tuple[int, ...]:
+        """The ZeRO stages that the runtime has with these degrees."""
+        others = {name for name in ("tp", "pp") if getattr(self, name) > 1}
+        return tuple(stage for stage, dimensions in self.rules.zero.items() if others.issubset(dimensions))
+
+    @property
     def whole(self) -> bool:
         """Whether a rank holds parameters and gradients whole through a step, and a shard of them between steps."""
         least = self.rules.whole_from

@@ -42,15 +42,11 @@ class Runtime:
     bucket_bytes: int
     schedules: Sequence[str] = ()
 
-    def zero_stages(self, dimensions: Sequence[str]) -> tuple[int, ...]:
-        """Return the ZeRO stages that go with these dimensions beside dp."""
-        return tuple(stage for stage, others in self.zero.items() if set(dimensions) <= set(others))
-
 
 RUNTIMES: Mapping[RuntimeName, Runtime] = {
     "autosplit": Runtime({0: _ALL, 3: ("pp",)}, whole_from=1, beside=False, sequence=False, bucket_bytes=25 << 20),
     "megatron": Runtime(
-        dict.fromkeys(range(4), _ALL),
+        dict.fromkeys(range(4), _ALL),  # from 1 on by its distributed optimizer, 2 and 3 by Megatron-FSDP
         whole_from=None,
         beside=True,
         sequence=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,19 +120,21 @@ def degrees_of(
     mesh: Any, zero: Any, runtime: Any, *, devices: int, schedule: Any, find: str, pinned: Plan | None
 ) -> Parallel | str | None:
     """Return the degrees that are asked for, checked with what else is."""
-    rules = RUNTIMES[choose("runtime", runtime, tuple(RUNTIMES))]
-    if (asked := check_zero(zero)) is not None and asked not in rules.zero:
-        having = " or ".join(f"runtime={name!r}" for name, other in RUNTIMES.items() if asked in other.zero)
+    schedules = RUNTIMES[choose("runtime", runtime, tuple(RUNTIMES))].schedules
+    if schedules and schedule not in ("auto", *schedules):
         raise InputError(
-            f"zero={zero} is none of runtime={runtime!r}, which has {', '.join(map(str, rules.zero))}; give one of "
-            f"these, or {having}"
+            f"schedule={schedule!r} is none of runtime={runtime!r}, which has {', '.join(schedules)}; give one of "
+            "these, or runtime='autosplit'"
         )
-    if rules.schedules and schedule not in ("auto", *rules.schedules):
+    asked, degrees = check_zero(zero), check_mesh(mesh, devices=devices)
+    parallel = degrees if isinstance(degrees, Parallel) else Parallel()
+    stages = {name: replace(parallel, runtime=name).zero_stages for name in RUNTIMES}
+    if asked is not None and asked not in stages[runtime]:
+        others = " or ".join(f"runtime={name!r}" for name, there in stages.items() if asked in there)
         raise InputError(
-            f"schedule={schedule!r} is none of runtime={runtime!r}, which has {', '.join(rules.schedules)}; give one "
-            "of these, or runtime='autosplit'"
+            f"zero={zero} is none of runtime={runtime!r} on a mesh of {degrees}, where it has "
+            f"{', '.join(map(str, stages[runtime]))}; give one of these, or {others}"
         )
-    degrees = check_mesh(mesh, devices=devices)
     if degrees is None and runtime != "autosplit":
         raise InputError(f"runtime={runtime!r} is for the ranks of a mesh; give mesh= too")
     if degrees is None and zero != "auto":

@@ -165,13 +165,13 @@ def test_bad_meshes(mesh: Any, match: str) -> None:
     [
         (
             {"runtime": "autosplit", "zero": 1},
-            "zero=1 is none of runtime='autosplit', which has 0, 3; .* or runtime='meg",
+            "zero=1 is none .* it has 0, 3; .* or runtime='meg",
         ),
         (
             {"runtime": "autosplit", "zero": 3, "mesh": "dp=4,tp=2"},
-            "has no zero=3 on a mesh of dp=4,tp=2,pp=1; .* with pp",
+            "zero=3 is none .* of dp=4,tp=2,pp=1, where it has 0;",
         ),
-        ({"runtime": "torchtitan", "zero": 0, "mesh": "dp=4,pp=2"}, "zero=0 goes with dp alone"),
+        ({"runtime": "torchtitan", "zero": 0, "mesh": "dp=4,pp=2"}, "zero=0 is none .*, where it has 3; give"),
         ({"schedule": "gpipe"}, "schedule='gpipe' is none of runtime='megatron', which has 1f1b, interleaved"),
         ({"runtime": "deepspeed"}, "runtime='deepspeed' is not available"),
         ({"mesh": None, "runtime": "megatron"}, "give mesh= too"),

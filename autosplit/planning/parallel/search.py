@@ -233,16 +233,7 @@ class MeshSearch:
         asked, machine, rows = self.request.asked, self.request.machine, self.request.rows
         if asked is not None:
             self._check(asked)
-            yield from (meshes := [*self._sharded(asked)])
-            if not meshes:
-                runtime, zero = self.request.runtime, self.request.zero
-                ways = [
-                    f"zero={stage} goes with {' and '.join(others) or 'dp alone'}"
-                    for stage, others in RUNTIMES[runtime].zero.items()
-                ]
-                raise InputError(
-                    f"runtime={runtime!r} has no zero={zero!r} on a mesh of {asked}; its {', '.join(ways)}"
-                )
+            yield from self._sharded(asked)
             return
         count = len(machine)
         island = sum(machine.island_of(device) == machine.island_of(0) for device in range(count))
@@ -254,12 +245,9 @@ class MeshSearch:
                     yield from self._sharded(Parallel(dp, tp, pp))
 
     def _sharded(self, parallel: Parallel) -> Iterator[Parallel]:
-        """Yield a mesh with each ZeRO stage that is worth a look: 1 is never slower than 0, and 3 holds the least.
-
-        None where the runtime does not have what was asked for on it.
-        """
+        """Yield a mesh with each ZeRO stage that is worth a look: 1 is never slower than 0, and 3 holds the least."""
         asked, parallel = check_zero(self.request.zero), self._by_runtime(parallel)
-        there = parallel.rules.zero_stages([name for name in ("tp", "pp") if getattr(parallel, name) > 1])
+        there = parallel.zero_stages
         zeros = {1 if 1 in there else 0, 3} if asked is None else {asked}
         for zero in sorted(zeros.intersection(there)) if parallel.dp > 1 else (0,):
             yield replace(parallel, zero=zero)
