@@ -84,12 +84,10 @@ class Parallel:
         entries = [entry for entry in entries if not isinstance(entry, (Unshard, Reshard))]
         stages = sorted({entry.stage for entry in entries if isinstance(entry, Action)})
         gathers = map(Unshard, stages if self.whole or self.zero in (1, 2) else ())
-        if self.scatters:
-            return (*gathers, *entries)
+        listed = entries if self.scatters else with_reductions(entries)
         if self.whole and not self.rules.beside:
-            entries = [entry for entry in entries if not isinstance(entry, Reduce)]
-            return (*gathers, *entries, *map(Reduce, stages), *map(Reshard, stages))
-        return (*gathers, *with_reductions(entries), *map(Reshard, stages if self.whole else ()))
+            listed = sorted(listed, key=lambda entry: isinstance(entry, Reduce))  # sums behind all else
+        return (*gathers, *listed, *map(Reshard, stages if self.whole else ()))
 
     @property
     def ranks(self) -> int:
