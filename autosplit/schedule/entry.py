@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from autosplit.schedule.action import Action
-
-Stream = Literal["compute", "copy", "reduce"]
 
 
 class Route(NamedTuple):
@@ -143,10 +141,3 @@ def parse_entry(text: str) -> Entry:
     if (match := _STAGE.fullmatch(text)) is not None:
         return _OF_STAGE[match[2]](int(match[1]))
     return Action.parse(text)
-
-
-def stream_of(entry: Entry) -> Stream:
-    """Return the stream of its device on which an entry runs; entries of one stream run in the list's order."""
-    if isinstance(entry, (Send, Receive)):
-        return "copy"
-    return "reduce" if isinstance(entry, (Reduce, Unshard)) else "compute"

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.errors import ScheduleError
+from autosplit.runtime.lanes.threads import backwards, forwards
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import SCHEDULES, build, stages_per_device
 from autosplit.schedule.entry import Entry, Receive, Reduce, Reshard, Route, Send, Unshard, Update, parse_entry
@@ -101,6 +102,7 @@ def test_a_file_says_where_parameters_are_gathered_and_gradients_summed_up() -> 
         marked.check()
     assert schedule.upto(1).texts[0] == ("0UNSHARD", "0F0", "0RESHARD", "0UNSHARD", "0B0", "0REDUCE_GRAD")
     check_state(with_marks(schedule.upto(1).lanes[0], schedule.upto(1).marks[0]))
+    assert forwards(schedule).marks == backwards(schedule).marks == ()
 
 
 class Skips(nn.Module):

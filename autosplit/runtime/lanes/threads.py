@@ -326,7 +326,7 @@ def turns(schedule: Schedule, sources: Sequence[AbstractSet[int]], loss_sources:
 def forwards(schedule: Schedule) -> Schedule:
     """Return the forwards of a schedule, in its order: what a call of the pipe runs first."""
     lanes = tuple(tuple(action for action in lane if action.kind == "F") for lane in schedule.lanes)
-    return replace(schedule, name="forward", lanes=lanes)
+    return replace(schedule, name="forward", lanes=lanes, marks=())
 
 
 def backwards(schedule: Schedule) -> Schedule:
@@ -335,4 +335,4 @@ def backwards(schedule: Schedule) -> Schedule:
         tuple(Action(action.stage, "B", action.microbatch) for action in reversed(lane))
         for lane in forwards(schedule).lanes
     )
-    return replace(schedule, name="backward", lanes=lanes)
+    return replace(schedule, name="backward", lanes=lanes, marks=())
