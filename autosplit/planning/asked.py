@@ -136,7 +136,7 @@ def degrees_of(
             f"{', '.join(map(str, stages[runtime]))}; give one of these, or {others}"
         )
     if degrees is None and runtime != "autosplit":
-        raise InputError(f"runtime={runtime!r} is for the ranks of a mesh; give mesh= too")
+        raise InputError(f"runtime={runtime!r} is for the ranks of a mesh; give mesh= too (a plan has its own)")
     if degrees is None and zero != "auto":
         raise InputError(f"zero={zero!r} is for the ranks of a mesh; give mesh= too")
     if degrees is not None and (find != "best" or pinned is not None):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autosplit import InputError, Plan, PlanError, plan
+from autosplit.planning.plan.fields import MeshDegrees
 from autosplit.report.sections import header
 from tests.planning.llama import Llama
 
@@ -68,6 +69,8 @@ def test_a_saved_plan_is_costed_anew(given: Plan, tmp_path: Path) -> None:
     assert replace(other.decision, microbatch_rows=given.microbatch_rows) == given.decision
     assert other.prediction != given.prediction == again.prediction
     assert other.prediction.step_s > given.step_s
+    older = given.mesh.model_dump(exclude={"runtime"}) if given.mesh is not None else {}
+    assert MeshDegrees(**older) == given.mesh  # files without a runtime were made by Megatron-LM's rules
     with pytest.raises(PlanError, match="2 replicas, which do not divide the batch of 17 rows"):
         _llama(plan=given, precision=None, rows=17)
     with pytest.raises(InputError, match="leave find= and plan= out"):
