@@ -232,6 +232,7 @@ def plan(
     mesh: Mapping[str, int] | str | None = None,
     zero: int | str = "auto",
     runtime: RuntimeName = "autosplit",
+    fsdp_reshard: str = "never",
     find: str = "best",
     plan: Plan | str | Path | None = None,
     processes: bool = False,
@@ -270,6 +271,8 @@ def plan(
             parameters too; "auto": what is fastest and fits, of what the runtime has.
         runtime: whose training on a mesh is planned: "autosplit", "megatron" or "torchtitan". They differ in what
             replicas shard, what goes on beside the work, and sequence parallelism: see `autosplit.runtimes`.
+        fsdp_reshard: as in `autosplit`, under ``zero=3``. "never": parameters and gradients of a stage are whole for
+            a step; "always": those of two of its blocks.
         find: "best": the best plan for these devices and this batch; "smallest": for the fewest devices of this kind
             that surely hold the model; "largest_batch": for the largest batch that surely fits, in ``chunks``
             microbatches (auto: as many as are best for the sample).
@@ -289,11 +292,10 @@ def plan(
         PlanError: the plan is of another model or number of devices, or has a node where it cannot run.
     """
     _check_module(model)
-    inputs = given_sample(model, sample)
     pinned = _followed(plan, find=find, processes=processes)
     devices, precision, processes = _of_plan(pinned, devices, precision, processes)
     spec = resolve_machine(devices)
-    degrees = degrees_of(mesh, zero, runtime, devices=len(spec), schedule=schedule, find=find, pinned=pinned)
+    degrees = degrees_of(mesh, zero, runtime, fsdp_reshard, len(spec), schedule=schedule, find=find, pinned=pinned)
     spec = spread(spec) if degrees is not None else spec
     others = {"mesh": mesh, "virtual_stages": virtual_stages, "find": find, "plan": plan, "processes": processes}
     each, schedule = dealt(replicas, spec.devices, schedule=schedule, recompute=recompute, others=others)
@@ -316,9 +318,9 @@ def plan(
     check_room(options)
 
     with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
-        paper = prepare(model, inputs, options, loss_fn=loss_fn)
+        paper = prepare(model, given_sample(model, sample), options, loss_fn=loss_fn)
         meshes = partial(MeshRequest, paper, spec, choices, zero=zero, free_chunks=chunks == "auto")
-        request = None if degrees is None else meshes(degrees, runtime=runtime)
+        request = None if degrees is None else meshes(degrees, runtime=runtime, by_units=fsdp_reshard == "always")
         if pinned is not None:
             own_options = request.options(degrees) if request and isinstance(degrees, Parallel) else paper.options
             return assumed(recosted(paper.recorded.model, paper.recorded.trace, own_options, pinned), paper)

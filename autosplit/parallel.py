@@ -54,6 +54,8 @@ class Parallel:
     zero: int = 0
     sequence: bool = False
     runtime: RuntimeName = "autosplit"
+    by_units: bool = False
+    """Whether autosplit's ZeRO-3 gathers block by block in every action (``fsdp_reshard="always"``)."""
 
     @property
     def rules(self) -> Runtime:
@@ -70,7 +72,7 @@ class Parallel:
     def whole(self) -> bool:
         """Whether a rank holds parameters and gradients whole through a step, and a shard of them between steps."""
         least = self.rules.whole_from
-        return self.zero == 3 and self.dp > 1 and least is not None and self.pp >= least
+        return self.zero == 3 and self.dp > 1 and least is not None and self.pp >= least and not self.by_units
 
     @property
     def scatters(self) -> bool:

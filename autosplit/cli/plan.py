@@ -83,6 +83,7 @@ Replicas = Annotated[
 PlanRuntime = Annotated[
     str, typer.Option("--runtime", help="Whose training on a mesh is planned: autosplit, megatron or torchtitan.")
 ]
+FsdpReshard = Annotated[str, typer.Option(help="Of gathered parameters under ZeRO-3: never or always let go of.")]
 PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto.")]
 
 
@@ -106,6 +107,7 @@ def plan_command(
     zero: Zero = "auto",
     replicas: Replicas = None,
     runtime: PlanRuntime = "autosplit",
+    fsdp_reshard: FsdpReshard = "never",
     script: Script = None,
 ) -> int:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
@@ -129,6 +131,7 @@ def plan_command(
     stages = degrees.pp if isinstance(degrees, Parallel) else len(check_replicas(each, devices=len(machine)) or machine)
     choices = options.choices(stages, chunks=common.number_or_word(chunks), precision=precision)
     choices |= {"mesh": mesh, "zero": common.number_or_word(zero), "replicas": each, "runtime": runtime}
+    choices["fsdp_reshard"] = fsdp_reshard
     with common.beside_stdout():
         planned, specs = _planned(spec, machine=machine, loss=loss, find=find, processes=processes, **choices)
         if script is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.checks import check_replicas, choose
+from autosplit.checks import FSDP_RESHARD, check_replicas, choose
 from autosplit.errors import InputError
 from autosplit.options import Options, Sample
 from autosplit.parallel import Parallel, check_mesh, check_zero
@@ -117,7 +117,7 @@ def check_loss_device(replicas: Sequence[int] | None, devices: Sequence[torch.de
 
 
 def degrees_of(
-    mesh: Any, zero: Any, runtime: Any, *, devices: int, schedule: Any, find: str, pinned: Plan | None
+    mesh: Any, zero: Any, runtime: Any, reshard: Any, devices: int, *, schedule: Any, find: str, pinned: Plan | None
 ) -> Parallel | str | None:
     """Return the degrees that are asked for, checked with what else is."""
     schedules = RUNTIMES[choose("runtime", runtime, tuple(RUNTIMES))].schedules
@@ -134,6 +134,12 @@ def degrees_of(
         raise InputError(
             f"zero={zero} is none of runtime={runtime!r} on a mesh of {degrees}, where it has "
             f"{', '.join(map(str, stages[runtime]))}; give one of these, or {others}"
+        )
+    always = choose("fsdp_reshard", reshard, FSDP_RESHARD) == "always"
+    if always and (degrees is None or runtime != "autosplit" or zero not in (3, "auto")):
+        raise InputError(
+            f"fsdp_reshard='always' is how runtime='autosplit' gathers on a mesh with zero=3, and mesh={mesh!r}, "
+            f"runtime={runtime!r}, zero={zero!r}; give these"
         )
     if degrees is None and runtime != "autosplit":
         raise InputError(f"runtime={runtime!r} is for the ranks of a mesh; give mesh= too (a plan has its own)")

@@ -187,7 +187,8 @@ def _parts(cut: Cut, nodes: StageNodes) -> RankParts | None:
 def _gathered(cut: Cut, stage: int) -> int:
     """Return what a stage holds of parameters and gradients that are whole for a while: of its largest block.
 
-    Under ZeRO-3 there are the parameters of the block that runs and of the next, from ZeRO-2 on one block's gradients.
+    Under ZeRO-3 there are the parameters of the block that runs and of the next, and gradients of two blocks: some are
+    made while others are scattered. Under ZeRO-2 there are one block's gradients.
     """
     parallel, blocks = cut.options.parallel, cut.blocks
     if not parallel.scatters:
@@ -195,7 +196,8 @@ def _gathered(cut: Cut, stage: int) -> int:
     largest: Counter[int] = Counter()
     for state in cut.states.get(stage, ()):
         largest[next((blocks[name] for name in state.uses if name in blocks), -1)] += state.bytes * state.is_parameter
-    return max(largest.values(), default=0) * (3 if parallel.zero == 3 else 1)
+    ordered = sorted(largest.values(), reverse=True)
+    return 2 * sum(ordered[:2]) if parallel.zero == 3 else sum(ordered[:1])
 
 
 def _roots(nodes: StageNodes, first: fx.Node | None) -> frozenset[str]:

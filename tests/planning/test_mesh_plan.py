@@ -50,6 +50,23 @@ def test_a_given_mesh(given: Plan) -> None:
     assert 0 < given.update_s < given.step_s
 
 
+def test_parameters_in_shards_are_whole_by_two_blocks_or_for_a_step() -> None:
+    asked: dict[str, Any] = {"schedule": "1f1b", "chunks": 2, "recompute": "never", "precision": "bf16"}
+    asked["runtime"] = "autosplit"
+    plain, never, always = (
+        _llama(mesh={"dp": 4, "pp": 2}, layers=16, **asked, **options)
+        for options in ({"zero": 0}, {"zero": 3}, {"zero": 3, "fsdp_reshard": "always"})
+    )
+    for whole, step, blocks in zip(plain.stages, never.stages, always.stages, strict=True):
+        size = whole.memory.parameter_bytes
+        assert step.memory.parameter_bytes == pytest.approx(size + size / 4, rel=0.01)
+        assert blocks.memory.parameter_bytes == pytest.approx(size / 4, rel=0.01)
+        assert blocks.memory.peak_bytes < step.memory.peak_bytes
+    assert Plan.model_validate_json(always.to_json()).mesh == always.mesh
+    with pytest.raises(InputError, match="on a mesh with zero=3"):
+        _llama(mesh={"dp": 4, "pp": 2}, zero=0, fsdp_reshard="always")
+
+
 def test_replicas_hold_a_bucket_of_gradients() -> None:
     """Behind the last backward there is a copy of the gradients that are added up: of one large weight all of it."""
     model, sample = nn.Linear(2048, 2048, bias=False, device="meta"), torch.zeros(4, 2048, device="meta")

@@ -52,6 +52,7 @@ class MeshRequest:
         zero: the ZeRO stage; "auto": the best.
         free_chunks: whether the number of microbatches is open.
         runtime: the runtime that trains, by `RUNTIMES`.
+        by_units: whether autosplit gathers block by block under ZeRO-3.
     """
 
     paper: OnPaper
@@ -61,6 +62,7 @@ class MeshRequest:
     zero: int | str
     free_chunks: bool
     runtime: RuntimeName = "autosplit"
+    by_units: bool = False
 
     @property
     def asked(self) -> Parallel | None:
@@ -250,7 +252,7 @@ class MeshSearch:
         there = parallel.zero_stages
         zeros = {1 if 1 in there else 0, 3} if asked is None else {asked}
         for zero in sorted(zeros.intersection(there)) if parallel.dp > 1 else (0,):
-            yield replace(parallel, zero=zero)
+            yield replace(parallel, zero=zero, by_units=self.request.by_units and zero == 3)
 
     def _by_runtime(self, parallel: Parallel) -> Parallel:
         runtime = self.request.runtime

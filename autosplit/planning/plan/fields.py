@@ -39,6 +39,8 @@ class MeshDegrees(FrozenFields):
     """Megatron-LM's sequence parallelism is assumed of the tensor-parallel ranks, which no pipe runs."""
     runtime: RuntimeName = "megatron"
     """By whose rules it was planned; files without it were by Megatron-LM's, with or without its ``sequence``."""
+    by_units: bool = False
+    """Whether autosplit's ZeRO-3 gathers block by block in every action (``fsdp_reshard="always"``)."""
     order: tuple[str, ...] = ("pp", "dp", "tp")
     """The dimensions from the outermost to the innermost, whose ranks are neighbours."""
 
@@ -48,15 +50,17 @@ class MeshDegrees(FrozenFields):
         if placed is None:
             return None
         p = placed.parallel
-        return cls(dp=p.dp, tp=p.tp, pp=p.pp, zero=p.zero, sequence=p.sequence, runtime=p.runtime, order=placed.order)
+        degrees = {"dp": p.dp, "tp": p.tp, "pp": p.pp, "zero": p.zero}
+        how = {"sequence": p.sequence, "runtime": p.runtime, "by_units": p.by_units}
+        return cls.model_validate({**degrees, **how, "order": placed.order})
 
     @property
     def parallel(self) -> Parallel:
         """They as what is planned for."""
-        return Parallel(self.dp, self.tp, self.pp, self.zero, self.sequence, self.runtime)
+        return Parallel(self.dp, self.tp, self.pp, self.zero, self.sequence, self.runtime, self.by_units)
 
     def __str__(self) -> str:
-        shards = f", ZeRO-{self.zero}" if self.zero else ""
+        shards = f", ZeRO-{self.zero}{' by blocks' if self.by_units else ''}" if self.zero else ""
         sequence = ", sequence parallel" if self.sequence else ""
         return f"dp={self.dp}, tp={self.tp}, pp={self.pp}{shards}{sequence}"
 
