@@ -202,8 +202,8 @@ def _piped(
     elif sample is None:
         raise InputError("devices='torchrun' needs sample=: a process's parameters must be known before its optimizer")
     else:
-        from autosplit.ranks.parallelize import parallelizing
-        from autosplit.ranks.pipe import RankPipe
+        from autosplit.distributed.ranks.parallelize import parallelizing
+        from autosplit.distributed.ranks.pipe import RankPipe
 
         ways["parallelize"] = parallelizing(ways["parallelize"], mesh, ways.pop("fsdp_reshard"), options.compile)
         pipe = RankPipe(model, options, pinned, world, **ways)

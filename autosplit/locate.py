@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autosplit.devices import is_out_of_memory
-from autosplit.lower.split import Lowered
-from autosplit.lower.text import CELL
 from autosplit.planning.explain.reasons import short_of_memory
 from autosplit.planning.plan.plan import Plan
 from autosplit.runtime.lanes.lanes import Lane
+from autosplit.runtime.lower.split import Lowered
+from autosplit.runtime.lower.text import CELL
 from autosplit.schedule.action import Action, describe
 from autosplit.trace.graph import INFO
 

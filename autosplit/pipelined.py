@@ -23,7 +23,6 @@ from autosplit.delegation import (
     refuse_unplanned,
 )
 from autosplit.locate import Locate
-from autosplit.lower.program import STATE, emit
 from autosplit.measured import Profiled
 from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.plan.plan import Plan
@@ -43,6 +42,7 @@ from autosplit.runtime.lanes.ambient import needs_one_thread
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.threads import LaneThreads, forwards
 from autosplit.runtime.loss.proof import Proofs
+from autosplit.runtime.lower.program import STATE, emit
 from autosplit.runtime.step import engine, middle
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.tree import TreeRun

@@ -14,13 +14,13 @@ import torch
 from torch import fx, nn
 
 from autosplit.errors import InputError, TraceError
-from autosplit.lower.program import emit_ending, emit_setup
-from autosplit.lower.replicas import Replicas
-from autosplit.lower.split import Lowered
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
 from autosplit.runtime.lanes.ambient import is_transformed, without_callers_modes
 from autosplit.runtime.lanes.lanes import Lane, caller_lane
+from autosplit.runtime.lower.program import emit_ending, emit_setup
+from autosplit.runtime.lower.replicas import Replicas
+from autosplit.runtime.lower.split import Lowered
 from autosplit.runtime.ops import CallState, on_lane
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.tape import Tape

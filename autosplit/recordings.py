@@ -21,8 +21,6 @@ from autosplit.collapse import OWN_PYTHON, Collapses
 from autosplit.errors import InputError, TraceError, known_to_all
 from autosplit.history import History
 from autosplit.kept import Kept, Recent
-from autosplit.lower.replicas import Replicas, replicated
-from autosplit.lower.split import Lowered, lower, place
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.write import check_plan
@@ -34,6 +32,8 @@ from autosplit.progress import shown
 from autosplit.recorded import Constants, FoundCall, PreparedStep, PythonRuns, Recorded, refusal, tree_of
 from autosplit.runtime.lanes.ambient import is_transformed, without_callers_modes
 from autosplit.runtime.lanes.lanes import Lane, lane
+from autosplit.runtime.lower.replicas import Replicas, replicated
+from autosplit.runtime.lower.split import Lowered, lower, place
 from autosplit.runtime.tree import TreeRun
 from autosplit.schedule.action import Schedule
 from autosplit.trace.borrowed.state import attributes

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from autosplit.checks import OPTIMIZER_COPIES
-from autosplit.memory.allocator import device_changes, simulate_allocator
-from autosplit.memory.replay import StaticBytes, optimizer_changes
 from autosplit.profile.lowering import cuda_autocast
 from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.profile.workspaces import cublas_workspace_bytes
 from autosplit.schedule.catalog import build
+from autosplit.schedule.memory.allocator import device_changes, simulate_allocator
+from autosplit.schedule.memory.replay import StaticBytes, optimizer_changes
 from benchmarks.families import Family
 from benchmarks.memory_step import OPTIMIZERS, Way
 from benchmarks.memory_subject import Precision, Subject, Training, bytes_of, held_by, recomputed, traces

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from autosplit.checks import OPTIMIZER_COPIES
 from autosplit.devices import Allocations
-from autosplit.memory.replay import StaticBytes, optimizer_changes, replay
 from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.schedule.catalog import build
+from autosplit.schedule.memory.replay import StaticBytes, optimizer_changes, replay
 from benchmarks.families import Family
 from benchmarks.memory_subject import (
     Line,

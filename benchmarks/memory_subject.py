@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autosplit.memory.pieces import StageTraces
 from autosplit.options import Sample
 from autosplit.profile.blocks import block_trace
 from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How
+from autosplit.schedule.memory.pieces import StageTraces
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import trace
 from benchmarks.families import Family

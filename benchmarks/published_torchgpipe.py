@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.memory.allocator import simulate_allocator
-from autosplit.memory.pieces import Change, NodeStep, StageTrace
 from autosplit.options import Sample
 from autosplit.profile.stage_trace.stage_graph import StageNodes, Stages
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
+from autosplit.schedule.memory.allocator import simulate_allocator
+from autosplit.schedule.memory.pieces import Change, NodeStep, StageTrace
 from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.ladder import trace
 from benchmarks.published_models import Chain, amoebanet, unet

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autosplit.errors import InputError
-from autosplit.lower.split import Lowered
 from autosplit.options import Options
 from autosplit.planning.plan.plan import Plan
+from autosplit.runtime.lower.split import Lowered
 from autosplit.tensor.part import PARTS
 from autosplit.trace.borrowed.blank import has_meta
 from autosplit.trace.graph import INFO

@@ -17,7 +17,7 @@ from torch import fx
 from autosplit.distributed.messages import Described, blank_like, described, flattened
 from autosplit.distributed.start import placeholders, slots_of
 from autosplit.distributed.world import World, attempt
-from autosplit.lower.split import Lowered
+from autosplit.runtime.lower.split import Lowered
 from autosplit.runtime.step.step import Step
 from autosplit.trace.inputs.objects import one_tensor, take_apart
 from autosplit.trace.reductions.own_loss import form_of

@@ -24,9 +24,9 @@ import torch
 from torch import fx
 
 from autosplit.distributed.messages import ENDING, SHARED
-from autosplit.lower.layout import Layout, Slot
-from autosplit.lower.program import ending_slots
-from autosplit.lower.split import Lowered
+from autosplit.runtime.lower.layout import Layout, Slot
+from autosplit.runtime.lower.program import ending_slots
+from autosplit.runtime.lower.split import Lowered
 from autosplit.runtime.ops import OUT, CellContext, fork, split, transfer
 from autosplit.runtime.step.step import Pairs, Start, Step
 from autosplit.runtime.transport import Transport

@@ -21,8 +21,8 @@ from autosplit.distributed.start import RankStart, begin
 from autosplit.distributed.words import digest
 from autosplit.distributed.world import attempt
 from autosplit.errors import DeviceError, InputError, as_known, known_to_all
-from autosplit.lower.split import named_state
 from autosplit.runtime.lanes.threads import forwards
+from autosplit.runtime.lower.split import named_state
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.step.cells import parameters
 from autosplit.runtime.step.sums import Held, Sums

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from autosplit.distributed.world import World
 from autosplit.errors import TraceError
-from autosplit.lower.split import Lowered
-from autosplit.lower.visits import Turn, note_visits
+from autosplit.runtime.lower.split import Lowered
+from autosplit.runtime.lower.visits import Turn, note_visits
 from autosplit.runtime.step.sums import Sums
 
 

@@ -39,9 +39,6 @@ from itertools import islice
 import torch
 from torch import fx
 
-from autosplit.memory.allocator import device_changes, simulate_allocator
-from autosplit.memory.pieces import Change, RankParts, Recompute, StageTraces
-from autosplit.memory.replay import DeviceReplay, StaticBytes, optimizer_changes, replay
 from autosplit.options import Options
 from autosplit.parallel import largest_bucket
 from autosplit.planning.profiled.formulate import held_copies, state_bytes
@@ -52,6 +49,9 @@ from autosplit.profile.types import Profile, StateProfile
 from autosplit.profile.workspaces import cublas_workspace_bytes
 from autosplit.progress import phase
 from autosplit.schedule.action import Schedule
+from autosplit.schedule.memory.allocator import device_changes, simulate_allocator
+from autosplit.schedule.memory.pieces import Change, RankParts, Recompute, StageTraces
+from autosplit.schedule.memory.replay import DeviceReplay, StaticBytes, optimizer_changes, replay
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 from autosplit.trace.recording.draw_rules import drawn_bytes, is_drawn_beforehand
 

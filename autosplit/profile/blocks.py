@@ -23,12 +23,12 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from autosplit.memory.pieces import StageTrace
 from autosplit.profile.expand import BlockRun, Traces, Uneven, expanded_costs
 from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.profile.types import NodeProfile
+from autosplit.schedule.memory.pieces import StageTrace
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 
 _FEWEST = 4

@@ -12,8 +12,8 @@ from itertools import groupby
 
 from torch import fx
 
-from autosplit.memory.pieces import Change, NodeStep, StageTrace, WeightNeeds
 from autosplit.profile.types import NodeProfile
+from autosplit.schedule.memory.pieces import Change, NodeStep, StageTrace, WeightNeeds
 from autosplit.trace.graph import INFO
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from autosplit.lower.split import named_state
 from autosplit.runtime.lanes.lanes import Lane
+from autosplit.runtime.lower.split import named_state
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import CallState, transfer
 from autosplit.runtime.step.step import Step

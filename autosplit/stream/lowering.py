@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from autosplit.errors import InputError
-from autosplit.lower.layout import tensor_operands
-from autosplit.lower.program import emit_setup
-from autosplit.lower.replicas import Replicas, check_cells, replicated, stand_in
-from autosplit.lower.split import Lowered, lower, owners
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.apply import DataflowIndex, assign
 from autosplit.recorded import Recorded
 from autosplit.runtime.lanes.lanes import Lane
+from autosplit.runtime.lower.layout import tensor_operands
+from autosplit.runtime.lower.program import emit_setup
+from autosplit.runtime.lower.replicas import Replicas, check_cells, replicated, stand_in
+from autosplit.runtime.lower.split import Lowered, lower, owners
 from autosplit.runtime.ops import OUT, alias, on_lane
 from autosplit.trace.graph import INFO, NodeClass, Size, TensorInfo, TracedGraph, TracedNode
 

@@ -14,7 +14,7 @@ from typing import Any
 FORKS = multiprocessing.get_context("forkserver")
 """Starts processes in which torch, and what a first recording imports, are there already."""
 FORKS.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.launcher.api", "autosplit.ranks", "tests.distributed.dying"]
+    ["torch._dynamo", "torch.distributed.launcher.api", "autosplit.distributed.ranks", "tests.distributed.dying"]
 )
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit, initialise
 from autosplit.distributed import checkpoint
-from autosplit.ranks import agreement
+from autosplit.distributed.ranks import agreement
 from tests.distributed.models import TRAININGS, WIDTH, GroupedGPT, mlp, tokens
 from tests.distributed.processes import Pool
 from tests.distributed.replicas import compare, mesh_of, whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autosplit.memory.pieces import NodeStep
+from autosplit.schedule.memory.pieces import NodeStep
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from functools import cache
 import torch
 from torch import nn
 
-from autosplit.memory.pieces import Recompute, StageTrace, StageTraces
 from autosplit.options import Sample
 from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
+from autosplit.schedule.memory.pieces import Recompute, StageTrace, StageTraces
 from autosplit.trace.ladder import trace as traced
 from tests.models.blocks import wide_blocks
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autosplit.memory.allocator import Reserved, simulate_allocator
+from autosplit.schedule.memory.allocator import Reserved, simulate_allocator
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from autosplit.memory.pieces import NodeStep, Recompute, StageTrace, TracePieces, WeightNeeds, split
+from autosplit.schedule.memory.pieces import NodeStep, Recompute, StageTrace, TracePieces, WeightNeeds, split
 from tests.memory.stages import stage, traces
 
 X, Y, DY, DX, WEIGHT = range(5)

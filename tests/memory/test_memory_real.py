@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autosplit.devices import Allocations
-from autosplit.memory.pieces import Recompute, StageTraces
-from autosplit.memory.replay import StaticBytes, optimizer_changes, replay
 from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import build
+from autosplit.schedule.memory.pieces import Recompute, StageTraces
+from autosplit.schedule.memory.replay import StaticBytes, optimizer_changes, replay
 from tests.models.blocks import wide_blocks
 from tests.profile.graphs import traced
 

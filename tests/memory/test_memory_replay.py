@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from autosplit.memory.allocator import device_changes, simulate_allocator
-from autosplit.memory.pieces import NodeStep, Recompute, StageTrace, StageTraces
-from autosplit.memory.replay import StaticBytes, optimizer_changes, replay
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
+from autosplit.schedule.memory.allocator import device_changes, simulate_allocator
+from autosplit.schedule.memory.pieces import NodeStep, Recompute, StageTrace, StageTraces
+from autosplit.schedule.memory.replay import StaticBytes, optimizer_changes, replay
 from tests.memory.extents import extent
 from tests.memory.stages import model, traces
 from tests.pairwise import in_turn

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from autosplit.devices import Allocations
-from autosplit.memory.pieces import NodeStep
-from autosplit.memory.replay import optimizer_changes
 from autosplit.options import Options
 from autosplit.planning.profiled.formulate import state_bytes
 from autosplit.profile.types import StateProfile
+from autosplit.schedule.memory.pieces import NodeStep
+from autosplit.schedule.memory.replay import optimizer_changes
 from tests.memory.extents import extent
 
 ELEMENTS = (30_000, 100_000, 70_000, 50_000)

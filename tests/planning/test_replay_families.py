@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from autosplit.memory.pieces import Recompute
 from autosplit.options import Options, Sample
 from autosplit.planning.memory import Cut, fullest_moments
 from autosplit.planning.profiled.apply import DataflowIndex, assign
@@ -17,6 +16,7 @@ from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.node_costs.combine import profile
 from autosplit.profile.stage_trace.trace_memo import TraceMemo
 from autosplit.schedule.catalog import build
+from autosplit.schedule.memory.pieces import Recompute
 from autosplit.trace.ladder import Trace, trace
 from benchmarks.families import families
 from tests.profile.test_trace_memo import Plain

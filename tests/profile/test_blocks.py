@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autosplit.memory.pieces import StageTrace
 from autosplit.options import Sample
 from autosplit.profile import blocks
 from autosplit.profile.blocks import CostMemo, block_trace, shorten
@@ -21,6 +20,7 @@ from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.profile.types import NodeProfile
+from autosplit.schedule.memory.pieces import StageTrace
 from autosplit.trace.graph import NodeClass, TracedGraph
 from autosplit.trace.ladder import trace
 from tests.pairwise import in_turn, mostly_slow

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autosplit.devices import Allocations
-from autosplit.memory.pieces import StageTrace
 from autosplit.options import Sample
 from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
+from autosplit.schedule.memory.pieces import StageTrace
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.ladder import trace
 from tests.memory.extents import extent

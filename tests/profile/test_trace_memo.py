@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.memory.pieces import RankParts, Recompute, StageTraces
 from autosplit.options import Options, Sample
 from autosplit.planning.memory import Cut, fullest_moments
 from autosplit.profile.node_costs.combine import profile
@@ -19,6 +18,7 @@ from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.profile.stage_trace.trace_memo import TraceMemo
 from autosplit.schedule.catalog import build
+from autosplit.schedule.memory.pieces import RankParts, Recompute, StageTraces
 from autosplit.trace.graph import INFO, NodeClass
 from autosplit.trace.ladder import Trace, trace
 

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from autosplit.errors import TraceError
-from autosplit.lower.split import lower
 from autosplit.options import Sample
+from autosplit.runtime.lower.split import lower
 from autosplit.trace.graph import Length
 from autosplit.trace.ladder import Trace, trace, widen
 from tests.trace.placed_models import MODELS, MOVES, PLACES, WIDTH, Hides, Steps

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from autosplit.errors import PlanError, ProfileError
-from autosplit.memory.pieces import MemoryKind, Recompute
-from autosplit.memory.replay import DeviceReplay
 from autosplit.options import Options
 from autosplit.partition.problem import recompute_fraction
 from autosplit.partition.solve import Partition
@@ -42,6 +40,8 @@ from autosplit.planning.profiled.specs import issue_threads, kernel_issue_s
 from autosplit.profile.autocasting import autocast_of
 from autosplit.profile.types import NodeTimes, Profile, StateProfile
 from autosplit.schedule.action import Schedule
+from autosplit.schedule.memory.pieces import MemoryKind, Recompute
+from autosplit.schedule.memory.replay import DeviceReplay
 from autosplit.trace.graph import NodeClass, TracedGraph, TracedNode
 
 MOST_ACTIONS = 40_000

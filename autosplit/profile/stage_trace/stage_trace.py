@@ -25,7 +25,6 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from autosplit.backward import begin_at_sums
 from autosplit.errors import ProfileError, is_internal
-from autosplit.memory.pieces import Change, NodeStep, StageTrace, WeightNeeds
 from autosplit.profile.lowering import CudaKernels
 from autosplit.profile.node_costs.border import BorderInterpreter, Picks, alias, tensors_of
 from autosplit.profile.node_costs.fake import as_recorded, empty_value, fake_mode, on_fakes
@@ -33,6 +32,7 @@ from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.node_costs.shadow import shadow
 from autosplit.profile.stage_trace.engine import Guess, Labels
 from autosplit.profile.stage_trace.stage_graph import StageNodes, in_units
+from autosplit.schedule.memory.pieces import Change, NodeStep, StageTrace, WeightNeeds
 from autosplit.trace.borrowed.blank import fake
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, NodeClass

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from autosplit.memory.pieces import RankParts, Recompute, StageTraces
 from autosplit.profile.blocks import block_trace
 from autosplit.profile.stage_trace.stage_graph import StageNodes, Stages
 from autosplit.profile.stage_trace.stage_trace import How
+from autosplit.schedule.memory.pieces import RankParts, Recompute, StageTraces
 from autosplit.trace.graph import INFO, TracedGraph
 
 

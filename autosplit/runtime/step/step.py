@@ -185,7 +185,7 @@ class Step:
 
     @cached_property
     def codes(self) -> dict[Held, Any]:
-        """What runs the stages of this process in this step (:class:`autosplit.lower.stage_code.StageCode`)."""
+        """What runs the stages of this process in this step (:class:`autosplit.runtime.lower.stage_code.StageCode`)."""
         return {held: self.program(held).code(held.stage) for held in self.held if held.stage in self.stages}
 
     def codes_by(self, names: Mapping[str, str]) -> dict[str, Any]:

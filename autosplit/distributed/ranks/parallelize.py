@@ -18,7 +18,7 @@ from autosplit.profile.stage_trace.stage_graph import block_paths
 from autosplit.recorded import PreparedStep
 
 if TYPE_CHECKING:
-    from autosplit.ranks.wrapped import WrappedPart
+    from autosplit.distributed.ranks.wrapped import WrappedPart
 
 FSDP, ALWAYS = "fsdp", "always"
 

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from autosplit.distributed.messages import Descriptions
+from autosplit.distributed.ranks.loss import ReadsHere
+from autosplit.distributed.ranks.wrapped import WrappedPart
 from autosplit.distributed.replicas import Share
 from autosplit.distributed.step import RankStep
-from autosplit.ranks.loss import ReadsHere
-from autosplit.ranks.wrapped import WrappedPart
 from autosplit.recorded import PreparedStep, Recorded
 
 

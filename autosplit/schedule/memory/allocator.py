@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from autosplit.memory.pieces import Change, MemoryKind, StageTraces
-from autosplit.memory.replay import ReplayedLane, StaticBytes
 from autosplit.schedule.action import Schedule
+from autosplit.schedule.memory.pieces import Change, MemoryKind, StageTraces
+from autosplit.schedule.memory.replay import ReplayedLane, StaticBytes
 
 _MIB = 1 << 20
 _MIN_BLOCK_BYTES = 512

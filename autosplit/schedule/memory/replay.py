@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from autosplit.memory.pieces import Change, MemoryKind, Piece, StageTraces
 from autosplit.schedule.action import Action, Schedule
+from autosplit.schedule.memory.pieces import Change, MemoryKind, Piece, StageTraces
 
 
 @dataclass(frozen=True)

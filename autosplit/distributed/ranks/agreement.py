@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.distributed.facts import BATCH, call_text, check_copies, checksum, copies_of, program_text
+from autosplit.distributed.ranks.loss import RankLoss
+from autosplit.distributed.ranks.prepared import Agreed, PreparedRankStep, is_checked
 from autosplit.distributed.replicas import Share
 from autosplit.distributed.world import World, attempt
 from autosplit.errors import InputError, as_known
-from autosplit.ranks.loss import RankLoss
-from autosplit.ranks.prepared import Agreed, PreparedRankStep, is_checked
 from autosplit.trace.inputs.lengths import without_rows
 from autosplit.trace.inputs.objects import tensors_in
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from autosplit.errors import TraceError
-from autosplit.lower.region import ROOT, RegionModule
+from autosplit.runtime.lower.region import ROOT, RegionModule
 from autosplit.runtime.regions import is_recomputing
 from autosplit.trace.inputs.objects import tensors_in
 

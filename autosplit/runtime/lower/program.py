@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from autosplit.lower.layout import EPILOGUE, Slot
-from autosplit.lower.split import Lowered
-from autosplit.lower.text import readable
+from autosplit.runtime.lower.layout import EPILOGUE, Slot
+from autosplit.runtime.lower.split import Lowered
+from autosplit.runtime.lower.text import readable
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import OUT, CellContext, fork, merge, record, split, transfer
 from autosplit.runtime.regions import Recomputed

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autosplit.lower.layout import EPILOGUE, Layout, Slot, lay_out, tensor_operands
-from autosplit.lower.region import Region, RegionModule, recomputed
-from autosplit.lower.stage_code import StageCode
-from autosplit.lower.visits import StageVisits
 from autosplit.profile.stage_trace.stage_graph import block_paths, in_units
+from autosplit.runtime.lower.layout import EPILOGUE, Layout, Slot, lay_out, tensor_operands
+from autosplit.runtime.lower.region import Region, RegionModule, recomputed
+from autosplit.runtime.lower.stage_code import StageCode
+from autosplit.runtime.lower.visits import StageVisits
 from autosplit.runtime.optimizers import move
 from autosplit.runtime.regions import Compiled, Recomputed
 from autosplit.runtime.tape import TapeNode, tape_nodes

@@ -24,20 +24,20 @@ from autosplit.distributed.facts import (
 )
 from autosplit.distributed.materialise import materialise
 from autosplit.distributed.messages import flattened
+from autosplit.distributed.ranks.guard import ModelGuard
+from autosplit.distributed.ranks.parallelize import Parallelize
+from autosplit.distributed.ranks.tensors import TensorParallel
+from autosplit.distributed.ranks.wrapped import WrappedPart
 from autosplit.distributed.replicas import stage_group
 from autosplit.distributed.start import pairs_of
 from autosplit.distributed.world import RECORDS, World, attempt
 from autosplit.errors import InputError, TraceError
-from autosplit.lower.replicas import Replicas, check_cells, check_ending
-from autosplit.lower.split import Lowered, named_state, owners, used_by
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
-from autosplit.ranks.guard import ModelGuard
-from autosplit.ranks.parallelize import Parallelize
-from autosplit.ranks.tensors import TensorParallel
-from autosplit.ranks.wrapped import WrappedPart
 from autosplit.recorded import FoundCall, PreparedStep, Recorded
 from autosplit.recordings import Recordings
+from autosplit.runtime.lower.replicas import Replicas, check_cells, check_ending
+from autosplit.runtime.lower.split import Lowered, named_state, owners, used_by
 from autosplit.runtime.optimizers import move
 from autosplit.runtime.tree import TreeRun
 from autosplit.tensor.part import PARTS

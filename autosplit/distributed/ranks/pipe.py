@@ -21,26 +21,26 @@ from autosplit.backward import leaves_under
 from autosplit.delegation import one_at_a_time
 from autosplit.distributed.facts import pipe_facts
 from autosplit.distributed.feed import bring, like_first, takers_of
+from autosplit.distributed.ranks.agreement import Agreement
+from autosplit.distributed.ranks.call import WholeCall
+from autosplit.distributed.ranks.loss import Elsewhere, RankLoss, Word
+from autosplit.distributed.ranks.parallelize import Parallelize, check_plain
+from autosplit.distributed.ranks.prepared import PreparedRankStep, is_checked
+from autosplit.distributed.ranks.recordings import RankRecordings
+from autosplit.distributed.ranks.shards import GradientNorms
+from autosplit.distributed.ranks.state import RankState
+from autosplit.distributed.ranks.stream import RankStreaming
+from autosplit.distributed.ranks.tensors import check_columns
 from autosplit.distributed.replicas import Share
 from autosplit.distributed.step import seconds_of
 from autosplit.distributed.world import World, attempt
 from autosplit.errors import InputError, TraceError, known_to_all
-from autosplit.lower.split import named_state
 from autosplit.options import Options, Sample
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.plan import Plan
-from autosplit.ranks.agreement import Agreement
-from autosplit.ranks.call import WholeCall
-from autosplit.ranks.loss import Elsewhere, RankLoss, Word
-from autosplit.ranks.parallelize import Parallelize, check_plain
-from autosplit.ranks.prepared import PreparedRankStep, is_checked
-from autosplit.ranks.recordings import RankRecordings
-from autosplit.ranks.shards import GradientNorms
-from autosplit.ranks.state import RankState
-from autosplit.ranks.stream import RankStreaming
-from autosplit.ranks.tensors import check_columns
 from autosplit.recorded import FoundCall, PreparedStep, PreparedTree
 from autosplit.runtime.loss.outputs import Outputs
+from autosplit.runtime.lower.split import named_state
 from autosplit.runtime.step import engine, train_cells
 from autosplit.runtime.tape import Tape
 from autosplit.tensor.part import PARTS, refuse_parts

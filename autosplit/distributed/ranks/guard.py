@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn
 from torch import nn
 
 from autosplit.errors import InputError
-from autosplit.lower.split import named_state
+from autosplit.runtime.lower.split import named_state
 from autosplit.tensor.part import PARTS
 from autosplit.tensor.state import as_part
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from autosplit.distributed.ranks.parallelize import Parallelize
 from autosplit.distributed.units import Sharded, Units
 from autosplit.distributed.world import World
 from autosplit.errors import InputError, listed
-from autosplit.ranks.parallelize import Parallelize
 from autosplit.recorded import SHARED
 from autosplit.runtime.optimizers import refuse
 from autosplit.trace.borrowed.holders import HOOK_TABLES, Holders

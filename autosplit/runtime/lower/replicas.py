@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from autosplit.errors import InputError
-from autosplit.lower.program import ending_slots
-from autosplit.lower.region import StatePlace
-from autosplit.lower.split import Lowered, lower
 from autosplit.runtime.lanes.lanes import Lane
+from autosplit.runtime.lower.program import ending_slots
+from autosplit.runtime.lower.region import StatePlace
+from autosplit.runtime.lower.split import Lowered, lower
 from autosplit.runtime.ops import transfer
 from autosplit.runtime.step.attributes import STANDS_FOR, StandsFor
 from autosplit.trace.graph import INFO

@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from autosplit.lower.region import ROOT, RegionModule
+from autosplit.runtime.lower.region import ROOT, RegionModule
 from autosplit.trace.borrowed.holders import HOOK_TABLES
 from autosplit.trace.recording.recording import apply_function, under
 from autosplit.trace.scope import CALLS, has_module_hooks, is_called_as_torchs, is_layer

@@ -13,11 +13,11 @@ import torch.utils._pytree as pytree
 from torch.amp import GradScaler
 from torch.overrides import TorchFunctionMode
 
+from autosplit.distributed.ranks.call import WholeCall
+from autosplit.distributed.ranks.loss_text import LossText
 from autosplit.distributed.step import RankStep
 from autosplit.distributed.world import attempt
 from autosplit.errors import InputError, as_known
-from autosplit.ranks.call import WholeCall
-from autosplit.ranks.loss_text import LossText
 from autosplit.runtime.loss.proof import Proofs
 from autosplit.runtime.step import engine
 from autosplit.trace.borrowed.state import borrowed, contents

@@ -23,16 +23,16 @@ import torch
 
 from autosplit.distributed.facts import checksum, program_text
 from autosplit.distributed.messages import SHARED, Descriptions, Incoming, Sent, arrived
+from autosplit.distributed.ranks.loss import ReadsHere
+from autosplit.distributed.ranks.prepared import is_checked
+from autosplit.distributed.ranks.recordings import RankRecordings
 from autosplit.distributed.replicas import join, packed
 from autosplit.distributed.step import RankStep
 from autosplit.errors import InputError, as_known, known_to_all
-from autosplit.lower.split import named_state
 from autosplit.options import Sample
-from autosplit.ranks.loss import ReadsHere
-from autosplit.ranks.prepared import is_checked
-from autosplit.ranks.recordings import RankRecordings
 from autosplit.recorded import FoundCall, Recorded
 from autosplit.runtime.lanes.threads import Turn
+from autosplit.runtime.lower.split import named_state
 from autosplit.runtime.ops import plus
 from autosplit.runtime.step.sums import Held
 from autosplit.runtime.transport import Message

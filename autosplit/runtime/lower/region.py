@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from autosplit.lower.layout import Layout, Slot
-from autosplit.lower.uses import takes_once
+from autosplit.runtime.lower.layout import Layout, Slot
+from autosplit.runtime.lower.uses import takes_once
 from autosplit.runtime.norms import normalise, tally
 from autosplit.runtime.ops import alias, draw, fork
 from autosplit.runtime.regions import Compiled, Recomputed

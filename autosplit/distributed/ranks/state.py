@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.distributed.ranks.guard import check_average, part_of
+from autosplit.distributed.ranks.recordings import RankRecordings
+from autosplit.distributed.ranks.shards import like
 from autosplit.distributed.world import World
-from autosplit.lower.split import named_state
-from autosplit.ranks.guard import check_average, part_of
-from autosplit.ranks.recordings import RankRecordings
-from autosplit.ranks.shards import like
+from autosplit.runtime.lower.split import named_state
 from autosplit.tensor.part import PARTS
 from autosplit.tensor.state import as_part, here
 
