@@ -27,7 +27,7 @@ from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.step.cells import parameters
 from autosplit.runtime.step.sums import Held, Sums
 from autosplit.runtime.tape import Tape
-from autosplit.schedule.entry import Route
+from autosplit.schedule.entry import Reduce, Route
 from autosplit.trace.graph import NodeClass
 
 
@@ -261,12 +261,15 @@ class RankStep(PerformedStep):
     def stand_by(self) -> torch.Tensor:
         """Take part in a step of which this replica has no rows; return its loss."""
         with torch.inference_mode(False), torch.enable_grad():
-            self._gather_with_others(self.planned(self.most))
-            for stage in reversed(self.stages) if self.overlaps else ():
-                sums = Sums(Held(stage, 0), self.codes[Held(stage, 0)], self.lanes[stage], (), None)
-                sums.use(parameters(self)[sums.held])
-                with self._reducing(sums):
-                    pass
+            schedule = self.planned(self.most)
+            self._gather_with_others(schedule)
+            for entry in self._completed(schedule.lanes[self.world.rank], schedule.marks) if self.overlaps else ():
+                if isinstance(entry, Reduce):
+                    held = Held(entry.stage, 0)
+                    sums = Sums(held, self.codes[held], self.lanes[entry.stage], (), None)
+                    sums.use(parameters(self)[held])
+                    with self._reducing(sums):
+                        pass
             value: torch.Tensor = self.outcome(lambda: None)
             with self.adding_gradients():
                 pass

@@ -221,7 +221,7 @@ class StepLog:
                 lists[schedule.lane_of(entry.stage, microbatch)].append(entry)
             elif isinstance(event, Began) and last[event.action] is event:
                 lists[schedule.lane_of(event.action.stage, event.action.microbatch)].append(event.action)
-        return Actions(tuple(map(tuple, lists)))
+        return Actions(tuple(map(tuple, lists)), "taken")
 
     def copied(
         self, move: Callable[[], Any], source: int, target: int, microbatch: int, *, backward: bool, ready: Any

@@ -27,6 +27,7 @@ from autosplit.errors import ScheduleError
 from autosplit.schedule.action import Action, Cell, Schedule
 from autosplit.schedule.catalog import build
 from autosplit.schedule.entry import Entry, Reduce, Reshard, Unshard, parse_entry
+from autosplit.schedule.order import check_state, with_marks
 from autosplit.schedule.validate import validate
 from autosplit.units import plural
 
@@ -95,10 +96,16 @@ def parse_actions(text: str, *, name: str) -> Schedule:
     if not rows:
         raise ScheduleError("line 1: there is nothing in the file; write a row per device, with cells such as 0F0")
     try:
-        return validate(_ascending(_placed(rows, name=name)))
+        schedule = validate(_ascending(_placed(rows, name=name)))
     except ScheduleError as error:
         where = "; ".join(_where(places, Cell(*cell)) for cell in error.cells)
         raise ScheduleError(f"{where}: {error}", cells=error.cells) from None
+    for line, (lane, marks) in enumerate(zip(schedule.lanes, schedule.marks, strict=False), start=1):
+        try:
+            check_state(with_marks(lane, marks))
+        except ScheduleError as error:
+            raise ScheduleError(f"line {line}: {error}") from None
+    return schedule
 
 
 def from_rows(rows: Sequence[Sequence[str]], *, name: str) -> Schedule:

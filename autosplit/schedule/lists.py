@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autosplit.errors import ScheduleError
 from autosplit.schedule.entry import Entry, Issued, parse_entry
@@ -27,9 +27,11 @@ class Actions:
 
     Attributes:
         devices: by device, its entries.
+        receives: where receives stand (`autosplit.schedule.order`); lists are equal whatever it says.
     """
 
     devices: tuple[tuple[Entry, ...], ...]
+    receives: Receives = field(default="ahead", compare=False)
 
     @classmethod
     def of(cls, order: Iterable[Issued], devices: int) -> Actions:
@@ -49,13 +51,13 @@ class Actions:
                 raise ScheduleError(f"line {line}: {error}") from None
         return cls(tuple(lists))
 
-    def check(self, *, receives: Receives = "ahead") -> Actions:
+    def check(self) -> Actions:
         """Return the lists when all devices come to their end and use only what is there.
 
         Raises ScheduleError as `check_order` and `check_state` do.
         """
         order = [Issued(device, entry) for device, entries in enumerate(self.devices) for entry in entries]
-        check_order(order, len(self.devices), receives=receives)
+        check_order(order, len(self.devices), receives=self.receives)
         for entries in self.devices:
             check_state(entries)
         return self

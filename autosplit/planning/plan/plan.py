@@ -19,7 +19,7 @@ from autosplit.planning.plan.diff import PlanDiff, diff, prefixes
 from autosplit.planning.plan.export import export
 from autosplit.planning.plan.record import VERSION, PlanRecord
 from autosplit.schedule.lists import Actions
-from autosplit.schedule.order import step_order, with_marks
+from autosplit.schedule.order import Receives, step_order, with_marks
 from autosplit.schedule.stream import STALENESS, updates_behind
 
 _NEAR = 3
@@ -50,12 +50,11 @@ class Plan(PlanRecord):
         for boundary in self.boundaries:
             for consumer in boundary.consumers if boundary.producer >= 0 and not boundary.per_step else ():
                 sources[consumer].add(boundary.producer)
-        on_ranks = self.processes or self.mesh is not None
-        order = step_order(schedule, sources, receives="ahead" if on_ranks else "taken")
-        lists = Actions.of(order, len(schedule.lanes))
+        receives: Receives = "ahead" if self.processes or self.mesh is not None else "taken"
+        lists = Actions.of(step_order(schedule, sources, receives=receives), len(schedule.lanes)).devices
         if schedule.marks:
-            lists = Actions(tuple(map(with_marks, lists, schedule.marks)))
-        return lists if self.mesh is None else Actions(tuple(map(self.mesh.parallel.entries, lists)))
+            lists = tuple(map(with_marks, lists, schedule.marks))
+        return Actions(lists if self.mesh is None else tuple(map(self.mesh.parallel.entries, lists)), receives)
 
     @property
     def decision(self) -> Decision:
