@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from autosplit.distributed.world import World
 from autosplit.errors import TraceError
 from autosplit.runtime.lower.split import Lowered
-from autosplit.runtime.lower.visits import Turn, note_visits
+from autosplit.runtime.lower.visits import Turn, joined, note_visits
 from autosplit.runtime.step.sums import Sums
 
 
@@ -72,6 +72,8 @@ class Units:
         """
         try:
             with self._holding(sorted({self._sharded[name].unit for name in names if name in self._sharded})):
+                for sharded in self._sharded.values():
+                    sharded.whole.requires_grad_(sharded.shard.requires_grad)
                 yield {id(sharded.shard): sharded.whole for sharded in self._sharded.values()}
         finally:
             self._turns, self._at, self._gradients = (), -1, None
@@ -143,7 +145,7 @@ class Units:
             )
             if turn.unit not in self._held and (turn.unit is not None or names):
                 kept.append(Turn(turn.unit, names))
-        return kept
+        return joined(kept)
 
     def note(self, lowered: Lowered) -> None:
         """Have the graphs of stages say when they read parameters of a unit; raise TraceError where none can."""

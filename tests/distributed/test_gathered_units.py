@@ -117,3 +117,46 @@ def refused() -> list[str]:
 
 def test_what_cannot_be_gathered_unit_by_unit_is_refused(ranks: Pool) -> None:
     assert ranks(2).run(refused) == [[]] * 2
+
+
+class Scaled(nn.Module):
+    """Layers with a gain that is computed once per step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.gains = nn.ParameterList(torch.randn(8) for _ in range(4))
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer, gain in zip(self.layers, self.gains, strict=True):
+            value = torch.tanh(layer(value)) * (1 + gain)
+        return value
+
+
+def differences() -> list[float]:
+    """Return by how much shards' gradients differ from the plain model's while layers freeze and thaw."""
+    torch.manual_seed(0)
+    mesh = mesh_of(2, 1)
+    plain, model, x = Scaled().double(), Scaled().double(), torch.randn(8, 8, dtype=torch.float64)
+    model.load_state_dict(plain.state_dict())
+    pipe = autosplit(model, mesh=mesh, chunks=2, sample=x, parallelize="fsdp", fsdp_reshard="always")
+    most = []
+    for trained in (True, False, True):
+        for either in (plain, model):
+            either.layers[1].requires_grad_(trained)
+            either.zero_grad()
+        F.mse_loss(plain(x), x).backward()
+        rows = x.split(4)[replica_of(mesh)]
+        pipe.train_step(rows, target=rows, loss_fn=F.mse_loss)
+        gradients = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+        assert {name for name, gradient in gradients.items() if gradient is None} == {
+            name for name, parameter in plain.named_parameters() if not parameter.requires_grad
+        }
+        pairs = [(gradients[name], p.grad) for name, p in plain.named_parameters() if p.grad is not None]
+        most.append(max(float((ours.full_tensor() - theirs).abs().max()) for ours, theirs in pairs))  # type: ignore[union-attr]
+    return most
+
+
+def test_layers_freeze_and_values_of_the_whole_step_are_made_of_parameters(ranks: Pool) -> None:
+    for most in ranks(2).run(differences):
+        assert max(most) < 1e-14

@@ -66,7 +66,7 @@ class StageVisits(NamedTuple):
 
     def forward(self) -> list[Turn]:
         """Return the turns of a forward."""
-        return _joined(Turn(visit.unit) for visit in self.visits)
+        return joined(Turn(visit.unit) for visit in self.visits)
 
     def backward(self) -> list[Turn]:
         """Return the turns of a backward: what is recomputed is gone through forward first, and then back."""
@@ -77,7 +77,7 @@ class StageVisits(NamedTuple):
             if again:  # the hook of its last visit may come before it runs again, or behind
                 turns += [Turn(back[0].unit), *(Turn(visit.unit) for visit in reversed(back))]
             turns += [Turn(visit.unit, complete[id(visit)]) for visit in back]
-        return _joined(turns)
+        return joined(turns)
 
     def complete(self) -> list[tuple[str, ...]]:
         """Return, for each visit, the parameters that no earlier one reads."""
@@ -89,14 +89,15 @@ class StageVisits(NamedTuple):
         return complete
 
 
-def _joined(turns: Iterator[Turn] | Sequence[Turn]) -> list[Turn]:
-    joined: list[Turn] = []
+def joined(turns: Iterator[Turn] | Sequence[Turn]) -> list[Turn]:
+    """Return turns where those of one unit that follow each other are one."""
+    merged: list[Turn] = []
     for turn in turns:
-        if joined and joined[-1].unit == turn.unit:
-            joined[-1] = Turn(turn.unit, joined[-1].complete + turn.complete)
+        if merged and merged[-1].unit == turn.unit:
+            merged[-1] = Turn(turn.unit, merged[-1].complete + turn.complete)
         else:
-            joined.append(turn)
-    return joined
+            merged.append(turn)
+    return merged
 
 
 def note_visits(region: RegionModule, unit_of: Mapping[str, int], units: Any, *, again: bool) -> StageVisits:
