@@ -253,7 +253,7 @@ def _built(model: nn.Module, gathered: Gathered) -> RawGraph:
 def _decomposed(model: nn.Module, gathered: Gathered) -> RawGraph:
     """Build the graph of a recording, with its reductions taken apart."""
     raw = _built(model, gathered)
-    decompose(raw, on_cpu=gathered.scope.on_cpu)
+    decompose(raw, device=torch.device("cpu") if gathered.scope.on_cpu else gathered.scope.home)
     return raw
 
 

@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.options import Sample
-from autosplit.tensor.collectives import local_part
+from autosplit.planning.profiled.apply import DataflowIndex, assign
+from autosplit.tensor.build import rank_recording
+from autosplit.tensor.collectives import Sharing, local_part
 from autosplit.tensor.plan import tensor_plan
 from autosplit.trace.ladder import trace
 from benchmarks.tensor_graph import rank_graph
@@ -50,3 +52,17 @@ def compared(name: str) -> dict[str, float]:
 @pytest.mark.parametrize("name", NETS)
 def test_two_ranks_compute_what_one_process_does(ranks: Pool, name: str) -> None:
     assert ranks(2).run(compared, name) == [{}, {}]
+
+
+@pytest.mark.parametrize("name", ["one key head", "tied language model"])
+def test_nodes_keep_their_stages_where_another_call_has_other_moves(name: str) -> None:
+    """Ranks share positions of one length and not of another: what moves there is no reason to raise what takes it."""
+    traced, sharing = trace(net(name), Sample(batch(name))).graph, Sharing(0, 2, alone=True)
+    plans = (tensor_plan(traced, ranks=2, rows=ROWS, sequence=sequence) for sequence in (True, False))
+    before, after = (DataflowIndex(rank_recording(traced, plan, sharing)) for plan in plans)
+    names = [[info.name for _, info in index.traced.compute_nodes()] for index in (before, after)]
+    assert set(names[1]) - set(names[0])
+    for cut in range(1, len(names[0])):
+        stages = assign(before, {node: int(number >= cut) for number, node in enumerate(names[0])}, stages=2)
+        again = assign(after, stages, stages=2)
+        assert [node for node in names[1] if stages.get(node, again[node]) != again[node]] == []

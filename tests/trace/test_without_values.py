@@ -148,6 +148,29 @@ def test_made_up_values_find_the_same_at_another_length() -> None:
     assert str(made_up.domain) == str(expected.domain)
 
 
+def test_a_recording_with_values_becomes_one_for_all_lengths_without_them() -> None:
+    """What it makes on its own (an arange, ones of a fixed size) is where the model was: ranks hold parts by then."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            seen = x.new_ones((), dtype=torch.bool) & mask & (torch.arange(x.shape[1], device=x.device) < 7)
+            return self.inner(x) * seen[..., None]
+
+    model = Masked()
+    first, second = ((torch.randn(5, size, 4), torch.rand(5, size) < 0.5) for size in (8, 12))
+    base = trace(model, Sample(*first))
+    with without_values(model):
+        lengths = (Length("dim0", ((0, 1), (1, 1))),)
+        wide = widen(model, base, Sample(*second), lengths=lengths, before=[tuple(t.shape) for t in first])
+    assert wide is not None
+    found = fx.Interpreter(wide.graph.root, graph=wide.graph.graph).run(5, 12, *second)
+    assert torch.equal(found[0], model(*second))
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """Return what a process found that has a device of its own; see :mod:`tests.trace.card`."""

@@ -10,6 +10,7 @@ from autosplit.options import Options
 from autosplit.planning.plan.record import Boundary
 from autosplit.planning.profiled.specs import link_seconds
 from autosplit.profile.types import Profile
+from autosplit.tensor.collectives import Move
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 
 
@@ -35,11 +36,12 @@ def assign(index: DataflowIndex, stage_of: Mapping[str, int], *, stages: int) ->
     """Return a legal stage for every tensor-computing node of a recording.
 
     A name that the assignment lacks goes to the last stage of its module (or of the nearest module around it, or of the
-    node before). Then stages are raised until data flows forward and colocation groups are together. Shared nodes
-    run where they are used first, or where others of their group are; full nodes on the last stage.
+    node before); a move between ranks that share tensors to that of the value that it moves. Then stages are raised
+    until data flows forward and colocation groups are together. Shared nodes run where they are used first, or where
+    others of their group are; full nodes on the last stage.
     """
     traced = index.traced
-    wanted = _wanted(traced, stage_of)
+    wanted = _wanted(index, stage_of)
     placed = {node: wanted[info.name] for node, info in index.micro}
     _raise_stages(index, placed)
     result = {node.meta[INFO].name: stage for node, stage in placed.items()}
@@ -68,15 +70,19 @@ def _raise_stages(index: DataflowIndex, placed: dict[fx.Node, int]) -> None:
                 changed = True
 
 
-def _wanted(traced: TracedGraph, stage_of: Mapping[str, int]) -> dict[str, int]:
+def _wanted(index: DataflowIndex, stage_of: Mapping[str, int]) -> dict[str, int]:
     last: dict[str, int] = {}
     for name, stage in stage_of.items():
         path = name.split("#")[0]
         last[path] = max(stage, last.get(path, 0))
     wanted: dict[str, int] = {}
     previous = 0
-    for _, info in traced.compute_nodes():
+    for node, info in index.traced.compute_nodes():
         known = stage_of.get(info.name)
+        if known is None and _is_move(index.traced, node):
+            moved = (source.meta[INFO].name for source in index.sources[node])
+            wanted[info.name] = max((wanted.get(name, 0) for name in moved), default=0)
+            continue
         if known is None:
             path = info.name.split("#")[0]
             while known is None and path:
@@ -85,6 +91,10 @@ def _wanted(traced: TracedGraph, stage_of: Mapping[str, int]) -> dict[str, int]:
         previous = previous if known is None else known
         wanted[info.name] = previous
     return wanted
+
+
+def _is_move(traced: TracedGraph, node: fx.Node) -> bool:
+    return node.op == "call_module" and isinstance(traced.root.get_submodule(str(node.target)), Move)
 
 
 def sources(node: fx.Node) -> list[fx.Node]:

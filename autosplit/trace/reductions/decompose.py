@@ -118,14 +118,14 @@ class _Reduction:
     dtype: torch.dtype | None
 
 
-def decompose(raw: RawGraph, *, on_cpu: bool = False) -> None:
+def decompose(raw: RawGraph, *, device: torch.device | None = None) -> None:
     """Rewrite the reductions over the batch of a graph whose in-place changes are marked, and sources of fixed size.
 
-    ``on_cpu``: it was recorded as if all tensors were on the CPU.
+    ``device``: the one that it was recorded on, where the model's tensors may lie elsewhere by now; None: theirs.
 
     The light part is the node itself: it keeps its name. New are ``<name>.rows`` and, for losses, ``<name>.each``.
     """
-    free_sources(raw, {torch.device("cpu")} if on_cpu else {parameter.device for parameter in raw.root.parameters()})
+    free_sources(raw, {parameter.device for parameter in raw.root.parameters()} if device is None else {device})
     written = {name for n in raw.graph.nodes if INFO in n.meta for name in n.meta[INFO].writes}
     for node in list(raw.graph.nodes):
         info = node.meta.get(INFO)
