@@ -224,7 +224,7 @@ def test_sums_of_gradients_lie_in_buckets() -> None:
     """Every parameter gets its sum where it was made; the replica's own gradients are gone by then."""
     leaves = [torch.nn.Parameter(torch.zeros(2048, 1024 + n)) for n in range(5)]
     world, gone = cast(World, _Alone()), []
-    with adding_gradients(Reductions(world), leaves, leaves, again=False):
+    with adding_gradients(Reductions(world), leaves, leaves, dict, again=False):
         for leaf in leaves:
             leaf.grad = torch.ones_like(leaf)
             gone.append(weakref.ref(leaf.grad))
@@ -242,7 +242,7 @@ def test_a_gradient_behind_a_sum_that_has_begun_is_an_error_unless_it_was_announ
     def add(*, again: bool) -> None:
         reductions = Reductions(world)
         reductions.begin([leaf], [torch.ones(3)])
-        with adding_gradients(reductions, [leaf], [leaf], again=again):
+        with adding_gradients(reductions, [leaf], [leaf], dict, again=again):
             leaf.grad = torch.full((3,), 2.0)
 
     with pytest.raises(RuntimeError, match="when its sum had begun"):
