@@ -47,9 +47,10 @@ class Route(NamedTuple):
 class _Message:
     route: Route
 
-    def _text(self, what: str, stage: int, other: int, neighbour: int) -> str:
+    def _text(self, what: str, stage: int, other: int) -> str:
         route = self.route
-        whose = [] if other == neighbour and not route.loss else [str(other)]
+        is_next = route.target - route.source == (-1 if route.backward else 1)
+        whose = [] if is_next and not route.loss else [str(other)]
         whose += ["loss"] if route.loss else []
         suffix = f"({' '.join(whose)})" if whose else ""
         return f"{stage}{what}_{'B' if route.backward else 'F'}{route.microbatch}{suffix}"
@@ -64,8 +65,7 @@ class Send(_Message):
         return self.route.source
 
     def __str__(self) -> str:
-        source, target, step = self.route.source, self.route.target, -1 if self.route.backward else 1
-        return self._text("SEND", source, target, source + step)
+        return self._text("SEND", self.route.source, self.route.target)
 
 
 class Receive(_Message):
@@ -77,8 +77,7 @@ class Receive(_Message):
         return self.route.target
 
     def __str__(self) -> str:
-        source, target, step = self.route.source, self.route.target, -1 if self.route.backward else 1
-        return self._text("RECV", target, source, target - step)
+        return self._text("RECV", self.route.target, self.route.source)
 
 
 @dataclass(frozen=True)
