@@ -29,7 +29,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,8 +178,7 @@ def row(figure: Mapping[str, Any]) -> dict[str, str]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line's settings."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser = pairs.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=[*subjects(), EMPTY], default=MODELS)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="CONTENDER", help=", ".join(NAMES))
     parser.add_argument("--schedule", choices=SCHEDULES, default=SCHEDULES[0])
@@ -214,13 +212,11 @@ def report(options: argparse.Namespace, machine: Mapping[str, Any], figures: Seq
     checks = checks_of(figures)
     print(f"{pairs.facts_text(machine)}\n{options.ranks} ranks, {options.schedule}, {CHUNKS} microbatches, float32")
     print(pairs.table([row(figure) for figure in figures]))
-    print(pairs.checks_text(checks))
-    if options.json is not None:
-        settings = {key: getattr(options, key) for key in ("ranks", "schedule", "rounds")} | {"chunks": CHUNKS}
-        settings["models"] = {model: subjects()[model].shape for model in options.models if model != EMPTY}
-        pairs.write(
-            options.json, benchmark="distributed", settings=settings, machine=machine, figures=figures, checks=checks
-        )
+    settings = {key: getattr(options, key) for key in ("ranks", "schedule", "rounds")} | {"chunks": CHUNKS}
+    settings["models"] = {model: subjects()[model].shape for model in options.models if model != EMPTY}
+    pairs.conclude(
+        options.json, benchmark="distributed", settings=settings, machine=machine, figures=figures, checks=checks
+    )
 
 
 if __name__ == "__main__":

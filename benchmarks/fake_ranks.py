@@ -203,12 +203,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = pairs.facts()
     print(pairs.facts_text(machine))
     print(pairs.table([{name: own[name] for name in SHOWN} for own in figures]))
-    print(pairs.checks_text(checks))
-    if options.json:
-        settings = {"layouts": LAYOUTS, "beats": BEATS}
-        pairs.write(
-            options.json, benchmark="fake ranks", settings=settings, machine=machine, figures=figures, checks=checks
-        )
+    settings = {"layouts": LAYOUTS, "beats": BEATS}
+    pairs.conclude(
+        options.json, benchmark="fake ranks", settings=settings, machine=machine, figures=figures, checks=checks
+    )
 
 
 def _growth(figures: Sequence[dict[str, Any]], name: str) -> float:

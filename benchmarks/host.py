@@ -23,7 +23,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -193,22 +192,14 @@ def report(figures: Sequence[Mapping[str, Any]], checks: Sequence[pairs.Check], 
         {"net": figure["net"]} | {name: s.text(2) for name, s in figure["over_reference"].items()} for figure in figures
     ]
     print(pairs.table(rows))
-    print(pairs.checks_text(checks))
-    if options.json:
-        settings = {
-            "rows": ROWS,
-            "chunks": CHUNKS,
-            "stages": STAGES,
-            "repeats": options.repeats,
-            "ranks": options.ranks,
-        }
-        pairs.write(options.json, benchmark="host", settings=settings, machine=machine, figures=figures, checks=checks)
+    settings = {name: getattr(options, name) for name in ("repeats", "ranks")}
+    settings |= {"rows": ROWS, "chunks": CHUNKS, "stages": STAGES}
+    pairs.conclude(options.json, benchmark="host", settings=settings, machine=machine, figures=figures, checks=checks)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line's settings."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser = pairs.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=9, help="rounds")
     parser.add_argument(
         "--nets", nargs="+", choices=nets(), default=list(nets()), metavar="NET", help=", ".join(nets())

@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -58,19 +56,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         for line in lines:
             print(text(line), flush=True)
         found += lines
-        if arguments.json:
-            _write(arguments.json, found, machine)
     print(f"\n{pairs.facts_text(machine)}\n\n{pairs.table([row(line) for line in found])}\n")
-    print(pairs.checks_text(checks(found)))
+    pairs.conclude(
+        arguments.json,
+        benchmark="memory",
+        settings={"rows": "each figure's own", "threads": torch.get_num_threads()},
+        machine=machine,
+        figures=[{**asdict(line), "error": line.error, "dynamic_error": line.dynamic_error} for line in found],
+        checks=checks(found),
+    )
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = pairs.parser(__doc__)
     parser.add_argument("--family", nargs="+", choices=list(families()), default=list(families()))
     parser.add_argument("--precision", nargs="+", choices=("fp32", "amp_bf16"), default=["fp32", "amp_bf16"])
     parser.add_argument("--recompute", nargs="+", choices=("never", "block"), default=["never", "block"])
     parser.add_argument("--optimizer", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
-    parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
 
 
@@ -105,17 +107,6 @@ def row(line: Line) -> dict[str, str]:
 def checks(lines: Sequence[Line]) -> list[pairs.Check]:
     """Return what is asked of every cell, by its size."""
     return [pairs.at_most(line.cell, line.asked, abs(line.error)) for line in lines]
-
-
-def _write(path: Path, lines: Sequence[Line], machine: Mapping[str, Any]) -> None:
-    pairs.write(
-        path,
-        benchmark="memory",
-        settings={"rows": "each figure's own", "threads": torch.get_num_threads()},
-        machine=machine,
-        figures=[{**asdict(line), "error": line.error, "dynamic_error": line.dynamic_error} for line in lines],
-        checks=checks(lines),
-    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ what was there before: parameters and the optimizer's state. Nothing is fitted.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import tempfile
@@ -137,9 +136,8 @@ def peaks(name: str, mesh: Mapping[str, int]) -> list[Peak]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line per rank and what is asked, and write all figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = pairs.parser(__doc__)
     parser.add_argument("--subject", nargs="*", default=list(SUBJECTS))
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args(arguments)
     found = []
     for name, mesh in itertools.product(asked.subject, MESHES):
@@ -148,20 +146,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             both = f"{peak.predicted_bytes / 2**20:9.2f} MiB predicted {peak.measured_bytes / 2**20:9.2f} MiB measured"
             print(f"{name:12} {peak.mesh:16} rank {peak.rank}  {both} {peak.error:+.2%}", flush=True)
     checks = [pairs.at_most(f"{own.subject} {own.mesh} rank {own.rank}", ASKED, abs(own.error)) for own in found]
-    print(pairs.checks_text(checks))
-    if asked.json is not None:
-        pairs.write(
-            asked.json,
-            benchmark="memory_mesh",
-            settings={
-                "meshes": MESHES,
-                "chunks": CHUNKS,
-                "rows": {name: SUBJECTS[name].rows for name in asked.subject},
-            },
-            machine=pairs.facts(),
-            figures=[asdict(own) | {"error": own.error} for own in found],
-            checks=checks,
-        )
+    settings = {"meshes": MESHES, "chunks": CHUNKS, "rows": {name: SUBJECTS[name].rows for name in asked.subject}}
+    figures = [asdict(peak) | {"error": peak.error} for peak in found]
+    pairs.conclude(
+        asked.json, benchmark="memory_mesh", settings=settings, machine=pairs.facts(), figures=figures, checks=checks
+    )
 
 
 if __name__ == "__main__":

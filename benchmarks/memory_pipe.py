@@ -17,14 +17,12 @@ there. Optimizer state is counted as the plan counts it, and gradients are None 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,12 +104,7 @@ def split(family: Family, *, schedule: str, recompute: str, stages: int, chunks:
     """Return a family's pipe."""
     torch.manual_seed(0)
     return autosplit(
-        family.make(),
-        devices=["cpu"] * stages,
-        chunks=chunks,
-        schedule=schedule,
-        recompute=recompute,
-        lanes="inline",
+        family.make(), devices=["cpu"] * stages, chunks=chunks, schedule=schedule, recompute=recompute, lanes="inline"
     )
 
 
@@ -230,13 +223,12 @@ def peaks(family: Family, *, schedule: str, recompute: str, stages: int, chunks:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a line per lane and what is asked, and write all figures as JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = pairs.parser(__doc__)
     parser.add_argument("--family", nargs="*", default=["gpt2", "llama", "resnet50", "unet"])
     parser.add_argument("--schedule", nargs="*", default=["1f1b"])
     parser.add_argument("--recompute", nargs="*", default=["never", "always", "except_last", "block"])
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--chunks", type=int, default=8)
-    parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(argv)
     torch.set_num_threads(1)
     found: list[Peak] = []
@@ -253,16 +245,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         found += own
     checks = [pairs.at_most(p.cell, ASKED, abs(p.error)) for p in found]
-    print(pairs.checks_text(checks))
-    if chosen.json is not None:
-        pairs.write(
-            chosen.json,
-            benchmark="memory_pipe",
-            settings={"stages": chosen.stages, "chunks": chosen.chunks, "rows": "1 per microbatch", "threads": 1},
-            machine=pairs.facts(),
-            figures=[asdict(p) | {"error": p.error} for p in found],
-            checks=checks,
-        )
+    pairs.conclude(
+        chosen.json,
+        benchmark="memory_pipe",
+        settings={"stages": chosen.stages, "chunks": chosen.chunks, "rows": "1 per microbatch", "threads": 1},
+        machine=pairs.facts(),
+        figures=[asdict(p) | {"error": p.error} for p in found],
+        checks=checks,
+    )
 
 
 if __name__ == "__main__":

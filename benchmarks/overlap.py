@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -181,18 +180,15 @@ def report(found: dict[str, list[float]], step_s: float, options: argparse.Names
     figures.append({"contender": "simulated", "seconds": pairs.Spread.of([step_s])})
     print(pairs.facts_text(machine))
     print(pairs.table([{"contender": own["contender"], "seconds": own["seconds"].text(3)} for own in figures]))
-    print(pairs.checks_text(checks))
-    if options.json:
-        settings = {"stages": STAGES, "layers": LAYERS, "chunks": CHUNKS, "wait_s": WAIT_S, "repeats": options.repeats}
-        pairs.write(
-            options.json, benchmark="overlap", settings=settings, machine=machine, figures=figures, checks=checks
-        )
+    settings = {"stages": STAGES, "layers": LAYERS, "chunks": CHUNKS, "wait_s": WAIT_S, "repeats": options.repeats}
+    pairs.conclude(
+        options.json, benchmark="overlap", settings=settings, machine=machine, figures=figures, checks=checks
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Time what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser = pairs.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=9, help="rounds")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)

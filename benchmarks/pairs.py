@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import json
@@ -223,6 +224,28 @@ def checks_text(checks: Sequence[Check]) -> str:
     head = f"{len(checks) - len(failed)} of {len(checks)} checks hold"
     rows = [{"check": c.name, "asked": c.asked, "measured": f"{c.measured:.3f}"} for c in failed]
     return f"{head}; these do not:\n{table(rows)}" if failed else head
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the command line of a benchmark, with ``--json FILE``."""
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    return result
+
+
+def conclude(
+    path: Path | None,
+    *,
+    benchmark: str,
+    settings: Mapping[str, Any],
+    machine: Mapping[str, Any],
+    figures: Sequence[Mapping[str, Any]],
+    checks: Sequence[Check],
+) -> None:
+    """Print the checks, and write all as :func:`write` does where a path is asked for."""
+    print(checks_text(checks))
+    if path is not None:
+        write(path, benchmark=benchmark, settings=settings, machine=machine, figures=figures, checks=checks)
 
 
 def write(

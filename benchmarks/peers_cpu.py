@@ -28,7 +28,6 @@ import argparse
 import gc
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -200,8 +199,7 @@ def cells_text(model: str, cells: Mapping[str, Any]) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line's settings."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser = pairs.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(subjects()), default=list(MODELS))
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="CONTENDER", help=", ".join(NAMES))
     parser.add_argument("--rounds", type=int, default=7)
@@ -229,13 +227,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"\n{model}: {subject.shape}\n{cells_text(model, alone[model])}\n{pairs.table([row(f) for f in own])}")
         figures += own
         checks += checks_of(model, rounds, cells)
-    print(f"\n{pairs.checks_text(checks)}")
-    if arguments.json:
-        shapes = {model: subjects()[model].shape for model in arguments.models}
-        settings = {"rounds": arguments.rounds, "chunks": CHUNKS, "only": names, "models": shapes, "cells": alone}
-        pairs.write(
-            arguments.json, benchmark="peers_cpu", settings=settings, machine=machine, figures=figures, checks=checks
-        )
+    shapes = {model: subjects()[model].shape for model in arguments.models}
+    settings = {"rounds": arguments.rounds, "chunks": CHUNKS, "only": names, "models": shapes, "cells": alone}
+    print()
+    pairs.conclude(
+        arguments.json, benchmark="peers_cpu", settings=settings, machine=machine, figures=figures, checks=checks
+    )
 
 
 if __name__ == "__main__":

@@ -12,13 +12,11 @@ file is written after every pair.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -228,9 +226,8 @@ def _what(plan: Plan) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the pairs and print a line each; 1 where one is too far off or took too long."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = pairs.parser(__doc__)
     parser.add_argument("--only", nargs="*", choices=[pair.name for pair in PAIRS], default=None)
-    parser.add_argument("--json", type=Path, default=None)
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -246,27 +243,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"({row.share:.1%})  {row.chosen}  [{row.best}]",
             flush=True,
         )
-        if asked.json is not None:
-            _write(asked.json, rows)
     checks = [check for row in rows for check in row.checks]
-    print(pairs.checks_text(checks))
-    return 0 if all(check.ok for check in checks) else 1
-
-
-def _write(path: Path, rows: Sequence[Row]) -> None:
-    pairs.write(
-        path,
+    pairs.conclude(
+        asked.json,
         benchmark="planning",
-        settings={
-            "chunks": CHUNKS,
-            "schedules": SCHEDULES,
-            "recompute": RECOMPUTE,
-            "seconds": "of this process's CPU, one thread",
-        },
+        settings={"chunks": CHUNKS, "schedules": SCHEDULES, "recompute": RECOMPUTE, "seconds": "of CPU, one thread"},
         machine=pairs.facts(),
         figures=[{**asdict(row), "share": row.share, "ok": row.ok} for row in rows],
-        checks=[check for row in rows for check in row.checks],
+        checks=checks,
     )
+    return 0 if all(check.ok for check in checks) else 1
 
 
 if __name__ == "__main__":

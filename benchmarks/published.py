@@ -8,7 +8,6 @@ Nothing is fitted to a row. Predictions come from the fake pass and the allocato
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -129,8 +128,7 @@ def checks(found: Sequence[Line]) -> list[pairs.Check]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table, and write all figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = pairs.parser(__doc__)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     found: list[Line] = []
@@ -139,17 +137,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         found += lines(row)
     print("\r\033[K", end="", file=sys.stderr, flush=True)
     print(pairs.table([shown(line) for line in found]))
-    print(f"\n{pairs.checks_text(checks(found))}")
-    if arguments.json:
-        figures = [{**asdict(line), "error": line.error, "modelled": line.predicted is not None} for line in found]
-        pairs.write(
-            arguments.json,
-            benchmark="published",
-            settings={"asked": ASKED},
-            machine=pairs.facts(),
-            figures=figures,
-            checks=checks(found),
-        )
+    pairs.conclude(
+        arguments.json,
+        benchmark="published",
+        settings={"asked": ASKED},
+        machine=pairs.facts(),
+        figures=[{**asdict(line), "error": line.error, "modelled": line.predicted is not None} for line in found],
+        checks=checks(found),
+    )
 
 
 if __name__ == "__main__":

@@ -18,14 +18,12 @@ cut, so that no gradients add up). Asked: within 3% of ``pipe.plan.version_bytes
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import itertools
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -244,8 +242,7 @@ def memory(stages: int = 4, width: int = 700) -> tuple[list[dict[str, Any]], lis
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the tables and what is asked; write them with ``--json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = pairs.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="+", default=[256, 1024, 4096])
     parser.add_argument("--only", choices=("throughput", "memory"))
@@ -259,11 +256,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(pairs.table(rows))
             figures += rows
             checks += own
-    print(pairs.checks_text(checks))
-    if given.json:
-        settings = {"repeats": given.repeats, "rows": given.rows}
-        machine = pairs.facts()
-        pairs.write(given.json, benchmark="stream", settings=settings, machine=machine, figures=figures, checks=checks)
+    settings, machine = {"repeats": given.repeats, "rows": given.rows}, pairs.facts()
+    pairs.conclude(given.json, benchmark="stream", settings=settings, machine=machine, figures=figures, checks=checks)
 
 
 if __name__ == "__main__":

@@ -72,12 +72,7 @@ def _double(traced: TracedGraph) -> None:
 
 
 def _rank(
-    rank: int,
-    traced: TracedGraph,
-    plan: TensorPlan,
-    given: list[Any],
-    plain: Any,
-    whole: dict[str, Tensor | None],
+    rank: int, traced: TracedGraph, plan: TensorPlan, given: list[Any], plain: Any, whole: dict[str, Tensor | None]
 ) -> dict[str, float]:
     module: nn.Module = deepcopy(rank_graph(traced, plan, rank=rank))  # threads share no module that is called
     own = module(*given)

@@ -87,15 +87,7 @@ def on_card(family: Family, way: Way, predicted: tuple[int, int], setting: Setti
         setting.empty()
         clear_workspaces()
         measured = measured_cuda(family, way, optimizer="adam")
-    return Cell(
-        family.name,
-        way.precision,
-        way.recompute,
-        predicted[0],
-        measured[0],
-        predicted[1],
-        measured[1],
-    )
+    return Cell(family.name, way.precision, way.recompute, predicted[0], measured[0], predicted[1], measured[1])
 
 
 def figure(cell: Cell, setting: Setting) -> dict[str, Any]:
@@ -116,10 +108,7 @@ def checks(cells: Sequence[Cell], setting: Setting) -> list[Any]:
     if not setting.cuda:
         return found
     reserved = max(abs(cell.reserved_error) for cell in cells)
-    return [
-        *found,
-        at_most("peak reserved, predicted without a GPU: worst error", RESERVED_ASKED, reserved),
-    ]
+    return [*found, at_most("peak reserved, predicted without a GPU: worst error", RESERVED_ASKED, reserved)]
 
 
 def small_family() -> Family:

@@ -162,13 +162,7 @@ def known_loss(output: Any, target: Tensor) -> Tensor:
 
 
 def pipe_of(
-    model: nn.Module,
-    case: Case,
-    devices: Sequence[torch.device],
-    *,
-    width: int,
-    lanes: str,
-    plan: Plan | None = None,
+    model: nn.Module, case: Case, devices: Sequence[torch.device], *, width: int, lanes: str, plan: Plan | None = None
 ) -> PipelinedModule:
     """Return the pipe of a case, planned by estimates, the same cut every time, or by an earlier plan of the case.
 

@@ -154,13 +154,12 @@ def report(found: Found) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = pairs.parser(__doc__)
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--part", choices=list(PARTS), metavar="PART")
     asked.add_argument("--list", action="store_true", help="print the parts")
     parser.add_argument("--device", default="cuda:0", type=torch.device)
     parser.add_argument("--small", action="store_true", help="tiny sizes: a dry run")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     return parser
 
 

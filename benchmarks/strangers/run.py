@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
+from benchmarks import pairs
 from benchmarks.strangers.compare import Result, Setup, Subject, as_record, run_subject
 
 BAD = ("wrong", "raw error")
@@ -19,8 +20,7 @@ BAD = ("wrong", "raw error")
 
 def options(description: str) -> argparse.ArgumentParser:
     """Return the options that every benchmark of strangers has."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the records")
+    parser = pairs.parser(description)
     parser.add_argument("--only", default="", help="a regular expression of names or kinds")
     parser.add_argument("--seed", type=int, default=0)
     return parser
