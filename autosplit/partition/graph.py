@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import networkx as nx
 
@@ -13,59 +12,29 @@ from autosplit.partition.problem import Problem
 
 @dataclass(frozen=True)
 class Net:
-    """A tensor or a storage between groups: a stage pays when its boundary cuts the net, or when a saver is inside.
+    """A tensor between groups: a stage pays its seconds that holds some of its ends and not all, whoever makes it."""
 
-    ``cost`` are the seconds of a tensor, or the bytes of a storage. Consumers in the producer's own group are left out,
-    as they never differ from it.
-    """
-
-    cost: float
-    producer: int | None
-    consumers: frozenset[int]
-    savers: frozenset[int] = frozenset()
-
-    @cached_property
-    def ends(self) -> frozenset[int]:
-        """The groups that make it cross a boundary: producer and consumers."""
-        return self.consumers if self.producer is None else self.consumers | {self.producer}
-
-    @property
-    def pins(self) -> frozenset[int]:
-        """All groups that it touches."""
-        return self.ends | self.savers
-
-    def relabelled(self, labels: Sequence[int]) -> Net:
-        """Return the net between other groups, by the labels of these."""
-        producer = None if self.producer is None else labels[self.producer]
-        consumers = frozenset(labels[consumer] for consumer in self.consumers) - {producer}
-        return Net(self.cost, producer, frozenset(consumers), frozenset(labels[saver] for saver in self.savers))
+    cost_s: float
+    ends: frozenset[int]
 
 
 @dataclass(frozen=True)
 class Graph:
     """Groups ``0..size-1`` in a topological order, with their costs and what connects them.
 
-    ``resident_bytes`` are storages that a group keeps wherever it is; ``group_of`` maps works to groups.
+    ``group_of`` maps works to groups.
     """
 
     times_s: tuple[float, ...]
     static_bytes: tuple[int, ...]
-    resident_bytes: tuple[int, ...]
-    transient_bytes: tuple[int, ...]
     edges: frozenset[tuple[int, int]]
     tensors: tuple[Net, ...]
-    storages: tuple[Net, ...]
     group_of: tuple[int, ...]
 
     @property
     def size(self) -> int:
         """Number of groups."""
         return len(self.times_s)
-
-    @property
-    def has_bytes(self) -> bool:
-        """False when no stage can ever need a byte."""
-        return any(self.static_bytes + self.resident_bytes + self.transient_bytes) or bool(self.storages)
 
     def predecessors(self) -> list[set[int]]:
         """Return the direct predecessors of each group."""
@@ -84,20 +53,14 @@ class Graph:
 
 def base_graph(problem: Problem) -> Graph:
     """Return the problem's graph with colocation groups merged and the cycles that this makes closed."""
-    count = len(problem.works)
     plain = Graph(
         times_s=tuple(work.forward_s + work.backward_s for work in problem.works),
         static_bytes=tuple(work.static_bytes for work in problem.works),
-        resident_bytes=(0,) * count,
-        transient_bytes=tuple(work.transient_bytes for work in problem.works),
         edges=problem.precedence,
         tensors=tuple(
-            Net(net.forward_s + net.backward_s, net.producer, frozenset(net.consumers)) for net in problem.nets
+            Net(net.forward_s + net.backward_s, frozenset((net.producer, *net.consumers))) for net in problem.nets
         ),
-        storages=tuple(
-            Net(hold.bytes, hold.producer, frozenset(hold.consumers), frozenset(hold.savers)) for hold in problem.holds
-        ),
-        group_of=tuple(range(count)),
+        group_of=tuple(range(len(problem.works))),
     )
     first: dict[object, int] = {}
     names = (work.colocation_group for work in problem.works)
@@ -105,44 +68,28 @@ def base_graph(problem: Problem) -> Graph:
 
 
 def merge(graph: Graph, labels: Sequence[int]) -> Graph:
-    """Return the graph in which groups of equal label, and the cycles that this makes, are one group."""
+    """Return the graph in which groups of equal label, and the cycles that this makes, are one group.
+
+    Tensors between the same groups are one; those that cost nothing, or lie in one group, are left out.
+    """
     labels = _close_cycles(labels, graph.edges)
-    edges = frozenset((labels[tail], labels[head]) for tail, head in graph.edges if labels[tail] != labels[head])
     size = max(labels) + 1
-    static, transient, resident, times = [0] * size, [0] * size, [0] * size, [0.0] * size
+    static, times = [0] * size, [0.0] * size
     for old, new in enumerate(labels):
         times[new] += graph.times_s[old]
         static[new] += graph.static_bytes[old]
-        resident[new] += graph.resident_bytes[old]
-        transient[new] = max(transient[new], graph.transient_bytes[old])
-    storages: list[Net] = []
-    for storage in graph.storages:
-        moved = storage.relabelled(labels)
-        if len(moved.pins) == 1 and (moved.savers or moved.producer is None):
-            resident[next(iter(moved.pins))] += int(moved.cost)
-        elif len(moved.pins) > 1:
-            storages.append(moved)
-    tensors = (tensor.relabelled(labels) for tensor in graph.tensors)
+    costs_s: dict[frozenset[int], float] = {}
+    for tensor in graph.tensors:
+        ends = frozenset(labels[end] for end in tensor.ends)
+        if tensor.cost_s and len(ends) > 1:
+            costs_s[ends] = costs_s.get(ends, 0.0) + tensor.cost_s
     return Graph(
         times_s=tuple(times),
         static_bytes=tuple(static),
-        resident_bytes=tuple(resident),
-        transient_bytes=tuple(transient),
-        edges=edges,
-        tensors=_joined(tensor for tensor in tensors if tensor.consumers),
-        storages=_joined(storages),
+        edges=frozenset((labels[tail], labels[head]) for tail, head in graph.edges if labels[tail] != labels[head]),
+        tensors=tuple(Net(cost_s, ends) for ends, cost_s in costs_s.items()),
         group_of=tuple(labels[group] for group in graph.group_of),
     )
-
-
-def _joined(nets: Iterable[Net]) -> tuple[Net, ...]:
-    """Return nets that cost something, those between the same groups as one."""
-    costs: dict[Net, float] = {}
-    for net in nets:
-        if net.cost:
-            pins = replace(net, cost=0)
-            costs[pins] = costs.get(pins, 0) + net.cost
-    return tuple(replace(pins, cost=cost) for pins, cost in costs.items())
 
 
 def _close_cycles(labels: Sequence[int], edges: frozenset[tuple[int, int]]) -> list[int]:

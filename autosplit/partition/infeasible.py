@@ -30,35 +30,34 @@ class _Group:
 def no_fit(
     problem: Problem, *, stages: int, assignment: Sequence[int], costs: Costs, exhaustive: bool, smallest: bool
 ) -> InfeasibleError:
-    """Return the error for capacities that no partition into ``stages`` stages was found to keep.
+    """Return the error for a capacity that no partition into ``stages`` stages was found to keep.
 
     ``assignment`` uses memory most evenly, at ``costs``. ``exhaustive``: no cut was left out when one that fits was
     looked for. ``smallest``: no assignment's fullest device needs less than this one's.
     """
-    limit = max(costs.stage_bytes)
-    capacities = [limit if capacity is None else capacity for capacity in problem.capacity_bytes or ()]
-    groups = _groups(problem)
+    limit, (capacity, *_), groups = max(costs.stage_bytes), problem.capacity_bytes or (0,), _groups(problem)
+    assert capacity is not None
     heaviest = max(groups, key=lambda group: group.bytes)
     static = sum(work.static_bytes for work in problem.works)
     fact = f"no partition fits {stages} stages"
     ways = [f"the smallest limit that {'can be' if smallest else 'was found to be'} met is {_exact(limit)} per device"]
-    if heaviest.bytes > max(capacities):
-        why = f"{_needs(problem, heaviest)} on one device, none has more than {_exact(max(capacities))}"
-    elif static > sum(capacities):
+    if heaviest.bytes > capacity:
+        why = f"{_needs(problem, heaviest)} on one device, none has more than {_exact(capacity)}"
+    elif static > (room := capacity * len(problem.devices or ())):
         why = (
-            f"the nodes have {_exact(static)} of static memory, all devices together {_exact(sum(capacities))}, and "
+            f"the nodes have {_exact(static)} of static memory, all devices together {_exact(room)}, and "
             f"{_needs(problem, heaviest)} of it"
         )
         ways.append("or use more devices")
     else:
         fact = fact if exhaustive else f"no partition was found that fits {stages} stages"
-        over = max(range(len(costs.stages)), key=lambda stage: costs.stage_bytes[stage] - capacities[stage])
+        over = costs.stage_bytes.index(limit)
         inside = [group for group in groups if assignment[group.works[0]] == over]
         why = (
             f"with the most even use of memory stage {over} needs {_exact(costs.stage_bytes[over])}, its device has "
-            f"{_exact(capacities[over])}, and {_needs(problem, max(inside, key=lambda group: group.bytes))} of it"
+            f"{_exact(capacity)}, and {_needs(problem, max(inside, key=lambda group: group.bytes))} of it"
         )
-        ways.append("or use more devices or smaller microbatches" if problem.holds else "or use more devices")
+        ways.append("or use more devices")
     return InfeasibleError(f"{fact}: {why}; {', '.join(ways)}", smallest_bytes=limit)
 
 

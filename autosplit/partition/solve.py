@@ -72,14 +72,20 @@ def solve(
 ) -> Partition:
     """Return the partition into ``stages`` non-empty stages with the least objective that fits the capacities.
 
-    Where the problem has devices these are as many. Fewer stages come back only when colocation and cycles leave fewer
-    groups, or where ``empty`` allows stages without a work. Among equal values the one whose fullest stage needs the
-    fewest bytes is preferred. Raises InfeasibleError when no partition fits. The least bottleneck is exact where the
+    Stages hold static bytes alone, and their devices are alike, as many as stages; who has more than that cuts along a
+    line of works. Fewer stages come back only when colocation and cycles leave fewer groups, or where ``empty`` allows
+    stages without a work. Among equal values the one whose fullest stage needs the fewest bytes is preferred. Raises
+    InfeasibleError when no partition fits. The least bottleneck is exact where the
     ideals of the condensed graph number at most ``ideal_limit``; from its cut the search for the shortest step starts,
     whose answer is the best of many that are simulated. After ``time_limit_s`` the best so far comes back.
     """
-    if problem.ties or problem.virtual_stages > 1 or problem.custom_schedule is not None:
-        raise ValueError("ties, and schedules with several stages on a device, are for cuts along a line of works")
+    several = problem.virtual_stages > 1 or problem.custom_schedule is not None
+    unlike = len(set(problem.devices or ())) > 1 or problem.links is not None
+    if several or unlike or problem.ties or problem.holds or any(work.transient_bytes for work in problem.works):
+        raise ValueError(
+            "ties, kept storages, transient bytes, unlike devices or links, and several stages on a device are for "
+            "cuts along a line of works"
+        )
     clock = Timer.start(time_limit_s)
     answer = _find(problem, stages=stages, least="load", empty=empty, ideal_limit=ideal_limit, clock=clock)
     if answer.assignment is None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
+import numpy as np
 from torch import nn
 
 from autosplit.errors import InputError
 from autosplit.options import Options, Sample
 from autosplit.partition.checker import check
+from autosplit.partition.infeasible import over_capacity
+from autosplit.partition.line.line import Line
 from autosplit.partition.problem import Hold, Problem, TensorEdge, Work, devices_of
-from autosplit.partition.solve import Partition, solve
+from autosplit.partition.replication import Floats, between, replicate, stages_only
+from autosplit.partition.solve import Partition
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Boundary, StageMemory, StagePlan
 from autosplit.planning.plan.write import bytes_of_states, covered_modules, fingerprint_of, fit_of
@@ -72,13 +76,32 @@ class _TreeWriter:
         self.home = homes(model, self.stage_of)
 
     def _partition(self) -> Partition:
-        if self.options.cut is None:
-            return solve(self.problem, stages=len(self.options.devices))
-        assignment = tuple(self.options.cut[unit] for unit in self.units)
+        free = [math.inf] * min(len(self.options.devices), len(self.units))
+        if self.options.cut is not None:
+            costs = check(self.problem, assignment := tuple(self.options.cut[unit] for unit in self.units))
+            lower_s = min(check(self.problem, self._cut(free)).bottleneck_s, costs.bottleneck_s)
+            return Partition(assignment, "bottleneck", costs.bottleneck_s, lower_s, "bounded", costs)
+        limits = self.problem.capacity_bytes or free
+        assignment = self._cut([math.inf if limit is None else limit for limit in limits[: len(free)]])
+        if not assignment:
+            assignment = self._cut(free, by_bytes=True)
+            raise over_capacity(self.problem, assignment, stage_bytes=check(self.problem, assignment).stage_bytes)
         costs = check(self.problem, assignment)
-        free = replace(self.problem, devices=devices_of([None] * len(self.options.devices)))
-        lower_s = min(solve(free, stages=len(self.options.devices)).lower_bound_s, costs.bottleneck_s)
-        return Partition(assignment, "bottleneck", costs.bottleneck_s, lower_s, "bounded", costs)
+        return Partition(assignment, "bottleneck", costs.bottleneck_s, costs.bottleneck_s, "optimal", costs)
+
+    def _cut(self, limits: Sequence[float], *, by_bytes: bool = False) -> tuple[int, ...]:
+        """Return the stage of each unit where the largest is smallest, in seconds or bytes; nothing if none fits."""
+        line, count = Line(self.problem), len(limits)
+        held = line.table("never").fixed + line.table("never").each  # of one microbatch
+        seconds = between(np.diff(line.forward_s + line.backward_s, prepend=0.0))
+        loads = held if by_bytes else seconds + line.cut_s[:, None] + line.cut_s[None, :]
+
+        def stage(replicas: int, ahead: int) -> Floats:
+            fits = (held <= limits[count - ahead]) & (replicas == 1)
+            return stages_only(np.where(fits, loads, np.inf))
+
+        found = replicate(stage, devices=count)
+        return () if found is None else tuple(np.repeat(np.arange(count), np.diff(found.bounds)).tolist())
 
     def _problem(self) -> Problem:
         static = [0] * len(self.units)

@@ -1,4 +1,4 @@
-"""The partition as a mixed integer program for HiGHS: stages of up to about 40 works, on devices that may differ."""
+"""The partition as a mixed integer program for HiGHS: stages of up to about 40 works that hold static bytes."""
 
 from __future__ import annotations
 
@@ -78,8 +78,10 @@ def solve_milp(problem: Problem, *, stages: int, empty: bool = False, time_limit
         column = [cells[stage] for cells in at]
         if not empty:
             program.row([(cell, 1.0) for cell in column], least=1.0)
-        _limit_load(program, rules, top=top, column=column, stage=stage)
-        _limit_bytes(program, rules, column=column, stage=stage)
+        _limit_load(program, problem, top=top, column=column)
+        if (capacity := rules.device(stage).capacity_bytes) is not None:
+            sizes = [float(work.static_bytes) for work in problem.works]
+            program.row(list(zip(column, sizes, strict=True)), most=float(capacity))
     return _answer(program.solve(least=top, time_limit_s=time_limit_s), at=at)
 
 
@@ -108,41 +110,13 @@ def _same(problem: Problem) -> list[tuple[int, int]]:
     return [(left, right) for left, right in pairs if left != right]
 
 
-def _cut(program: _Program, column: list[int], producer: int | None, consumers: tuple[int, ...]) -> list[list]:
-    """Return the sums of which a variable must be at least each so as to be 1 where the stage cuts these pins."""
-    own = [] if producer is None else [(column[producer], 1.0)]
-    away = [(cell, -factor) for cell, factor in own]
-    demands = [[(column[end], 1.0), *away] for end in set(consumers) - {producer}]
-    if producer is not None:
-        demands += [[*own, (column[end], -1.0)] for end in set(consumers) - {producer}]
-    return demands
-
-
-def _limit_load(program: _Program, rules: Rules, *, top: int, column: list[int], stage: int) -> None:
-    problem, link, slowdown = rules.problem, rules.link(stage), rules.device(stage).slowdown
-    terms = [(column[index], slowdown * (work.forward_s + work.backward_s)) for index, work in enumerate(problem.works)]
+def _limit_load(program: _Program, problem: Problem, *, top: int, column: list[int]) -> None:
+    """Demand that what is made least is at least the stage's load; a net costs it that it cuts."""
+    terms = [(column[index], work.forward_s + work.backward_s) for index, work in enumerate(problem.works)]
     for net in problem.nets:
         cut = program.variable()
-        for demand in _cut(program, column, net.producer, net.consumers):
-            program.at_least(cut, demand)
-        terms.append((cut, link * (net.forward_s + net.backward_s)))
+        for end in set(net.consumers) - {net.producer}:
+            for sign in (1.0, -1.0):
+                program.at_least(cut, [(column[end], sign), (column[net.producer], -sign)])
+        terms.append((cut, net.forward_s + net.backward_s))
     program.at_least(top, terms)
-
-
-def _limit_bytes(program: _Program, rules: Rules, *, column: list[int], stage: int) -> None:
-    problem, capacity = rules.problem, rules.device(stage).capacity_bytes
-    if capacity is None:
-        return
-    largest = program.variable(upper=math.inf)
-    terms = [(largest, 1.0)]
-    for index, work in enumerate(problem.works):
-        terms.append((column[index], float(work.static_bytes)))
-        program.at_least(largest, [(column[index], float(work.transient_bytes))])
-    for hold in problem.holds:
-        kept = program.variable()
-        for saver in set(hold.savers):
-            program.at_least(kept, [(column[saver], 1.0)])
-        for demand in _cut(program, column, hold.producer, hold.consumers):
-            program.at_least(kept, demand)
-        terms.append((kept, float(rules.in_flight[stage] * hold.bytes)))
-    program.row(terms, most=float(capacity))

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Tie, Work
+from autosplit.partition.problem import Device, Hold, Problem, TensorEdge, Tie, Work, devices_of
 from tests.partition.oracle_costs import Rules
 
 _SHAPES = ("chain", "layered", "branches", "wide", "skips")
@@ -21,6 +21,8 @@ class Mix:
     unordered: float = 0.0
     zero: float = 0.3
     whole: bool = True
+    static: bool = False
+    """Stages hold static bytes alone, as the solver of graphs has it."""
     schedules: tuple[str, ...] = ("1f1b", "gpipe")
 
 
@@ -45,6 +47,8 @@ def random_problem(seed: int, mix: Mix) -> Problem:
         users = tuple(sorted(chance.sample(range(mix.count), min(mix.count, chance.randint(1, 3)))))
         holds.append(Hold(chance.randrange(20), None, users, users[:1] if chance.random() < 0.5 else ()))
     order = [sorted(chance.choices(range(mix.count), k=2)) for _ in range(chance.choice((0, 0, 1, 2)))]
+    if mix.static:
+        works, holds = tuple(replace(work, transient_bytes=0) for work in works), []
     return Problem(
         works,
         tuple(nets),
@@ -95,21 +99,13 @@ def _work(chance: random.Random, index: int, mix: Mix) -> Work:
 
 
 def limited(problem: Problem, seed: int, *, assignment: Sequence[int], stages: int) -> Problem:
-    """Return the problem with capacities near what the assignment needs, so that they bind.
-
-    Devices keep their speed.
-    """
+    """Return the problem with a capacity near what the assignment needs, so that it binds."""
     chance = random.Random(f"limits {seed}")
     rules = Rules(problem, stages)
     masks = rules.stage_masks(assignment)
     needed = [rules.option("never", inside, before=0, stage=stage).peak_bytes for stage, inside in enumerate(masks)]
-    share = chance.choice((0.7, 0.9, 1.0, 1.0, 1.1))
-    if chance.random() < 0.5:
-        needed = [max(needed)] * stages
-    capacities = [max(0, int(share * bytes_) + chance.randint(-2, 2)) for bytes_ in needed]
-    devices = problem.devices or (Device(),) * stages
-    pairs = zip(devices, capacities, strict=True)
-    return replace(problem, devices=tuple(replace(device, capacity_bytes=capacity) for device, capacity in pairs))
+    capacity = max(0, int(chance.choice((0.7, 0.9, 1.0, 1.0, 1.1)) * max(needed)) + chance.randint(-2, 2))
+    return replace(problem, devices=devices_of((capacity,) * stages))
 
 
 def with_devices(problem: Problem, seed: int, *, stages: int, capacities: Sequence[int | None] = ()) -> Problem:

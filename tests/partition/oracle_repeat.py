@@ -11,17 +11,15 @@ from autosplit.errors import InfeasibleError
 from autosplit.partition.problem import Problem
 from autosplit.partition.solve import solve
 from tests.partition.oracle_brute import most_stages
-from tests.partition.oracle_problems import Mix, limited, random_problem, with_devices
+from tests.partition.oracle_problems import Mix, limited, random_problem
 
 
 def problems() -> Iterator[tuple[Problem, int]]:
     """Yield problems with many equally good cuts, features mixed, and how many stages to cut them into."""
     for seed in range(10):
         count = 8 + seed // 2
-        problem = random_problem(seed, Mix(count, colours=0.2, unordered=0.1, zero=0.5))
+        problem = random_problem(seed, Mix(count, colours=0.2, unordered=0.1, zero=0.5, static=True))
         stages = most_stages(problem, stages=2 + seed % 3)
-        if seed % 3 == 1:
-            problem = with_devices(problem, seed, stages=stages)
         if seed % 2:
             even = tuple(index * stages // count for index in range(count))
             problem = limited(problem, seed, assignment=even, stages=stages)

@@ -44,7 +44,7 @@ def narrow_graph(seed: int) -> Graph:
 def optimum(graph: Graph, stages: int) -> float:
     ideals = list_ideals(graph, limit=10**6)
     assert ideals is not None
-    chain = best_chain(IdealTable(graph, list(ideals)), goal=Goal((1,) * stages, empty=True))
+    chain = best_chain(IdealTable(graph, list(ideals)), goal=Goal(stages, empty=True))
     assert chain is not None
     return chain.value
 
@@ -58,8 +58,8 @@ def whole_lattice(graph: Graph) -> Lattice:
 def load(graph: Graph, inside: int) -> float:
     paid = sum(graph.times_s[group] for group in range(graph.size) if inside >> group & 1)
     for tensor in graph.tensors:
-        mask = sum(1 << pin for pin in {tensor.producer, *tensor.consumers})
-        paid += tensor.cost if mask & inside and mask & ~inside else 0.0
+        mask = sum(1 << end for end in tensor.ends)
+        paid += tensor.cost_s if mask & inside and mask & ~inside else 0.0
     return paid
 
 

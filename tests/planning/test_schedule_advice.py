@@ -17,7 +17,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def problem(weight_s: float = 1.0, **fields: object) -> Problem:
-    works = tuple(Work(str(index), 1.0, 2.0, weight_s=weight_s, transient_bytes=8) for index in range(4))
+    works = tuple(Work(str(index), 1.0, 2.0, weight_s=weight_s) for index in range(4))
     return Problem(works, (), order=tuple((i, i + 1) for i in range(3)), microbatches=4, **fields)
 
 

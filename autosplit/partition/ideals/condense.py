@@ -19,23 +19,16 @@ without time beside each other.
 Several merges at once are right if each moves its own ``v`` once and no two follow each other in a circle: taken in
 turn from the last target back, a target only grows: tensors become private and never foreign, and more lies before it.
 
-Bytes obey the same argument with storages in the place of tensors, save that savers keep a storage wherever they are,
-and the transient bytes of ``v`` must not be above those of ``u``. The kept bytes of no stage grow. A stage may
-become empty: the search for exactly N non-empty stages treats the result as a relaxation.
-
-These rules compare a group's seconds with its tensors' on one stage. Other devices weigh them differently, and a merge
-has to be right on every device: the group that moves counts with the most seconds per second of tensors that it has on
-any (`lossless`).
+A group with bytes of its own stays where bytes matter. A stage may become empty: the search for exactly N non-empty
+stages treats the result as a relaxation.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autosplit.partition.goal import PLAIN, Goal
 from autosplit.partition.graph import Graph, Net, merge, reach
 
 _ROUNDING = 1 + 1e-14
@@ -79,15 +72,10 @@ class _Moves:
     def __init__(self, graph: Graph, *, loads: bool, bytes_: bool) -> None:
         self.graph, self.keeps_loads, self.keeps_bytes = graph, loads, bytes_
         self.predecessors, self.successors = graph.predecessors(), graph.successors()
-        self.tensors = _by_end(graph.size, graph.tensors)
-        storages = graph.storages if bytes_ else ()
-        self.boundaries = _by_end(graph.size, storages)
-        self.kept = [float(bytes_) for bytes_ in graph.resident_bytes]
-        for storage in storages:
-            for pin in storage.pins:
-                self.kept[pin] += storage.cost
-        unsaved = (storage for storage in storages if storage.producer is not None and not storage.savers)
-        self.unsaved = _by_end(graph.size, unsaved)
+        self.tensors: list[list[Net]] = [[] for _ in range(graph.size)]
+        for tensor in graph.tensors:
+            for end in tensor.ends:
+                self.tensors[end].append(tensor)
 
     def labels(self) -> list[int]:
         """Return for each group the one that it joins in the end, itself if none."""
@@ -107,54 +95,34 @@ class _Moves:
         return _Reach(before, after, *direct)
 
     def _allowed(self, moved: int) -> Iterable[int]:
-        graph = self.graph
-        others = dict.fromkeys(sorted(self.predecessors[moved] | self.successors[moved]))
+        if self.keeps_bytes and self.graph.static_bytes[moved]:
+            return ()
+        others = sorted(self.predecessors[moved] | self.successors[moved])
         if self.keeps_loads:
-            cheap = _targets(self.tensors[moved], moved, cost=graph.times_s[moved], others=others)
-            others = dict.fromkeys(cheap)
-        if self.keeps_bytes and others:
-            # What is kept beyond boundaries (savers, storages within the group) moves along whatever the target.
-            cost = self.kept[moved] - sum(storage.cost for storage in self.boundaries[moved])
-            light = _targets(self.boundaries[moved], moved, cost=cost, others=others, private=self.unsaved[moved])
-            others = dict.fromkeys(
-                other
-                for other in light
-                if not graph.static_bytes[moved] and graph.transient_bytes[moved] <= graph.transient_bytes[other]
-                if not self.keeps_loads or other in others
-            )
+            others = _targets(self.tensors[moved], moved, cost_s=self.graph.times_s[moved], others=others)
         return (other for other in others if self.reach.joins(moved, other))
 
 
-def _targets(
-    nets: Sequence[Net], moved: int, *, cost: float, others: Iterable[int], private: Sequence[Net] | None = None
-) -> list[int]:
-    """Return the groups for which ``cost`` and the nets that they have no part in are at most the private ones."""
+def _targets(nets: Sequence[Net], moved: int, *, cost_s: float, others: Iterable[int]) -> list[int]:
+    """Return the groups for which ``cost_s`` and the nets that they have no part in are at most the private ones."""
     alone: dict[int, float] = {}
-    for net in nets if private is None else private:
+    for net in nets:
         if len(net.ends) == 2:
             other = min(net.ends - {moved})
-            alone[other] = alone.get(other, 0.0) + net.cost
-    if cost > max(alone.values(), default=0.0) * _ROUNDING:
+            alone[other] = alone.get(other, 0.0) + net.cost_s
+    if cost_s > max(alone.values(), default=0.0) * _ROUNDING:
         return []
     touched = dict.fromkeys((*others, *alone))
     for net in nets:
         # What has a cost of its own joins only what it shares something alone with.
-        if cost <= 0.0 and len(net.ends) <= _MANY:
+        if cost_s <= 0.0 and len(net.ends) <= _MANY:
             touched |= dict.fromkeys(sorted(net.ends - {moved}))
     targets = []
     for other in touched:
         most = alone.get(other, 0.0) * _ROUNDING
-        if cost <= most and cost + sum(net.cost for net in nets if other not in net.ends) <= most:
+        if cost_s <= most and cost_s + sum(net.cost_s for net in nets if other not in net.ends) <= most:
             targets.append(other)
     return targets
-
-
-def _by_end(size: int, nets: Iterable[Net]) -> list[list[Net]]:
-    by_end: list[list[Net]] = [[] for _ in range(size)]
-    for net in nets:
-        for end in net.ends:
-            by_end[end].append(net)
-    return by_end
 
 
 def _end(target: Sequence[int], group: int) -> int:
@@ -163,24 +131,10 @@ def _end(target: Sequence[int], group: int) -> int:
     return group
 
 
-def lossless(graph: Graph, *, goal: Goal, loads: bool, bytes_: bool) -> Graph:
-    """Return the graph condensed as `condense` does, for the devices of the goal."""
-    ratio = max(terms.work / terms.net if terms.net else math.inf for terms in goal.terms or (PLAIN,))
-    seen = replace(graph, times_s=tuple(time_s and ratio * time_s for time_s in graph.times_s))
-    coarse = condense(seen, loads=loads, bytes_=bytes_)
-    return graph if coarse.size == graph.size else merge(graph, labels(graph, coarse))
-
-
-def without_small(graph: Graph, *, goal: Goal, small_s: float) -> Graph:
+def without_small(graph: Graph, *, small_s: float) -> Graph:
     """Return the graph with costs below ``small_s`` at zero: no load grows, so its best value is a lower bound."""
-    terms = goal.terms or (PLAIN,)
-    work, net = max(term.work for term in terms), max(term.net for term in terms)
-    tensors = tuple(tensor for tensor in graph.tensors if net * tensor.cost >= small_s)
-    return replace(
-        graph,
-        times_s=tuple(time_s if work * time_s >= small_s else 0.0 for time_s in graph.times_s),
-        tensors=tensors,
-    )
+    times_s = tuple(time_s if time_s >= small_s else 0.0 for time_s in graph.times_s)
+    return replace(graph, times_s=times_s, tensors=tuple(net for net in graph.tensors if net.cost_s >= small_s))
 
 
 def labels(graph: Graph, coarse: Graph) -> list[int]:

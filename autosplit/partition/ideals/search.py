@@ -1,8 +1,8 @@
 """The search for the best chain of stages: from a quick solution to a proof.
 
 1. A first solution: the best prefixes of a few topological orders.
-2. Where all devices are alike, graphs merged as far as the best value survives when stages may be empty. Where their
-   ideals can be listed, they are searched by thresholds: a lower bound, and usually the solution as well.
+2. Graphs merged as far as the best value survives when stages may be empty. Where their ideals can be listed, they are
+   searched by thresholds: a lower bound, and usually the solution as well.
 3. While the gap is open: all ideals with the limits, of the merged graph and then of the unmerged one.
 4. Where the ideals are too many: the same on graphs whose small costs are set to zero, which gives lower bounds, and
    then the ideals around the best solution's cuts, until they bring nothing more.
@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from autosplit.partition.goal import FOREVER, PLAIN, Goal, OutOfTime, Timer
+from autosplit.partition.goal import FOREVER, Goal, OutOfTime, Timer
 from autosplit.partition.graph import Graph, base_graph, merge
 from autosplit.partition.ideals.chains import IdealChain, best_chain
-from autosplit.partition.ideals.condense import labels, lossless, without_small
+from autosplit.partition.ideals.condense import condense, labels, without_small
 from autosplit.partition.ideals.enumerate import in_runs, list_ideals, neighbourhood, prefix_ideals, some_orders
 from autosplit.partition.ideals.table import IdealTable
 from autosplit.partition.ideals.thresholds import lattice, threshold_search
@@ -28,8 +28,8 @@ from autosplit.partition.problem import Problem
 _TOLERANCE = 1e-9
 """Values that differ by less, relatively, are the same."""
 
-_SHORT = {True: 2_500, False: 600}
-"""Orders of at most so many groups are tried by the handful: where devices are alike, and where they differ."""
+_SHORT = 2_500
+"""Orders of at most so many groups are tried by the handful."""
 
 _FEW, _MANY, _PER_GROUP = 5_000, 50_000, 20
 """How many ideals are listed: for side questions; for a proof by thresholds, and how many more for each group."""
@@ -78,7 +78,7 @@ class Solution:
 class IdealSearch:
     """The search for the best cut into ``stages`` non-empty stages, or as many as the graph has groups, if fewer.
 
-    ``least="load"`` keeps the problem's capacities; ``least="bytes"`` has no limit. ``empty`` allows empty stages.
+    ``least="load"`` keeps the problem's capacity; ``least="bytes"`` has no limit. ``empty`` allows empty stages.
     """
 
     def __init__(
@@ -94,13 +94,14 @@ class IdealSearch:
         self.problem, self.least, self.ideal_limit, self.clock = problem, least, ideal_limit, clock
         self.base = base_graph(problem)
         count = stages if empty else min(stages, self.base.size)
-        self.goal = Goal.of(problem, stages=count, least=least, empty=empty)
-        self.alike = self.goal.terms is None
-        self.capacity = self._binding_capacity()
-        self.loads, self.bytes = least == "load", least == "bytes" or self.capacity is not None
+        limit = min((limit for limit in problem.capacity_bytes or () if limit is not None), default=math.inf)
+        binds = least == "load" and sum(self.base.static_bytes) > limit
+        self.goal = Goal(count, least, capacity_bytes=limit if binds else math.inf, empty=empty)
+        self.loads, self.bytes = least == "load", least == "bytes" or binds
         self.merged: dict[tuple[bool, bool], Graph] = {}
         self.best: Found | None = None
-        self.lower = self._first_bound()
+        times_s = self.base.times_s
+        self.lower = max(sum(times_s) / count, max(times_s)) if self.loads else 0.0
         self.loads_known = False
 
     def run(self) -> Solution:
@@ -136,17 +137,17 @@ class IdealSearch:
     def _more_prefixes(self) -> None:
         """Look among the prefixes of a few topological orders, where these are short."""
         graph = self._condensed(loads=self.loads, bytes_=self.bytes)
-        if not self.closed and self.goal.stages <= graph.size <= _SHORT[self.alike]:
+        if not self.closed and self.goal.stages <= graph.size <= _SHORT:
             self._try(graph, prefix_ideals(some_orders(graph)))
 
     def _loads_alone(self) -> None:
         """Bound and search without an eye for bytes: where the best cut fits, it is the best that fits."""
-        if not self.loads or not self.alike or self.closed:
+        if not self.loads or self.closed:
             return
         graph = self._condensed(loads=True, bytes_=False)
         upper = math.inf if self.best is None else self.best.chain.value
         seed = None
-        if self.capacity is not None and in_runs(graph) is graph:
+        if self.bytes and in_runs(graph) is graph:
             table = self._table(graph, prefix_ideals([range(graph.size)]))
             seed = best_chain(table, goal=self._relaxed(), clock=self.clock)
             upper = upper if seed is None else min(upper, seed.value)
@@ -156,7 +157,7 @@ class IdealSearch:
         improved = threshold_search(ideals, stages=self.goal.stages, lower=self.lower, upper=upper, clock=self.clock)
         self.lower, self.loads_known = max(self.lower, improved.lower_bound), True
         seed = improved.chain or seed
-        if seed is not None and self.capacity is None and self._is_legal(seed):
+        if seed is not None and not self.bytes and self._is_legal(seed):
             self._take(seed, graph)
         if not self.closed:
             # The merges had no eye for bytes, and stages may be empty, but most of what is legal is still there.
@@ -164,11 +165,11 @@ class IdealSearch:
             self._try(graph, self._ideals(graph, most=_FEW) or self._around(graph, near, width=_WIDTHS[1]))
 
     def _try_leanest(self) -> None:
-        """Look for a chain within the capacities near the one that needs the fewest bytes.
+        """Look for a chain within the capacity near the one that needs the fewest bytes.
 
         The fullest stage of every chain needs at least that search's lower bound: with less room nothing fits.
         """
-        if self.best is not None or self.capacity is None or self.closed:
+        if self.best is not None or not (self.loads and self.bytes) or self.closed:
             return
         lean = IdealSearch(
             self.problem,
@@ -180,7 +181,7 @@ class IdealSearch:
         )
         lean.run()
         assert lean.best is not None, "without limits every graph can be cut"
-        if lean.lower > max(self.capacity) * (1 + _TOLERANCE):
+        if lean.lower > self.goal.capacity_bytes * (1 + _TOLERANCE):
             self.lower = math.inf
             return
         for width in (1, *_WIDTHS):
@@ -203,8 +204,7 @@ class IdealSearch:
                 return
             bound_s = self.best.chain.value
             relaxed = self._relaxed()
-            bare = without_small(self.base, goal=self.goal, small_s=fraction * bound_s)
-            reduced = lossless(bare, goal=relaxed, loads=True, bytes_=False)
+            reduced = condense(without_small(self.base, small_s=fraction * bound_s), loads=True, bytes_=False)
             ideals = self._ideals(reduced, most=_FEW)
             if not ideals:
                 return
@@ -225,7 +225,7 @@ class IdealSearch:
 
     def _settle(self) -> None:
         """Among equally good chains take the one whose fullest stage is emptiest."""
-        if self.best is None or not self.loads or not self.base.has_bytes:
+        if self.best is None or not self.loads or not any(self.base.static_bytes):
             return
         graph = self._condensed(loads=True, bytes_=True)
         ideals: Sequence[int] = self._ideals(graph, most=_FEW)
@@ -279,33 +279,14 @@ class IdealSearch:
 
     def _limited(self) -> Goal:
         limit = math.inf if self.best is None else self.best.chain.value * (1 + _TOLERANCE)
-        if self.loads:
-            return replace(self.goal, load_limit_s=limit, capacity_bytes=self.capacity)
-        return replace(self.goal, capacity_bytes=(limit,) * self.goal.stages)
+        return replace(self.goal, load_limit_s=limit) if self.loads else replace(self.goal, capacity_bytes=limit)
 
     def _condensed(self, *, loads: bool, bytes_: bool) -> Graph:
         """Return the graph without what need not be cut."""
         if (loads, bytes_) not in self.merged:
-            self.merged[loads, bytes_] = lossless(self.base, goal=self.goal, loads=loads, bytes_=bytes_)
+            self.merged[loads, bytes_] = condense(self.base, loads=loads, bytes_=bytes_)
         return self.merged[loads, bytes_]
 
     def _table(self, graph: Graph, ideals: Sequence[int]) -> IdealTable:
         self.clock.check()
         return IdealTable(graph, ideals, by_bytes=self.least == "bytes")
-
-    def _first_bound(self) -> float:
-        """Return what the devices need at least for the works together, and for the largest alone."""
-        if not self.loads:
-            return 0.0
-        terms = self.goal.terms or (PLAIN,) * self.goal.stages
-        together_s = sum(self.base.times_s) / sum(1.0 / term.work for term in terms)
-        return max(together_s, min(term.work for term in terms) * max(self.base.times_s))
-
-    def _binding_capacity(self) -> tuple[float, ...] | None:
-        """Return the capacities, or None when even everything on one stage would fit in each."""
-        capacity = self.goal.capacity_bytes
-        if capacity is None:
-            return None
-        kept = sum(hold.bytes for hold in self.problem.holds) * max(self.goal.in_flight)
-        most = sum(self.base.static_bytes) + kept + max(self.base.transient_bytes)
-        return None if most <= min(capacity) else capacity

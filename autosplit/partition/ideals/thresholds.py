@@ -76,7 +76,7 @@ class Lattice:
         self.graph = graph
         self.ideals = sorted(ideals, key=ideals.__getitem__)
         self.time_s: Floats = np.array([ideals[ideal] for ideal in self.ideals], dtype=np.float64) * _quantum(graph)
-        self._cost: Floats = np.array([tensor.cost for tensor in graph.tensors], dtype=np.float64)
+        self._cost: Floats = np.array([tensor.cost_s for tensor in graph.tensors], dtype=np.float64)
         self._pins = [np.array(sorted(tensor.ends), dtype=np.int64) for tensor in graph.tensors]
         self._pin_counts = np.array([len(pins) for pins in self._pins], dtype=np.int32)
         self._first = np.array([pins[0] for pins in self._pins], dtype=np.int64)
@@ -330,7 +330,7 @@ class _Aside:
         dependent = reduce(and_, (self.after[group] for group in _groups(ideal)), self.everything)
         groups = _groups(self.everything & ~ideal & ~dependent)
         tensors = {index for group in groups for index in self.tensors[group]}
-        tensors_s = sum(self.graph.tensors[index].cost for index in sorted(tensors))
+        tensors_s = sum(self.graph.tensors[index].cost_s for index in sorted(tensors))
         return sum(self.graph.times_s[group] for group in groups) + tensors_s
 
 
