@@ -10,16 +10,12 @@ recorded again, and a read in that line of code is a value read (:mod:`autosplit
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from autosplit.trace.recording.recording import Refusal
-
-if TYPE_CHECKING:
-    from autosplit.trace.recording.record import Recorder
 
 Real = Mapping[int, torch.Tensor]
 _NUMBERS = (bool, int, float)
@@ -60,25 +56,6 @@ class LoggedNumber:
         yield self
         for operand in self.operands:
             yield from operand.with_operands()
-
-
-def log_item(recorder: Recorder, tensor: torch.Tensor, line: str) -> LoggedNumber:
-    """Return the number that a tensor of one element has now, to be known when the program has run."""
-    if id(tensor) not in recorder.refs or tensor.numel() != 1:
-        raise Decides((line,), recorder.path)
-    kind = float if tensor.dtype.is_floating_point else bool if tensor.dtype is torch.bool else int
-    bare = recorder.perform("function", torch.detach, "detach", lambda: torch.detach(tensor), (tensor,), {})
-    copy = recorder.perform("function", torch.clone, "clone", lambda: torch.clone(bare), (bare,), {})
-    number = LoggedNumber(
-        lambda real: real.get(id(copy), copy).item(),
-        kind=kind,
-        lines=frozenset((line,)),
-        decided=recorder.decided,
-        tensors=(copy,),
-    )
-    recorder.logged_lines.add(line)
-    recorder.logged.append(weakref.ref(number))
-    return number
 
 
 def is_logged(value: Any) -> bool:

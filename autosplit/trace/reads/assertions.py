@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributions.constraints
@@ -23,10 +23,7 @@ import torch.overrides
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autosplit.trace.inputs.objects import tensors_in
-from autosplit.trace.recording.recording import Call, Ref, source_line
-
-if TYPE_CHECKING:
-    from autosplit.trace.recording.record import Recorder
+from autosplit.trace.recording.recording import Call, Ref
 
 _READS = frozenset("__bool__ is_nonzero item equal allclose".split())
 _SKIPPED = (
@@ -121,20 +118,6 @@ def _raised(instructions: Iterable[dis.Instruction]) -> tuple[str, str] | None:
         if name.startswith(("LOAD_", "BUILD_")):
             loads.append(instruction)
     return None
-
-
-def record_check(recorder: Recorder, asserted: Assertion, read: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Record that the model checks a value, and return what it reads where the check holds."""
-    positional, named = recorder.encode(tuple(args)), recorder.encode(dict(kwargs))
-    line = source_line()
-    text = asserted.text or f"a check of the model's values failed on this batch ({line})"
-    full = (asserted.expected, recorder.constant(asserted.error), text, recorder.constant(read), positional, named)
-    name = recorder.name_of("check", read.__name__.strip("_"))
-    call = Call("function", check_value, full, {}, recorder.path, name, source=line)
-    if len(args) != 1 or not holds_by_rows(positional[0], asserted.expected, recorder.calls):
-        call.whole = f"it checks a value of the whole batch ({line})"
-    recorder.calls.append(call)
-    return asserted.expected
 
 
 def holds_by_rows(value: Any, expected: bool, calls: Sequence[Call]) -> bool:

@@ -8,9 +8,6 @@ used for it. Any other read is refused: the module in whose forward it stands be
     the same on the meta device          MetaValueReader   computes what sizes decide, and takes values to be ordinary
     recordings at few rows               Recall            gives the same answers in the same order
     a call of the pipe                   Guard             computes them again, on the whole batch
-
-``_disable_current_modes`` is private in torch; nothing public lets real values be computed while a recording's fake
-tensor mode is on (tried on torch 2.11, 2.13 and 2.15).
 """
 
 from __future__ import annotations
@@ -32,8 +29,8 @@ from autosplit.trace.graph import Length, lengths_in
 from autosplit.trace.on_cpu import OnCpu, to_cpu
 from autosplit.trace.recording.build import build
 from autosplit.trace.recording.merge import MergedRecording
-from autosplit.trace.recording.record import Recorder
 from autosplit.trace.recording.recording import Attribute, Call, Ref, Refusal, leaves_in, refs_in, where
+from autosplit.trace.recording.values import KnownValues
 from autosplit.trace.scope import Answer, Scope
 
 _ELEMENTS = 1 << 24  # a mask of 64 rows of 4096 tokens takes a few million
@@ -54,7 +51,7 @@ class Recall:
         self.answers = answers
         self.position = 0
 
-    def read(self, call: Call, recorder: Recorder) -> Any:
+    def read(self, call: Call, known: KnownValues) -> Any:
         """Return the next answer; raise Refusal when it is that of another read."""
         if self.position >= len(self.answers) or self.answers[self.position].name != call.name:
             raise Refusal(f"{call.name} reads a tensor's value at some batch sizes only; {_WAY_OUT}", call.module)
@@ -84,27 +81,27 @@ class ValueReader:
         self.answers: list[Answer] = []
         self._values: dict[int, Any] = {}
 
-    def read(self, call: Call, recorder: Recorder) -> Any:
+    def read(self, call: Call, known: KnownValues) -> Any:
         """Compute what the read gives, from as few of the recorded calls as it needs."""
-        needed = _behind(recorder.calls, [call])
-        self._check(call, recorder, needed)
+        needed = _behind(known.calls, [call])
+        self._check(call, known, needed)
         with torch.no_grad(), _disable_current_modes():
             for index in needed:
                 if index not in self._values:
-                    self._values[index] = self._run(recorder.calls[index], recorder)
-            value = self._run(call, recorder)
+                    self._values[index] = self._run(known.calls[index], known)
+            value = self._run(call, known)
         if not isinstance(value, (bool, int, float, str, list, torch.Size)):
             text = "takes a tensor's values out of torch; a graph cannot follow that"
             raise Refusal(f"{_place(call)} {text}", call.module)
         self.answers.append(Answer(call.name, value))
         return value
 
-    def _check(self, call: Call, recorder: Recorder, needed: Sequence[int]) -> None:
-        calls = [recorder.calls[index] for index in needed]
+    def _check(self, call: Call, known: KnownValues, needed: Sequence[int]) -> None:
+        calls = [known.calls[index] for index in needed]
         storages = {s for c in calls for s in (*c.storages, *c.reads_storages)}
-        changed = {s for c in recorder.calls for s in c.mutates}
+        changed = {s for c in known.calls for s in c.mutates}
         reads = {name for c in (*calls, call) for name in _attributes((c.args, c.kwargs))}
-        written = {name for c in recorder.calls for name in c.writes}
+        written = {name for c in known.calls for name in c.writes}
         elements = sum(math.prod(shape) for c in calls for shape in c.shapes if c.kind != "input")
         large = [n for n in reads if n in self.parameters and self.parameters[n].numel() > _PARAMETER_ELEMENTS]
         problem = next(
@@ -124,17 +121,17 @@ class ValueReader:
         if problem is not None:
             raise Refusal(f"{_place(call)} reads a tensor's value in Python, and it {problem}; {_WAY_OUT}", call.module)
 
-    def _run(self, call: Call, recorder: Recorder) -> Any:
+    def _run(self, call: Call, known: KnownValues) -> Any:
         if call.kind == "input":
             return self._placed(self.inputs[call.target])
-        return call.target(*self._real(call.args, recorder), **self._real(call.kwargs, recorder))
+        return call.target(*self._real(call.args, known), **self._real(call.kwargs, known))
 
-    def _real(self, value: Any, recorder: Recorder) -> Any:
+    def _real(self, value: Any, known: KnownValues) -> Any:
         def real(leaf: Any) -> Any:
             if isinstance(leaf, Ref):
                 return self._values[leaf.index]
             if isinstance(leaf, Attribute):
-                return self._placed(self.state[leaf.name] if leaf.name in self.state else recorder.constants[leaf.name])
+                return self._placed(self.state[leaf.name] if leaf.name in self.state else known.constants[leaf.name])
             return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
         return map_aggregate(value, real)
@@ -155,16 +152,16 @@ class MetaValueReader(ValueReader):
         super().__init__(model, inputs, on_cpu=on_cpu)
         self.inputs = {name: tensor for name, tensor in inputs.items() if not tensor.is_meta}
 
-    def read(self, call: Call, recorder: Recorder) -> Any:
+    def read(self, call: Call, known: KnownValues) -> Any:
         """Return the answer; raise Refusal for a number, or what layers computed."""
-        asked = _asked(call, recorder.calls)
-        needed = _behind(recorder.calls, [call])
-        calls = [recorder.calls[index] for index in needed]
+        asked = _asked(call, known.calls)
+        needed = _behind(known.calls, [call])
+        calls = [known.calls[index] for index in needed]
         held = [name for c in (*calls, call) for name in _attributes((c.args, c.kwargs))]
         if asked in _OF_FINITE:
             value = _OF_FINITE[asked]
         elif not held and all(map(self._is_computed, calls)):
-            return super().read(call, recorder)
+            return super().read(call, known)
         elif call.target.__name__ in _YES_OR_NO and not held and not any(c.leaf or c.random for c in calls):
             value = False
         else:

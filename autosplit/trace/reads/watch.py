@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.borrowed import side_effects, state
 from autosplit.trace.borrowed.holders import Holders, Place
-from autosplit.trace.borrowed.state_calls import in_place
 from autosplit.trace.inputs.objects import storage_key, take_apart, tensors_in
 from autosplit.trace.reads.assertions import assertion_here
 from autosplit.trace.recording.random_watch import Draw, RandomWatch
 from autosplit.trace.recording.recording import OBSERVES, VALUE_READS, Call, Refusal, run_checkpointed, source_line
+from autosplit.trace.recording.values import in_place
 from autosplit.trace.scope import Scope
 
 _INDEX_MAKERS = frozenset("nonzero argwhere where".split())

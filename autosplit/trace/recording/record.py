@@ -1,43 +1,38 @@
 """Run a model once on fake tensors and write down every torch-level call.
 
-    model's own Python ──► Module.__call__ (patched)  leaf: one call, muted inside; other modules: entered
-                      ──► TorchFunctionMode          every torch function and Tensor method
-                      ──► TorchDispatchMode          which of them draw random numbers
-                      ──► FakeTensorMode             shapes only: nothing is computed or allocated
-
-Values are known by identity: every tensor that a call returned is kept alive until the recording ends.
+model's own Python ──► Module.__call__ (patched)  leaf: one call, muted inside; other modules: entered
+                  ──► TorchFunctionMode          every torch function and Tensor method
+                  ──► TorchDispatchMode          which of them draw random numbers
+                  ──► FakeTensorMode             shapes only: nothing is computed or allocated
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.borrowed.holders import Holders
-from autosplit.trace.borrowed.logged import LoggedNumber, log_item
+from autosplit.trace.borrowed.logged import Decides, LoggedNumber
 from autosplit.trace.borrowed.side_effects import by_hooks, check_own
-from autosplit.trace.borrowed.state_calls import assign_buffers, give_back, track_mutation, track_state
 from autosplit.trace.borrowed.surroundings import seen_node
-from autosplit.trace.inputs.objects import is_object, projections, storage_key, take_apart, tensors_in
+from autosplit.trace.inputs.objects import projections, take_apart, tensors_in
 from autosplit.trace.inputs.signature import GradAutocastState
-from autosplit.trace.reads.assertions import assertion_here, record_check
+from autosplit.trace.reads.assertions import Assertion, assertion_here, check_value, holds_by_rows
+from autosplit.trace.reads.reads import Reader
+from autosplit.trace.reads.watch import Watcher
 from autosplit.trace.recording.random_watch import RandomWatch
 from autosplit.trace.recording.recording import (
     GRADIENT_CALLS,
-    NESTED,
     OBSERVES,
     VALUE_READS,
     Attribute,
@@ -52,15 +47,12 @@ from autosplit.trace.recording.recording import (
     under,
     where,
 )
+from autosplit.trace.recording.values import KnownValues
 from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, is_stack, pads_in_its_own_way, run_stack
 from autosplit.trace.shapes.shape_rules import bincount
 
-if TYPE_CHECKING:
-    from autosplit.trace.reads.reads import Reader
-    from autosplit.trace.reads.watch import Watcher
 
-
-class Recorder(TorchFunctionMode):
+class Recorder(KnownValues, TorchFunctionMode):
     """Records torch-level calls of one forward."""
 
     def __init__(
@@ -72,51 +64,23 @@ class Recorder(TorchFunctionMode):
         observed: Watcher | None,
         holders: Holders,
     ) -> None:
-        super().__init__()
+        super().__init__(model, scope)
         self.holders = holders
         self.by_layers: set[tuple[str, str]] = set()  # attributes that layers have set themselves, by their hooks
-        self.model = model
-        self.scope = scope
         self.reader = reader
         self.observed = observed
         self.asks_grad_mode = ""  # where the model asked what gradients alone tell; "" while it did not
         self.failed_in: str | None = None  # the innermost module out of which an exception came
         self.modules_made: list[type] = []
-        self.calls: list[Call] = []
         self.logged: list[weakref.ref[LoggedNumber]] = []
         self.logged_lines: set[str] = set()
         self.decided: set[str] = set()  # those of which the numbers do more than to be kept
-        self.constants: dict[str, Any] = {}
         self.random = RandomWatch()
-        self.refs: dict[int, int] = {}  # the index of the call that returned a tensor, by its id
-        self.attributes: dict[int, str] = {}
-        self.inputs: list[tuple[torch.Tensor, bool]] = []  # and whether each requires a gradient: the first calls
-        self._keep: list[Any] = []
         self._muted = 0
-        self._stack: list[tuple[str, int]] = [("", 0)]
         self._module_calls: Counter[str] = Counter()
         self._op_counts: Counter[tuple[str, int, str]] = Counter()
-        self._storages: defaultdict[int, int] = defaultdict(count().__next__)
-        self.owners: dict[int, str] = {}
-        self._paths = {id(module): path for path, module in model.named_modules()}
         self._root_ambient = GradAutocastState.current()
         self._transforms = torch._C._functorch.maybe_current_level()
-        self.parameters = frozenset(name for name, _ in model.named_parameters())
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            self.attributes.setdefault(id(tensor), name)
-            self._keep.append(tensor)
-            self._storages.setdefault(storage_key(tensor), -1)
-            self.owners.setdefault(storage_key(tensor), name)
-
-    @property
-    def path(self) -> str:
-        """Qualified name of the module whose forward is running."""
-        return self._stack[-1][0]
-
-    def refusal(self, what: str, *, whole: str = "") -> Refusal:
-        """Return a refusal of what the module whose forward is running does; ``whole``: see `Refusal`."""
-        source = source_line()
-        return Refusal(f"{where(self.path)} {what}" + (f" ({source})" if source else ""), self.path, whole=whole)
 
     def refuse_gradients(self, what: str, *, observes: bool = True) -> Refusal:
         """Return a refusal of what depends on the graph of autograd, or runs it; ``observes``: on the whole batch."""
@@ -129,71 +93,6 @@ class Recorder(TorchFunctionMode):
         kind = type(hooks)
         if not self._muted and (kind is saved_tensors_hooks or not kind.__module__.startswith("torch.")):
             raise self.refuse_gradients(f"enters {kind.__name__}")
-
-    # -- values ------------------------------------------------------------------------------------------------
-    def add_input(self, name: str, tensor: torch.Tensor) -> None:
-        """Bind an input tensor."""
-        call = Call("input", name, (), {}, "", f"input/{name}")
-        self.calls.append(call)
-        self._note(call, tensor)
-        self.refs[id(tensor)] = len(self.calls) - 1
-        self.inputs.append((tensor, tensor.requires_grad))
-
-    def reference(self, tensor: torch.Tensor) -> Ref | Attribute:
-        """Return the recorded call or the attribute that a tensor is."""
-        if id(tensor) in self.refs:
-            return Ref(self.refs[id(tensor)])
-        if id(tensor) in self.attributes:
-            return Attribute(self.attributes[id(tensor)])
-        if tensor.requires_grad and not tensor.is_leaf:
-            raise self.refusal(
-                f"uses a tensor with gradient history from outside the recorded calls "
-                f"({type(tensor.grad_fn).__name__}); pass it as an input of the model"
-            )
-        if tensor.is_nested:
-            raise Refusal(f"{where(self.path)} {NESTED}", "")
-        if isinstance(tensor, FakeTensor) or tensor.is_meta:
-            raise self.refusal(
-                "makes a tensor in a way that cannot be recorded; use a torch function such as "
-                "torch.tensor, torch.zeros or torch.arange"
-            )
-        return self.constant(tensor)
-
-    def constant(self, value: Any) -> Attribute:
-        """Bind any object that the graph must carry as a constant."""
-        if id(value) not in self.attributes:
-            prefix = "_constant" if isinstance(value, torch.Tensor) else "_object"
-            self.attributes[id(value)] = f"{prefix}{len(self.constants)}"
-            self.constants[self.attributes[id(value)]] = value
-            self._keep.append(value)
-        return Attribute(self.attributes[id(value)])
-
-    def encode(self, value: Any) -> Any:
-        """Replace tensors in nested arguments by what they are in the recording."""
-        return map_aggregate(value, self._encoded)
-
-    def _encoded(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self.reference(value)
-        if isinstance(value, nn.Module) and id(value) in self._paths:
-            return Attribute(self._paths[id(value)])
-        if isinstance(value, np.generic):  # an operand of generated code must be a number that Python can print
-            return value.item()
-        if isinstance(value, _PLAIN):
-            return value
-        if is_object(value) and tensors_in(value):
-            raise self.refusal(f"hands a {type(value).__name__} that holds tensors to a layer; hand over the tensors")
-        return self.constant(value)
-
-    def storage_of(self, value: Any) -> int:
-        """Return the number of a tensor's storage, -1 for the model's own and for what is no tensor."""
-        return self._storages.get(storage_key(value), -1) if isinstance(value, torch.Tensor) else -1
-
-    def _note(self, call: Call, tensor: torch.Tensor) -> None:
-        if tensor.is_nested:
-            raise Refusal(f"{where(self.path)} {NESTED}", "")
-        call.note(tensor, self._storages[storage_key(tensor)])
-        self._keep.append(tensor)
 
     # -- calls -------------------------------------------------------------------------------------------------
     def perform(self, kind: str, target: Any, label: str, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
@@ -216,8 +115,8 @@ class Recorder(TorchFunctionMode):
                 raise self.refusal(_OWN_GENERATOR)
             if self.random.drew:
                 call.random, call.draws = True, self.random.draws
-            track_mutation(self, call, touched, versions)
-            track_state(self, call, inputs)
+            self.track_mutation(call, touched, versions)
+            self.track_state(call, inputs)
             ambient = GradAutocastState.current()
             if ambient != self._root_ambient:
                 self._wrap(call, ambient.differing(self._root_ambient))
@@ -246,11 +145,11 @@ class Recorder(TorchFunctionMode):
 
     def _bind(self, out: Any, index: int) -> None:
         if isinstance(out, torch.Tensor):
-            self._note(self.calls[index], out)
+            self.note(self.calls[index], out)
             self.refs[id(out)] = index
             return
         for leaf, steps in projections(out):
-            self._note(self.calls[index], leaf)
+            self.note(self.calls[index], leaf)
             parent = Ref(index)
             base = self.calls[index].name
             for pick, step in steps:
@@ -258,7 +157,7 @@ class Recorder(TorchFunctionMode):
                 call = Call("project", pick, (parent, step), {}, self.calls[index].module, base)
                 self.calls.append(call)
                 parent = Ref(len(self.calls) - 1)
-            self._note(self.calls[-1], leaf)
+            self.note(self.calls[-1], leaf)
             self.refs[id(leaf)] = parent.index
 
     # -- the two seams -------------------------------------------------------------------------------------------
@@ -293,20 +192,47 @@ class Recorder(TorchFunctionMode):
             func = bincount
         return self.perform("function", func, label.strip("_") or "op", lambda: func(*args, **kwargs), args, kwargs)
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is a recorded value, a parameter or a buffer, and no constant."""
-        return id(tensor) in self.refs or self.attributes.get(id(tensor), "_") not in (*self.constants, "_")
-
     def _read(self, func: Any, label: str, args: Any, kwargs: Any) -> Any:
         if (asserted := assertion_here(label)) is not None:
-            return record_check(self, asserted, func, args, kwargs)
+            return self._check(asserted, func, args, kwargs)
         if self.scope.only_keeps(label, line := source_line()):
-            return log_item(self, args[0], line)
+            return self._log_item(args[0], line)
         call = Call("read", func, self.encode(tuple(args)), self.encode(dict(kwargs)), self.path, "")
         call.name, call.source = self.name_of("read", label.strip("_")), source_line()
         value = self.reader.read(call, self)
         self.calls.append(call)
         return value
+
+    def _check(self, asserted: Assertion, read: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """Record that the model checks a value, and return what it reads where the check holds."""
+        positional, named = self.encode(tuple(args)), self.encode(dict(kwargs))
+        line = source_line()
+        text = asserted.text or f"a check of the model's values failed on this batch ({line})"
+        full = (asserted.expected, self.constant(asserted.error), text, self.constant(read), positional, named)
+        name = self.name_of("check", read.__name__.strip("_"))
+        call = Call("function", check_value, full, {}, self.path, name, source=line)
+        if len(args) != 1 or not holds_by_rows(positional[0], asserted.expected, self.calls):
+            call.whole = f"it checks a value of the whole batch ({line})"
+        self.calls.append(call)
+        return asserted.expected
+
+    def _log_item(self, tensor: torch.Tensor, line: str) -> LoggedNumber:
+        """Return the number that a tensor of one element has now, to be known when the program has run."""
+        if id(tensor) not in self.refs or tensor.numel() != 1:
+            raise Decides((line,), self.path)
+        kind = float if tensor.dtype.is_floating_point else bool if tensor.dtype is torch.bool else int
+        bare = self.perform("function", torch.detach, "detach", lambda: torch.detach(tensor), (tensor,), {})
+        copy = self.perform("function", torch.clone, "clone", lambda: torch.clone(bare), (bare,), {})
+        number = LoggedNumber(
+            lambda real: real.get(id(copy), copy).item(),
+            kind=kind,
+            lines=frozenset((line,)),
+            decided=self.decided,
+            tensors=(copy,),
+        )
+        self.logged_lines.add(line)
+        self.logged.append(weakref.ref(number))
+        return number
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Stand in for ``nn.Module.__call__``: a leaf is one call, anything else is entered."""
@@ -364,8 +290,8 @@ class Recorder(TorchFunctionMode):
 
     def finish(self, output: Any, buffers: dict[str, torch.Tensor], kept: Sequence[torch.Tensor]) -> Recording:
         """Record buffers that were assigned, and return the recording; what is kept besides are its last outputs."""
-        assign_buffers(self, buffers)
-        give_back(self)
+        self.assign_buffers(buffers)
+        self.give_back()
         check_own(self.model, output)
         flat, unflatten = take_apart(output)
         encoded = [self.reference(v) if isinstance(v, torch.Tensor) else v for v in flat]
@@ -376,5 +302,3 @@ class Recorder(TorchFunctionMode):
 _TELL_GRAD_MODE = ("requires_grad", "grad_fn", "is_leaf")
 """What is another of a computed tensor where gradients are off."""
 _OWN_GENERATOR = "draws from a generator of its own; a pipeline cannot keep the order of its draws: use torch's default"
-_OTHER = (torch.SymInt, torch.SymFloat, torch.SymBool, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_PLAIN = (int, float, bool, str, complex, range, type(None), type(Ellipsis), *_OTHER)
