@@ -142,8 +142,7 @@ def _unsqueeze(follower: Follower, call: Call, result: Tensor, x: Tensor, dim: i
 
 
 def _squeeze(follower: Follower, call: Call, result: Tensor, x: Tensor, dim: Any = None) -> Terms:
-    chosen = range(x.ndim) if dim is None else [d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)]
-    gone = {d for d in chosen if x.shape[d] == 1}
+    gone = {d for d in along.chosen(x, dim) if x.shape[d] == 1}
     return follower.moved(result, [axis for d, axis in enumerate(follower.dims(x)) if d not in gone], x)
 
 

@@ -29,8 +29,9 @@ def layer_norm(follower: Follower, call: Call, result: Any, x: Tensor, shape: Se
     return ()
 
 
-def _chosen(x: Tensor, dim: Any) -> set[int]:
-    if dim is None or dim == []:
+def chosen(x: Tensor, dim: Any) -> set[int]:
+    """Return the dimensions of a tensor that an argument names: one, several, or all."""
+    if dim is None or dim == [] or not x.ndim:
         return set(range(x.ndim))
     return {d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)}
 
@@ -48,7 +49,7 @@ def _reduced(follower: Follower, result: Any, x: Tensor, along: set[int]) -> Non
 
 def along(follower: Follower, call: Call, result: Any, x: Tensor, *args: Any, **kwargs: Any) -> Terms:
     """Follow an operation that needs all of some dimensions: those that its ``dim`` names, or all."""
-    along = _chosen(x, call.dim)
+    along = chosen(x, call.dim)
     call.blocked += [follower.dims(x)[d] for d in along]
     _reduced(follower, result, x, along)
     return ()
@@ -62,7 +63,7 @@ def along_linear(follower: Follower, call: Call, result: Any, x: Tensor, *args: 
 
 def total(follower: Follower, call: Call, result: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Terms:
     """Follow a sum: over parts of a dimension it gives summands."""
-    _reduced(follower, result, x, _chosen(x, call.dim))
+    _reduced(follower, result, x, chosen(x, call.dim))
     return each(x)
 
 
@@ -94,7 +95,7 @@ def gather(follower: Follower, call: Call, result: Tensor, x: Tensor, dim: int, 
 def index_select(follower: Follower, call: Call, result: Tensor, x: Tensor, dim: int, index: Tensor) -> Terms:
     """Follow a choice of slices."""
     dims = [*follower.dims(x)]
-    call.blocked.append(dims[dim])
+    call.blocked += [dims[dim], *follower.dims(index)]
     dims[dim] = Axis(result.shape[dim])
     return follower.moved(result, dims, x)
 
@@ -123,6 +124,7 @@ def index_add(
 ) -> Terms:
     """Follow sums into chosen slices."""
     dims = follower.dims(x)
+    call.blocked += follower.dims(index)
     for d, (a, b) in enumerate(zip(dims, follower.dims(source), strict=True)):
         if d == dim % x.ndim:
             call.blocked += [a, b]
