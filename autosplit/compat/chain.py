@@ -147,6 +147,11 @@ class SequentialPipe(nn.Module):
         self.register_load_state_dict_pre_hook(_without_sums)
         self.__dict__["_runs"] = _Runs(Chain(self.partitions, check))
 
+    @property
+    def pipe(self) -> PipelinedModule:
+        """The pipe that runs calls with tensors only: its ``report()``, ``code``, ``plan`` and ``train_step``."""
+        return self.pipe_for(0)
+
     def pipe_for(self, batch_dims: Any) -> PipelinedModule:
         """Return what runs calls whose inputs have their batch there; all share one plan."""
         runs: _Runs = self.__dict__["_runs"]

@@ -11,7 +11,6 @@ from torch import nn
 
 from autosplit.compat.chain import BalanceError, Layers, SequentialPipe, check_options, check_rows, check_sequential
 from autosplit.compat.skip import verify_skippables
-from autosplit.pipelined import PipelinedModule
 
 _ADVICE = """
 
@@ -78,11 +77,6 @@ class GPipe(SequentialPipe):
             deferred_batch_norm=deferred_batch_norm,
             check=check_tensors,
         )
-
-    @property
-    def pipe(self) -> PipelinedModule:
-        """The pipe that runs: its ``report()``, ``code``, ``plan`` and ``train_step(input, target=, loss_fn=)``."""
-        return self.pipe_for(0)
 
     def forward(self, input: Any) -> Any:
         """Run a batch.

@@ -13,7 +13,6 @@ from torch import nn
 
 from autosplit.compat.chain import PipePartition, SequentialPipe, check_options, check_rows, check_sequential
 from autosplit.compat.skip import verify_skippables
-from autosplit.pipelined import PipelinedModule
 
 
 class NoChunk:
@@ -104,11 +103,6 @@ class Pipe(SequentialPipe):
             deferred_batch_norm=deferred_batch_norm,
             check=_check_some_tensor,
         )
-
-    @property
-    def pipe(self) -> PipelinedModule:
-        """The pipe that runs calls with tensors only: its ``report()``, ``code``, ``plan`` and ``train_step``."""
-        return self.pipe_for(0)
 
     def forward(self, *inputs: Any) -> LocalValue:
         """Run a batch and return its output as a `LocalValue`.

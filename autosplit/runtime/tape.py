@@ -7,9 +7,6 @@
 An operation is drawn with the plain model's own shape, strides and dtype, so that it takes the same numbers from the
 generator and leaves it in the same state. Masks of zeros and ones are drawn as bool, which takes the same numbers.
 What runs once, on the whole batch, draws its numbers itself.
-
-Private torch interface: ``TorchDispatchMode``, since below autograd is the only place where all random operations pass
-(dropout, attention and recurrent layers included); tried on torch 2.11, 2.13 and 2.15.
 """
 
 from __future__ import annotations

@@ -6,9 +6,6 @@
               dropout keeps every value and scales it    permutations keep the order    choices take the likeliest
 
 Nothing else of the model's forward changes. Running statistics take the whole batch in at once, as ever.
-
-Private torch interface: ``TorchDispatchMode``, since below autograd is the only place where all random operations pass
-(dropout, attention and recurrent layers included); tried on torch 2.11, 2.13 and 2.15.
 """
 
 from __future__ import annotations

@@ -88,12 +88,13 @@ def trace(
 ) -> Trace:
     """Record a model's forward in its present modes; the model and all random states are as before at the end.
 
-    A recording that one of ``proofs`` is about is not proved again, nor is one whose ``findings`` are given: those of
-    an equal recording, made in another process, say. With ``whole_norms`` norms that keep batch statistics are full.
-    With ``made_up`` a model on meta is recorded as it would be on the CPU, and probed on values that are made up;
-    without it the structure alone says which rows it mixes: enough for a plan, not for a run. A model that lies on
-    several devices is recorded on the CPU too, and probed on copies; one that lies on another device than its inputs is
-    recorded on copies of the inputs there. The modules ``blocks`` are one call each.
+    A recording is not proved again if one of ``proofs`` names it, or if ``findings`` are given, such as those of an
+    equal recording in another process. With ``whole_norms`` norms that keep batch statistics are full.
+
+    With ``made_up`` a model on meta is recorded as on the CPU and probed on made-up values; without it, shapes and
+    kinds of operations say which nodes mix rows, which is enough for a plan but not for a run. A model that lies on
+    several devices is recorded on the CPU and probed on copies; one on another device than its inputs is recorded on
+    copies of the inputs there. Each module of ``blocks`` is one call.
 
     Raises TraceError when a graph cannot follow the model, InputError for inputs without a batch, and the model's own
     exception when its forward raises.

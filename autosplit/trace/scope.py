@@ -4,8 +4,6 @@ leaf      a layer of torch.nn, or a module with hooks: one call, run by its own 
 entered   everything else: its Python runs, its operations are recorded one by one
 opaque    a module in whose own Python something cannot be recorded: one call, whatever its size
 stack     a recurrent network of several layers: run layer by layer, each layer and dropout an operation of its own
-
-``_has_any_global_hook`` is private; torch has no public way to ask. Tried on torch 2.11, 2.13 and 2.15.
 """
 
 from __future__ import annotations

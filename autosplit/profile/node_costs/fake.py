@@ -3,9 +3,6 @@
 Every fake tensor lives on the CPU, wherever the model is: fake CUDA tensors that require grad abort the process without
 a GPU, and "meta" tensors take other kernels.
 
-Private torch API, tried on torch 2.11 and 2.13: ``FakeTensorMode`` of ``torch._subclasses``. torch has no public way to
-run shapes only.
-
     first pass    shared and micro nodes at ``rows``      ──► ids of the storages by node
     second pass   full nodes, on a batch of ``batch_rows``      equal values, equal ids
 """

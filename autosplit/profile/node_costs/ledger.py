@@ -41,9 +41,8 @@ class Operation:
 class Ledger(TorchDispatchMode):
     """Count storages from the operation that makes them to their release, and list the operations.
 
-    ``TorchDispatchMode`` lives in a private module (torch has no public name for it; used in this file only, on torch
-    2.11 to 2.15); it works the same on real and on fake tensors. Scratch that a kernel allocates inside is
-    not seen, but on fake tensors it is known for many: see :mod:`autosplit.profile.workspaces`.
+    It works the same on real and on fake tensors. Scratch that a kernel allocates inside is not seen, but on fake
+    tensors it is known for many: see :mod:`autosplit.profile.workspaces`.
     """
 
     def __init__(

@@ -7,9 +7,6 @@
 
 Nothing is allocated and no value is computed. Autograd's engine decides what is saved and when it is freed; what it
 runs belongs to the node in whose range of sequence numbers its autograd node's number lies.
-
-Private torch API, used in this file only, tried on torch 2.13: ``torch.utils.checkpoint._StopRecomputationError``,
-which ends a recomputation early: torch has no public name for it.
 """
 
 from __future__ import annotations

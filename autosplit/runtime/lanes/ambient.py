@@ -1,10 +1,4 @@
-"""The state that belongs to a thread, carried from the caller's thread to the lanes.
-
-Private torch API, since torch has no public way to read or to enter another thread's state: the mode stacks of
-``torch.overrides`` and ``torch.utils._python_dispatch``, the default hooks of saved tensors, the flag
-``retain_graph`` of the running backward, and what tells that a transform is under way. Tried on torch 2.11, 2.13 and
-2.15.
-"""
+"""The state that belongs to a thread, carried from the caller's thread to the lanes."""
 
 from __future__ import annotations
 

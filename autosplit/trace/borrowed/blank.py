@@ -1,7 +1,4 @@
-"""Tensors without values in the places of a model's own.
-
-``FakeTensor`` and ``FakeTensorMode`` are private; no public module of torch offers them (tried on torch 2.11 and 2.13).
-"""
+"""Tensors without values in the places of a model's own."""
 
 from __future__ import annotations
 
@@ -62,10 +59,10 @@ def home_of(model: nn.Module) -> torch.device | None:
 
 
 def lies_apart(model: nn.Module, inputs: Iterable[torch.Tensor]) -> bool:
-    """Tell whether a model cannot run by itself, for it lies on several devices or on another one than its inputs.
+    """Tell whether a model cannot run by itself: it lies on several devices, or on another one than its inputs.
 
-    So it is after its first recording. Inputs on the CPU beside others on the model's device are as the model wants
-    them, lengths for example. What is on meta lies nowhere.
+    A model that was split does. Inputs on the CPU beside others on the model's device are taken to be wanted there, as
+    lengths are. Tensors on meta do not count.
     """
     held = {t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta}
     devices = {t.device for t in inputs if not t.is_meta}

@@ -8,8 +8,6 @@ classes of the user    attributes and methods whose names stand in code that the
 
 Code of installed packages is not followed: what it keeps outside of the modules is its own matter. The map serves who
 puts state back, who tells what a run changed, and who tells the state of one call from that of another.
-
-``torch.nn.modules.module._global_*_hooks`` are private; torch has no public ones. Tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations

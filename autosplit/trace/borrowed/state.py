@@ -59,10 +59,10 @@ def random_states() -> tuple[bytes, bytes]:
 def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ()) -> Iterator[Holders]:
     """Restore every module's attributes, tables, hooks and class at the end; yield where all of that lives.
 
-    Restored is all Python state in :class:`autosplit.trace.borrowed.holders.Holders`, which reaches outside of the
-    modules too, what is written inside to tensors that are held there, and which ``data`` parameters and buffers have;
-    what is written to these is not. Hooks of the caller's that only observe are not called inside. ``functions`` run
-    there too. Raises InputError where a tensor was written to that is too large to be copied.
+    It restores all Python state in :class:`autosplit.trace.borrowed.holders.Holders`, also outside of the modules, the
+    contents of tensors that are held there, and the ``data`` of parameters and buffers; not what is written to the
+    memory of these. The caller's hooks that only observe are not called. The code of ``functions`` counts as the
+    models'. Raises InputError where a tensor was written to that is too large to be copied.
     """
     holders = Holders(models, functions)
     before = holders.read()
@@ -289,10 +289,7 @@ def written_back(model: nn.Module) -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):
-    """Copies each parameter before the first operation that writes to it.
-
-    ``TorchDispatchMode`` lives in a private module; there is no public name for it (tried on torch 2.11 to 2.15).
-    """
+    """Copies each parameter before the first operation that writes to it."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()

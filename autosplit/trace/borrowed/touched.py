@@ -6,8 +6,6 @@ module holds, which counts its steps, or a list of losses that a training step f
 The watch sees reads and writes by name, those that find nothing too, and ``vars(module)``. What the forward reaches in
 another way, by a closure or a helper, say, is outside of the modules, also where a module has it too. A weight that a
 hook computes anew before the forward reads it does not count.
-
-``torch._C._current_graph_task_id`` is private; nothing public tells whether a backward runs. Tried on torch 2.11, 2.13.
 """
 
 from __future__ import annotations

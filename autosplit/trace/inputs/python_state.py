@@ -60,9 +60,9 @@ class Contents:
     def __init__(
         self, held: Holders, ties: dict[int, int], *, nested: bool, loose: bool = False, integers: bool = True
     ) -> None:
-        """``nested``: whether an object is told, once, with all that it has; else what it has is told elsewhere.
+        """``nested``: an object is described once, with all its parts; otherwise its parts are described elsewhere.
 
-        With ``loose`` numbers and tensors may be others, but for whole numbers where ``integers`` count.
+        With ``loose`` numbers and tensors are described by their kind only; with ``integers`` whole numbers by value.
         """
         self.map, self.ties, self._nested, self._loose, self._integers = held, ties, nested, loose, integers
         self.read = [(holder, holder.look()) for holder in held.found if not holder.draws]

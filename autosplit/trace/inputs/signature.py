@@ -160,9 +160,9 @@ class SignatureScope(NamedTuple):
 
     Attributes:
         touched: those that recordings have read or set; (path, "") means all of a module, None all of all modules.
-        inside: those that opaque modules change themselves. They are left out; of those outside of modules, numbers and
-            tensors may differ.
-        without: those that change from call to call, left out too.
+        inside: those that opaque modules change themselves: they are left out, and of what lies outside of modules
+            numbers and tensors are.
+        without: those that change from call to call: they are left out.
     """
 
     touched: frozenset[Place] | None = None

@@ -5,9 +5,6 @@
 
 A token asks whether anything was set in the dicts that the walk read, which have versions. A dict of another version,
 and what has no version, is read again and compared by identity. A token may be stricter than the walk, never less.
-
-``torch._C._dynamo.guards.dict_version`` is private; torch's own guards ask for it, and Python has no public way to tell
-that a dict is as it was. Tried on torch 2.13.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Notice operations that draw random numbers, and write down what is needed to draw the same beforehand.
-
-Private torch interfaces: the default hooks of saved tensors, which tell that ``torch.utils.checkpoint`` is about to run
-something twice, and the kernels of composite operations, which inference mode shows whole; tried on torch 2.13.
-"""
+"""Notice operations that draw random numbers, and write down what is needed to draw the same beforehand."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""One recording: the model's forward on fake tensors at a given batch size.
-
-Private torch interfaces used here (checked with torch 2.11, 2.13 and 2.15): ``FakeTensorMode`` (no public module offers
-shape-only execution).
-"""
+"""One recording: the model's forward on fake tensors at a given batch size."""
 
 from __future__ import annotations
 

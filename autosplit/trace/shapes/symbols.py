@@ -7,9 +7,7 @@
 So the recording is what the model does at *all* sizes that meet the conditions. What a symbol does not notice, such as
 ``isinstance(dim0, int)``, is in decision 08.
 
-Private torch interfaces used here (tried on torch 2.13): ``ShapeEnv``, with which ``torch.export`` makes shapes
-symbolic (nothing public runs a model's own Python on symbolic sizes), the Python dispatcher, without which some
-operations refuse symbols, and the class names of expressions. Where one is missing, lengths are recorded one by one.
+Where torch lacks one of the private interfaces that this takes, lengths are recorded one by one.
 """
 
 from __future__ import annotations
