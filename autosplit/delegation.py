@@ -15,17 +15,21 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import fx, nn
 
 from autosplit.errors import DeviceError, InputError
-from autosplit.recordings import RECORDING
+from autosplit.trace.borrowed.state import RECORDING
 
 _SPECIAL = frozenset("__len__ __iter__ __reversed__ __getitem__ __setitem__ __delitem__ __contains__".split())
 """Python looks these up in the class, never in the instance."""
 _CALLS = frozenset(("forward", "_call_impl", "_wrapped_call_impl"))
+_LISTS = "parameters named_parameters buffers named_buffers get_parameter get_buffer".split()
+_CHANGES = "state_dict load_state_dict train _apply to".split()
+"""Methods of nn.Module that read what its modules hold, and those that wait for calls of the pipe too."""
 
 
 class Delegating:
@@ -140,15 +144,15 @@ class _Forwarded:
 
 def forward_overrides(pipe: nn.Module, model: nn.Module) -> None:
     """Give the class of the pipe what Python would not look up in the model: its special methods and overrides."""
-    kinds = type(pipe).__mro__
+    kinds, own = type(pipe).__mro__, type(model).__mro__
     defined = {name for kind in kinds[: kinds.index(nn.Module)] for name in vars(kind)}
-    for kind in type(model).__mro__:
-        if kind is nn.Module:
-            return
+    for kind in own[: own.index(nn.Module)]:
         for name in vars(kind).keys() - defined - _CALLS:
             special = name.startswith("__")
             if name in _SPECIAL or (not special and callable(getattr(nn.Module, name, None))):
                 setattr(type(pipe), name, _Forwarded(name))
+    for name in (*_LISTS, *_CHANGES):
+        setattr(type(pipe), name, _waiting(getattr(type(pipe), name), for_calls=name in _CHANGES))
 
 
 def forward_like(model: nn.Module) -> Callable[..., Any]:
@@ -184,10 +188,35 @@ def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
         core.stream.drain()
         if core.threads is not None:
             core.threads.check_caller()
-        with contextlib.nullcontext() if RECORDING._is_owned() else core.stream.lock:  # type: ignore[attr-defined]
+        with _for_calls(core):
             return method(pipe, *args, **kwargs)
 
     return alone
+
+
+def _for_calls(core: Any) -> AbstractContextManager[Any]:
+    """Return what waits for other threads' calls of pipes of the model, unless a recording in this thread asks."""
+    return contextlib.nullcontext() if RECORDING._is_owned() else core.stream.lock  # type: ignore[attr-defined]
+
+
+def _waiting(method: Any, *, for_calls: bool) -> Callable[..., Any]:
+    """Return a method of a pipe that waits while another thread records: modules hold stand-ins of tensors then.
+
+    With ``for_calls`` it waits for other threads' calls of the pipe too. What runs inside of a call does not wait.
+    """
+
+    @functools.wraps(method)
+    def waits(pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+        core = pipe.__dict__.get("_autosplit")
+        inside = core is None or (core.threads is not None and core.threads.has_caller())
+        with contextlib.ExitStack() as stack:
+            if not inside:
+                stack.enter_context(_for_calls(core) if for_calls else contextlib.nullcontext())
+                stack.enter_context(RECORDING)
+            result = method.__get__(pipe, type(pipe))(*args, **kwargs)
+            return iter([*result]) if isinstance(result, types.GeneratorType) else result
+
+    return waits
 
 
 def _answer(pipe: Any, name: str) -> Any:

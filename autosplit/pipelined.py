@@ -37,7 +37,7 @@ from autosplit.recorded import (
     call_state,
     lane_of_caller,
 )
-from autosplit.recordings import RECORDING, Recordings
+from autosplit.recordings import Recordings
 from autosplit.runtime.lanes.ambient import needs_one_thread
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lanes.threads import LaneThreads, forwards
@@ -49,7 +49,7 @@ from autosplit.runtime.tree import TreeRun
 from autosplit.stream.flight import OpenStream
 from autosplit.stream.stream import Streaming
 from autosplit.tensor.part import refuse_parts
-from autosplit.trace.borrowed.state import eval_mode, random_state, random_state_on_refusal
+from autosplit.trace.borrowed.state import RECORDING, eval_mode, random_state, random_state_on_refusal
 from autosplit.trace.graph import lengths_in
 from autosplit.trace.inputs.objects import call_apart, leaves_of
 from autosplit.trace.recording.recording import FirstCall
@@ -60,6 +60,8 @@ class _Core:
     model: nn.Module
     options: Options
     recordings: Recordings
+    stream: OpenStream
+    """The stream whose minibatches are in flight."""
     compiled: weakref.WeakKeyDictionary[fx.Graph, Any] = field(default_factory=weakref.WeakKeyDictionary)
     edited: weakref.WeakSet[fx.Graph] = field(default_factory=weakref.WeakSet)
     """Programs that were compiled again by the caller."""
@@ -77,8 +79,6 @@ class _Core:
     """What `torch.compile` calls as it is; None until dynamo is there."""
     twin: Any = None
     """The ``self`` of the model's methods; None until one is asked for."""
-    stream: OpenStream = field(default_factory=OpenStream)
-    """The stream whose minibatches are in flight."""
 
 
 class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphModule):
@@ -100,7 +100,8 @@ class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphMod
         self.__dict__["training"] = model.training
         forward_overrides(self, model)
         type(self).forward = forward_like(model)
-        self.__dict__["_autosplit"] = _Core(model, options, Recordings(model, options, plan, fits=own_plan))
+        recordings = Recordings(model, options, plan, fits=own_plan)
+        self.__dict__["_autosplit"] = _Core(model, options, recordings, OpenStream(model))
 
     # -- what the caller sees ------------------------------------------------------------------------------------
     @property
@@ -270,8 +271,7 @@ class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphMod
         recorded, graph = step.recorded, self._program(step)
         modules = self._modules_of(recorded)
         self._show(graph, modules)
-        threads = self._threads(step, graph)
-        if threads is not None:
+        if (threads := self._threads(step, graph)) is not None:
             return list(middle.call(step, threads))
         program, edited = self._core.compiled[graph][0], graph in self._core.edited
         modules |= {} if edited else step.codes_by(self._core.names)

@@ -6,7 +6,6 @@ A kind of call that no graph can follow is run by the model's own Python, its mo
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,7 +35,7 @@ from autosplit.runtime.lower.replicas import Replicas, replicated
 from autosplit.runtime.lower.split import Lowered, lower, place
 from autosplit.runtime.tree import TreeRun
 from autosplit.schedule.action import Schedule
-from autosplit.trace.borrowed.state import attributes
+from autosplit.trace.borrowed.state import RECORDING, attributes
 from autosplit.trace.inputs.differences import apart, nearest
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.inputs.lengths import Shapes, without_rows
@@ -50,8 +49,6 @@ _ATTEMPTS = 3
 _VARIANTS = 8
 """How many recordings of one signature are kept that hold for different values."""
 _OTHER_PYTHON = "forward's own Python, which changes what it depends on, did something else"
-RECORDING = threading.RLock()
-"""Held while a model is recorded: that patches torch for the whole process."""
 
 
 class Recordings:

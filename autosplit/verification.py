@@ -32,7 +32,7 @@ from autosplit.runtime.loss.parts import call_loss
 from autosplit.runtime.norms import Use
 from autosplit.runtime.tree import Together
 from autosplit.trace.borrowed import state
-from autosplit.trace.borrowed.state import free_leaves, gradients_aside, stand_ins
+from autosplit.trace.borrowed.state import RECORDING, free_leaves, gradients_aside, stand_ins
 from autosplit.trace.compared_runs import CutNorms, FixedDraws, Left, Pieces, run_once, updates_noted
 from autosplit.trace.inputs.objects import leaves_of
 
@@ -115,7 +115,14 @@ def verify(model: nn.Module, pipe: Any, sample: Any, *, target: Any = None, loss
         raise InputError("target= is given without loss_fn=; give loss_fn=, or leave both out")
     comparison = _Comparison(model, pipe_model, pipe, Sample.of(sample))
     parameters = [*model.parameters(), *pipe_model.parameters()]
-    with torch.inference_mode(False), torch.enable_grad(), state.random_state(), gradients_aside(parameters):
+    with (
+        pipe._core.stream.lock,
+        RECORDING,  # the model has stand-ins inside
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        state.random_state(),
+        gradients_aside(parameters),
+    ):
         for run, training in (("train", True), ("eval", False)):
             with _modes((model, pipe_model, pipe), training):
                 comparison.compare(run)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
 
 from autosplit.errors import InputError
 from autosplit.runtime.lanes.ambient import ThreadState
@@ -25,15 +27,18 @@ from autosplit.stream.segment import Segment
 from autosplit.stream.versions import StageWeights
 from autosplit.units import format_bytes
 
+_LOCKS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The lock of each model that has pipes, by its id."""
+
 
 class OpenStream:
     """What a pipe knows of its last stream: the minibatches in flight, if any, and what the report says of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.flight: Flight | None = None
         self.text = ""
-        self.lock = threading.RLock()
-        """Held by who puts minibatches in, takes losses out, finishes, or calls the pipe: one thread at a time."""
+        self.lock = _LOCKS.setdefault(id(model), threading.RLock())
+        """Held by who puts minibatches in, takes losses out, finishes, or calls a pipe of the model: one at a time."""
 
     def drain(self) -> None:
         """Finish minibatches in flight."""

@@ -126,6 +126,79 @@ def test_kinds_of_calls_by_several_threads(lanes: str) -> None:
     assert "self.stage1(" in pipe.code
 
 
+class Meeting(Kinds):
+    """Runs what the calling thread brings, where its Python runs: while it is recorded."""
+
+    def forward(self, x: Tensor, scale: float | None = None) -> Any:
+        getattr(threading.current_thread(), "meet", bool)()
+        return super().forward(x, scale)
+
+
+def loaded(pipe: Any, parameters: list[nn.Parameter]) -> None:
+    pipe.load_state_dict({name: 2 * value for name, value in kinds().state_dict().items()})
+
+
+BESIDE: dict[str, Any] = {
+    "lists parameters": lambda pipe, parameters: [p.grad for p in pipe.parameters()],
+    "lists state": lambda pipe, parameters: [t.grad for t in pipe.state_dict(keep_vars=True).values()],
+    "loads state": loaded,
+    "sets the mode": lambda pipe, parameters: pipe.eval() and None,
+    "adds to gradients": lambda pipe, parameters: sum(p.square().sum() for p in parameters).backward(),
+}
+
+
+@pytest.mark.parametrize("action", BESIDE)
+def test_what_another_thread_does_while_a_model_is_recorded(action: str) -> None:
+    def left_by(*, beside: bool) -> Any:
+        torch.manual_seed(0)
+        own, results, begun = Meeting().double(), list[Any](), list[threading.Thread]()
+        pipe, parameters = autosplit(own, devices=["cpu"] * 2, chunks=3, lanes="inline"), list(own.parameters())
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        act = threading.Thread(target=lambda: results.append(BESIDE[action](pipe, parameters)))
+
+        def meet() -> None:
+            if not begun:
+                begun.append(act)
+                act.start()
+                act.join(0.5)  # it waits for the recording, or must be right within it
+
+        caller = threading.Thread(target=lambda: pipe(THREE))
+        caller.meet = meet if beside else bool  # type: ignore[attr-defined]
+        caller.start()
+        caller.join()
+        assert len(begun) == beside
+        act.join() if beside else act.run()
+        return results, own.state_dict(), [p.grad for p in parameters], [m.training for m in own.modules()]
+
+    torch.testing.assert_close(left_by(beside=True), left_by(beside=False), rtol=0, atol=0)
+
+
+def test_a_model_is_recorded_while_another_pipe_of_it_is_called() -> None:
+    torch.manual_seed(0)
+    own, inside, done = Meeting().double(), threading.Event(), threading.Event()
+    pipe, twin = (autosplit(own, devices=["cpu"] * 2, chunks=3, lanes="inline") for _ in range(2))
+    own.first.register_forward_hook(lambda *_: getattr(threading.current_thread(), "begin", list)() or None)
+    twin(VALUE)
+    results = list[Any]()
+    caller = threading.Thread(target=lambda: results.append(trained(twin, VALUE)))
+    recorder = threading.Thread(target=lambda: pipe(THREE))
+    recorder.meet = lambda: (inside.set(), done.wait(0.5))  # type: ignore[attr-defined]
+
+    def begin() -> None:
+        if recorder.ident is None:
+            recorder.start()
+        inside.wait(0.5)  # it waits for this call, or has begun
+
+    caller.begin = begin  # type: ignore[attr-defined]
+    caller.start()
+    caller.join()
+    done.set()
+    recorder.join()
+    assert inside.is_set()
+    torch.testing.assert_close(results, [trained(kinds(), VALUE)], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("lanes", ["inline", "threads"])
 def test_a_backward_in_another_thread_while_a_call_runs(lanes: str) -> None:
     own = kinds()

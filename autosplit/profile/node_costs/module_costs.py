@@ -20,7 +20,7 @@ from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.node_costs.work import cost_model_of, work_of
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.blank import has_meta
-from autosplit.trace.borrowed.state import gradients_aside, written_back
+from autosplit.trace.borrowed.state import written_back
 from autosplit.trace.inputs.objects import fresh, mapped, tensors_in
 from autosplit.trace.module_tree import ModuleCost, intercept
 
@@ -83,7 +83,7 @@ class _ModuleRun:
         """Run the model on inputs of its own; with ``saved`` count what is kept for the backward."""
         for tensor in tensors_in((sample.args, sample.kwargs)):
             self._is_new(tensor)
-        with state.borrowed(self.model), gradients_aside(self.model.parameters()), written_back(self.model):
+        with state.borrowed(self.model), written_back(self.model):
             args, kwargs = mapped(fresh, (sample.args, sample.kwargs))
             hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor) if saved else contextlib.nullcontext()
             intercept(self.model, [path for path, _ in self.model.named_modules()], self.visit)

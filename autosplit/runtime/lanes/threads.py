@@ -182,9 +182,13 @@ class LaneThreads:
             finally:
                 del error  # its traceback holds this frame, which would hold it until the next garbage collection
 
+    def has_caller(self) -> bool:
+        """Tell whether one of the lanes' own threads calls."""
+        return any(worker.thread is threading.current_thread() for worker in list(self._threads.values()))
+
     def check_caller(self) -> None:
         """Raise RuntimeError where one of the lanes' own threads calls, which would wait for itself."""
-        if any(worker.thread is threading.current_thread() for worker in list(self._threads.values())):
+        if self.has_caller():
             raise RuntimeError("a pipe was called from inside one of its own stages; use lanes='inline' for that")
 
     def close(self) -> None:

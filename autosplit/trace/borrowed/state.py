@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -31,6 +32,8 @@ from autosplit.trace.inputs.objects import storage_key
 from autosplit.trace.recording.random_watch import named_arguments
 from autosplit.trace.scope import has_hooks
 
+RECORDING = threading.RLock()
+"""Held while a model is recorded, where its modules hold stand-ins: that patches torch for the whole process."""
 _SMALL = 1 << 22
 """Elements of a tensor that is copied wherever it is held."""
 _QUIETED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
@@ -76,7 +79,7 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
         if id(tensor) not in copyable | kept and not tensor.is_inference()
     ]
     held = contents([tensor for _, tensor in holders.tensors.values() if id(tensor) in copyable])
-    with held, gradients_aside(tensor for tensor in strided if tensor.is_leaf):
+    with held:
         try:
             holders.stand_in()
             silence(holders.hook_tables)
@@ -190,7 +193,9 @@ def fake_tensors(
                     if id(tensor) not in fakes:
                         fakes[id(tensor)] = _twin(_with_own_gradient(tensor), mode, device)
                     twin = entries[name] = fakes[id(tensor)]
-                    vars(twin).update({key: each for key, each in vars(tensor).items() if twin is not tensor})
+                    if twin is not tensor:
+                        twin.grad = None
+                        vars(twin).update(vars(tensor))
                     real[id(twin)] = tensor
                     pairs.append((tensor, twin))
     holders.swap(fakes, pairs)
@@ -276,13 +281,13 @@ def free_leaves(model: nn.Module) -> dict[str, torch.Tensor]:
 # -- writes to parameters ----------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def written_back(model: nn.Module) -> Iterator[None]:
-    """Undo what is written to a model's parameters in here.
+    """Undo what is written to a model's parameters in here, and what is added to their gradients.
 
     Copies of all of them would not fit; buffers are small, see :func:`borrowed`.
     """
     writes = _Writes(model.parameters())
     try:
-        with writes:
+        with gradients_aside(model.parameters()), writes:
             yield
     finally:
         writes.give_back()
