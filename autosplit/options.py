@@ -128,8 +128,11 @@ class Options:
         return self.parallel.part_of(updated, zero=1)
 
     def step_bytes(self, *, elements: int, parameter_bytes: int) -> int:
-        """Return what the optimizer's step allocates for one parameter: the list of roots of torch's foreach Adam."""
-        if self.optimizer not in ("adam", "adamw") or self.kernels == "cpu":
+        """Return what the optimizer's step allocates for one parameter: the list of roots of torch's foreach Adam.
+
+        Master weights are stepped in batches, which take little.
+        """
+        if self.optimizer not in ("adam", "adamw") or self.kernels == "cpu" or self.precision in MASTERS:
             return 0
         return self.updated_bytes(elements=elements, parameter_bytes=parameter_bytes)
 

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from autosplit import Sample, autosplit
-from autosplit.cli.models import {loaders}
+from autosplit.cli.models import {loaders}{masters}
 
 HERE = Path(__file__).resolve().parent
 STEPS = 10
@@ -49,12 +49,12 @@ def main():
     batch = make_batch()
     pipe = autosplit(model, devices={where!r}, plan=HERE / {plan!r}, sample=batch{batch_dims})
     parameters = [parameter for parameter in pipe.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.{optimizer}({updated}, lr=1e-4{momentum})
+    optimizer = {optimizer}parameters, lr=1e-4{momentum})
     for step in range(STEPS):
         optimizer.zero_grad()
         with {autocast}:
             loss = pipe.train_step(*batch.args, **batch.kwargs, loss_fn=loss_fn)
-        {update}
+        optimizer.step()
         if os.environ.get("RANK", "0") == "0":
             print(f"step {{step}}: loss {{loss.item():.6f}}")
 
@@ -65,18 +65,6 @@ if __name__ == "__main__":
 # Run it with
 {commands}
 '''
-_MASTERS = (
-    "masters := [parameter.detach().float() for parameter in parameters]",
-    """\
-for parameter, master in zip(parameters, masters, strict=True):
-            if parameter.grad is not None:
-                master.grad, parameter.grad = parameter.grad.float(), None
-        optimizer.step()
-        with torch.no_grad():
-            for parameter, master in zip(parameters, masters, strict=True):
-                parameter.copy_(master)""",
-)
-"""What an optimizer updates in the place of bf16 parameters, and how."""
 _OWN_LOSS = "loss_fn = None  # the model's own loss"
 _NAMED_LOSS = "loss_fn = load_loss({name})"
 _WITH_TARGET = '''\
@@ -109,7 +97,7 @@ def script_text(
     ``loss`` is the name on the command line and what it names; ``machine`` says which devices share a host.
     """
     dtype = _DTYPES.get(plan.precision or "")
-    updated, update = _MASTERS if plan.precision in MASTERS else ("parameters", "optimizer.step()")
+    masters, optimizer = plan.precision in MASTERS, f"torch.optim.{_OPTIMIZERS.get(plan.optimizer, 'SGD')}"
     autocast = _AUTOCASTS.get(plan.precision or "")
     kind = '"cuda" if torch.cuda.is_available() else "cpu"'
     return _SCRIPT.format(
@@ -125,10 +113,9 @@ def script_text(
         kwargs=dict(spec.kwargs),
         mode=("" if spec.train is None else f".train({spec.train})") + (f".to(torch.{dtype})" if dtype else ""),
         batch_dims="" if spec.batch_dims is None else f", batch_dims={spec.batch_dims!r}",
-        optimizer=_OPTIMIZERS.get(plan.optimizer, "SGD"),
+        masters="\nfrom autosplit.optimizers import MasterWeights" * masters,
+        optimizer=f"MasterWeights({optimizer}, " if masters else f"{optimizer}(",
         momentum=", momentum=0.9" if plan.optimizer == "momentum" else "",
-        updated=updated,
-        update=update,
         autocast=f"torch.autocast({kind}, torch.{autocast})" if autocast else "contextlib.nullcontext()",
         commands="\n".join(f"#     {command}" for command in commands(plan, path.name, machine)),
     )

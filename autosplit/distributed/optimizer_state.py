@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autosplit.errors import InputError, listed
+from autosplit.optimizers import MasterWeights
 from autosplit.tensor.part import PARTS
 from autosplit.tensor.state import as_part
 
@@ -77,7 +78,7 @@ def flattened(rows: Sequence[OptimizedParameter]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, parameter, optimizer, group, number in rows:
         groups = packed[optimizer]["param_groups"]
-        options = {**groups[group], "class": type(optimizer).__name__, "place": (group, len(groups))}
+        options = {**groups[group], "class": _kind(optimizer), "place": (group, len(groups))}
         flat |= {f"param_groups.{name}.{key}": options[key] for key in options if key not in _NO_OPTIONS}
         state = packed[optimizer]["state"].get(number, {})
         flat |= {f"state.{name}.{key}": _of_whole(value, parameter, f"{name}.{key}") for key, value in state.items()}
@@ -115,10 +116,10 @@ def state_dicts(rows: Sequence[OptimizedParameter], flat: Mapping[str, Any]) -> 
     for name, _, optimizer, group, number in rows:
         leader = leaders.setdefault((optimizer, group), name)
         options, expected = saved["param_groups", name], _options(saved["param_groups", leader])
-        if options["class"] != type(optimizer).__name__:
+        if options["class"] != _kind(optimizer):
             raise InputError(
                 f"{name!r} was saved with the optimizer {options['class']} and is in one of class "
-                f"{type(optimizer).__name__}; restore with the former, or without optimizer"
+                f"{_kind(optimizer)}; restore with the former, or without optimizer"
             )
         if _options(options) != expected:
             raise InputError(
@@ -189,10 +190,15 @@ def fill_empty_groups(loads: Mapping[Optimizer, dict[str, Any]], every: Sequence
 def _places(loads: Mapping[Optimizer, dict[str, Any]]) -> Iterator[tuple[GroupKey, dict[str, Any]]]:
     counts: Counter[str] = Counter()
     for optimizer, state in loads.items():
-        kind = type(optimizer).__name__
+        kind = _kind(optimizer)
         counts[kind] += 1
         for number, group in enumerate(state["param_groups"]):
             yield GroupKey(kind, counts[kind], number), group
+
+
+def _kind(optimizer: Optimizer) -> str:
+    """Return the class of an optimizer, and of the one that it wraps."""
+    return optimizer.kind if isinstance(optimizer, MasterWeights) else type(optimizer).__name__
 
 
 def parameter_of(key: str) -> tuple[str, str]:

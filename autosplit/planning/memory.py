@@ -39,6 +39,8 @@ from itertools import islice
 import torch
 from torch import fx
 
+from autosplit.checks import MASTERS
+from autosplit.optimizers import BATCH_ELEMENTS
 from autosplit.options import Options
 from autosplit.parallel import largest_bucket
 from autosplit.planning.profiled.formulate import held_copies, state_bytes
@@ -243,7 +245,12 @@ def finish_of(cut: Cut, lane: int) -> tuple[Change, ...]:
     summed = options.parallel.dp > 1 or any(len(cut.schedule.lanes_of(stage)) > 1 for stage in stages)
     bucket = largest_bucket(s.bytes for s in trained) if summed else 0
     updated = [options.updated_bytes(elements=s.elements, parameter_bytes=s.bytes) for s in trained]
-    changes = optimizer_changes(updated, name=options.optimizer, foreach=options.devices[lane].type != "cpu")
+    changes = optimizer_changes(
+        updated,
+        name=options.optimizer,
+        foreach=options.devices[lane].type != "cpu",
+        masters_bytes=4 * BATCH_ELEMENTS if options.precision in MASTERS else None,
+    )
     return ((-1, bucket), (-1, -bucket), *changes) if bucket else changes
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autosplit.errors import InputError
+from autosplit.optimizers import MasterWeights
 
 Settings = list[dict[str, Any]]
 """The options of an optimizer's groups: learning rates and so on."""
@@ -35,8 +36,7 @@ class StageOptimizer:
         self.groups = groups_of(optimizer, parameters)
         self._twins = [(p, nn.Parameter(p.data)) for group in self.groups.values() for p in group]
         twin = {id(parameter): other for parameter, other in self._twins}
-        self._stage = type(optimizer).__new__(type(optimizer))
-        self._stage.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
+        self._stage = _copied(optimizer)
         self._stage.param_groups = [
             {**optimizer.param_groups[index], "params": [twin[id(p)] for p in members]}
             for index, members in self.groups.items()
@@ -71,6 +71,14 @@ class StageOptimizer:
             self.optimizer.param_groups[index].update({k: group[k] for k in self._counted})
         kept = {"state", "param_groups"}
         self.optimizer.__dict__.update({k: v for k, v in self._stage.__dict__.items() if k not in kept})
+
+
+def _copied(optimizer: Optimizer) -> Any:
+    """Return an optimizer with the same attributes, and copies of optimizers that it steps."""
+    twin = type(optimizer).__new__(type(optimizer))
+    attributes = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
+    twin.__dict__.update({k: _copied(v) if isinstance(v, Optimizer) else v for k, v in attributes.items()})
+    return twin
 
 
 def settings_of(optimizer: Optimizer) -> Settings:
@@ -111,9 +119,10 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"the step of this {type(optimizer).__name__} was replaced on the object, and stages step copies of it; "
             "define it in a class, or use register_step_pre_hook"
         )
-    if isinstance(getattr(type(optimizer), "param_groups", None), property) or any(
-        isinstance(value, Optimizer) for value in optimizer.__dict__.values()
-    ):
+    several = not isinstance(optimizer, MasterWeights) and any(
+        isinstance(v, Optimizer) for v in vars(optimizer).values()
+    )
+    if several or isinstance(getattr(type(optimizer), "param_groups", None), property):
         raise InputError(
             f"{type(optimizer).__name__} steps another optimizer, which has all stages' parameters; give that one"
         )

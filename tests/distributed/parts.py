@@ -84,7 +84,7 @@ def train(part: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range
         for name, parameter in part.named_parameters():
             if parameter.requires_grad:
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
-                gradient = torch.rand(parameter.shape, generator=generator) - 0.5
+                gradient = (torch.rand(parameter.shape, generator=generator) - 0.5).to(parameter.dtype)
                 if isinstance(parameter, DTensor):
                     gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
                 parameter.grad = gradient

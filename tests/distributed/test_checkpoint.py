@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from autosplit.distributed.checkpoint import latest, restore, save
+from autosplit.optimizers import MasterWeights
 from tests.distributed.parts import (
     OPTIMIZERS,
     Plain,
@@ -75,6 +76,26 @@ def test_shards_of_a_parameter_go_to_other_ranks(ranks, tmp_path, before, after)
     train(plain, OPTIMIZERS["AdamW, groups"](plain), range(5))
     for one in found:
         check_same([one], state_of(plain))
+
+
+def masters_of_shards(folder: Path, seed: int, done: int, until: int) -> list[list[Any]]:
+    """Train by master weights of bf16 parameters, from a checkpoint on where steps are done; return all values."""
+    model = sharded(seed).bfloat16()
+    optimizer = MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
+    if done:
+        restore(folder, model, optimizer)
+    train(model, [optimizer], range(done, until))
+    if until == 3:
+        save(folder, 3, model, optimizer)
+    values = [(parameter, optimizer.state[parameter]["master"]) for parameter in model.parameters()]
+    return [[getattr(v, "full_tensor", lambda v=v: v)().float().tolist() for v in pair] for pair in values]
+
+
+def test_master_weights_go_to_other_ranks_without_rounding(ranks, tmp_path):
+    run(ranks, 2, masters_of_shards, tmp_path, 1, 0, 3)
+    expected = masters_of_shards(tmp_path, 1, 0, 5)
+    assert masters_of_shards(tmp_path, 2, 3, 5) == expected
+    assert all(found == expected for found in run(ranks, 2, masters_of_shards, tmp_path, 2, 3, 5))
 
 
 # -- other values ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from autosplit.devices import Allocations
+from autosplit.optimizers import MasterWeights
 from autosplit.options import Options
 from autosplit.planning.profiled.formulate import state_bytes
 from autosplit.profile.types import StateProfile
@@ -57,7 +58,7 @@ def test_the_order_of_adam_one_parameter_at_a_time() -> None:
     assert optimizer_changes([5, 7], name="adam", foreach=False) == changes
 
 
-def real(name: str, *, foreach: bool) -> Allocations:
+def real(name: str, *, foreach: bool, masters: bool = False) -> Allocations:
     kinds: dict[str, tuple[Any, dict[str, Any]]] = {
         "sgd": (torch.optim.SGD, {}),
         "momentum": (torch.optim.SGD, {"momentum": 0.9}),
@@ -65,10 +66,12 @@ def real(name: str, *, foreach: bool) -> Allocations:
         "adamw": (torch.optim.AdamW, {}),
     }
     make, given = kinds[name]
-    parameters = [torch.nn.Parameter(torch.ones(count)) for count in ELEMENTS]
+    dtype = torch.bfloat16 if masters else torch.float32
+    parameters = [torch.nn.Parameter(torch.ones(count, dtype=dtype)) for count in ELEMENTS]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer = make(parameters, foreach=foreach, **given)
+    how: dict[str, Any] = {"foreach": foreach, **given}
+    optimizer = MasterWeights(make, parameters, **how) if masters else make(parameters, **how)
     optimizer.step()
     with Allocations() as found:
         optimizer.step()
@@ -83,6 +86,27 @@ def test_what_torch_allocates_in_a_step(name: str, *, foreach: bool) -> None:
     found = real(name, foreach=foreach)
     assert predicted.left_bytes == found.left_bytes
     assert abs(predicted.peak_bytes - found.peak_bytes) <= SLACK_BYTES
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_what_a_step_of_masters_allocates(name: str, monkeypatch: pytest.MonkeyPatch, *, foreach: bool) -> None:
+    monkeypatch.setattr("autosplit.optimizers.BATCH_ELEMENTS", 130_000)
+    updated = [4 * count for count in ELEMENTS]
+    changes = optimizer_changes(updated, name=name, foreach=foreach, masters_bytes=4 * 130_000)
+    predicted, found = extent([NodeStep("", changes)]), real(name, foreach=foreach, masters=True)
+    assert predicted.left_bytes == found.left_bytes == 0
+    assert abs(predicted.peak_bytes - found.peak_bytes) <= SLACK_BYTES
+
+
+def test_the_bytes_of_masters_are_what_a_plan_counts() -> None:
+    options = Options((torch.device("cpu"),), 1, optimizer="adamw", precision="bf16_fp32_master")
+    parameter = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = MasterWeights(torch.optim.AdamW, [parameter])
+    optimizer.step()
+    state = sum(value.nbytes for name, value in optimizer.state[parameter].items() if name != "step")
+    assert state == options.optimizer_bytes(elements=1000, parameter_bytes=2000) == 12 * 1000
 
 
 def test_only_state_is_known_of_an_optimizer_given_in_bytes() -> None:
