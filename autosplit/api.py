@@ -14,7 +14,7 @@ from autosplit.checks import BATCH_NORM, FEED, FIND, MACHINE, OUTPUTS, RESERVE, 
 from autosplit.errors import InputError
 from autosplit.options import Options, Sample, resolve_compile, resolve_devices, resolve_lanes, resolve_rng
 from autosplit.parallel import Parallel
-from autosplit.planning.asked import check_room, dealt, degrees_of, given_sample, replicas_asked
+from autosplit.planning.asked import check_room, dealt, degrees_of, given_sample, in_dtypes, replicas_asked
 from autosplit.planning.explain.explain import answered, assumed
 from autosplit.planning.paper import OnPaper, prepare, search_space, stand_ins
 from autosplit.planning.parallel.search import MeshRequest, plan_mesh
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _DEVICES = 4
-_ONE_PROCESS = dict.fromkeys(("weights", "parallelize", "timeout", "check_inputs"))
+_ONE_PROCESS = dict.fromkeys(("weights", "parallelize", "mp_policy", "reduce_dtype", "timeout", "check_inputs"))
 _ONE_PROCESS |= {"feed": "all", "outputs": "last", "fsdp_reshard": "never"}
 
 
@@ -60,6 +60,8 @@ def autosplit(
     mesh: Any = None,
     parallelize: Any = None,
     fsdp_reshard: str = "never",
+    mp_policy: Any = None,
+    reduce_dtype: Any = None,
     feed: str = "all",
     outputs: str = "last",
     weights: Any = None,
@@ -120,6 +122,10 @@ def autosplit(
             with the model's names, of which repeated blocks then run by their calls (fully_shard, compiling).
         fsdp_reshard: when "fsdp" lets go of parameters that it gathers. "never": at the end of a step. "always": block
             by block, behind its layers in every forward and backward, which also scatters its gradients.
+        mp_policy: torch's ``MixedPrecisionPolicy`` for "fsdp": parameters are gathered in its ``param_dtype``, blocks
+            cast what they take and give as ``fully_shard`` has it; shards and their gradients stay as the model is.
+        reduce_dtype: ``torch.float32``: gradients of bf16 and fp16 parameters are added up in it under "torchrun", over
+            microbatches and replicas. None: in the parameter's dtype, or what ``mp_policy`` says.
         feed: which processes are called with the batch under "torchrun": "all": each with the same; "first_last": that
             of the first stage with the inputs, and that of the last with ``target`` and ``loss_fn``.
         outputs: which processes get the output under "torchrun": "last", that of the last stage, others None; or "all".
@@ -147,6 +153,7 @@ def autosplit(
     world = _world(devices, mesh)
     ways = {"weights": weights, "parallelize": parallelize, "timeout": timeout, "check_inputs": check_inputs}
     ways |= {"feed": feed, "outputs": outputs, "fsdp_reshard": fsdp_reshard}
+    ways |= {"mp_policy": mp_policy, "reduce_dtype": reduce_dtype}
     _check_model(model, world, ways)
     resolved = resolve_devices(devices) if world is None else (world.device,) * world.size
     each, schedule = replicas_asked(replicas, resolved, pinned, virtual_stages, world, ways, schedule, recompute)
@@ -202,10 +209,12 @@ def _piped(
     elif sample is None:
         raise InputError("devices='torchrun' needs sample=: a process's parameters must be known before its optimizer")
     else:
-        from autosplit.distributed.ranks.parallelize import parallelizing
+        from autosplit.distributed.ranks.parallelize import dtype_of_reductions, parallelizing
         from autosplit.distributed.ranks.pipe import RankPipe
 
-        ways["parallelize"] = parallelizing(ways["parallelize"], mesh, ways.pop("fsdp_reshard"), options.compile)
+        policy, reshard = ways.pop("mp_policy"), ways.pop("fsdp_reshard")
+        dtype = ways["reduce_dtype"] = dtype_of_reductions(ways["reduce_dtype"], policy)
+        ways["parallelize"] = parallelizing(ways["parallelize"], mesh, reshard, options.compile, policy, dtype)
         pipe = RankPipe(model, options, pinned, world, **ways)
     if sample is not None:
         pipe.prepare(Sample.of(sample))
@@ -233,6 +242,8 @@ def plan(
     zero: int | str = "auto",
     runtime: RuntimeName = "autosplit",
     fsdp_reshard: str = "never",
+    mp_policy: Any = None,
+    reduce_dtype: Any = None,
     find: str = "best",
     plan: Plan | str | Path | None = None,
     processes: bool = False,
@@ -273,6 +284,7 @@ def plan(
             replicas shard, what goes on beside the work, and sequence parallelism: see `autosplit.runtimes`.
         fsdp_reshard: as in `autosplit`, under ``zero=3``. "never": parameters and gradients of a stage are whole for
             a step; "always": those of two of its blocks.
+        mp_policy, reduce_dtype: as in `autosplit`, on a mesh of its runtime; a policy in bf16, and under ``zero=3``.
         find: "best": the best plan for these devices and this batch; "smallest": for the fewest devices of this kind
             that surely hold the model; "largest_batch": for the largest batch that surely fits, in ``chunks``
             microbatches (auto: as many as are best for the sample).
@@ -296,6 +308,8 @@ def plan(
     devices, precision, processes = _of_plan(pinned, devices, precision, processes)
     spec = resolve_machine(devices)
     degrees = degrees_of(mesh, zero, runtime, fsdp_reshard, len(spec), schedule=schedule, find=find, pinned=pinned)
+    precision = "bf16" if precision is None and mp_policy is not None else precision
+    like = in_dtypes(mesh, zero, runtime, fsdp_reshard, reduce_dtype, mp_policy, precision)
     spec = spread(spec) if degrees is not None else spec
     others = {"mesh": mesh, "virtual_stages": virtual_stages, "find": find, "plan": plan, "processes": processes}
     each, schedule = dealt(replicas, spec.devices, schedule=schedule, recompute=recompute, others=others)
@@ -320,7 +334,7 @@ def plan(
     with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
         paper = prepare(model, given_sample(model, sample), options, loss_fn=loss_fn)
         meshes = partial(MeshRequest, paper, spec, choices, zero=zero, free_chunks=chunks == "auto")
-        request = None if degrees is None else meshes(degrees, runtime=runtime, by_units=fsdp_reshard == "always")
+        request = None if degrees is None else meshes(degrees, runtime=runtime, like=like)
         if pinned is not None:
             own_options = request.options(degrees) if request and isinstance(degrees, Parallel) else paper.options
             return assumed(recosted(paper.recorded.model, paper.recorded.trace, own_options, pinned), paper)

@@ -58,6 +58,12 @@ def donate_gradients(tensors: Sequence[torch.Tensor], gradients: list[torch.Tens
         return InjectGradients.apply(gradients, *tensors)
 
 
+def dtype_of_sums(tensor: torch.Tensor, asked: torch.dtype | None) -> torch.dtype:
+    """Return what gradients of a tensor are added up in: its dtype, or a wider one that is asked for."""
+    narrow = asked is not None and tensor.is_floating_point() and tensor.dtype.itemsize < asked.itemsize
+    return asked if narrow and asked is not None else tensor.dtype
+
+
 def apart(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return gradients none of which lies in another's memory, as one row's of a class token lies in its positions'.
 

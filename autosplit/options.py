@@ -124,7 +124,8 @@ class Options:
 
         Where data-parallel ranks shard the optimizer's state it is this rank's part.
         """
-        updated = _MASTER_BYTES * elements if self.precision in MASTERS else parameter_bytes
+        shard_bytes = max(parameter_bytes, self.parallel.shard_bytes * elements)
+        updated = _MASTER_BYTES * elements if self.precision in MASTERS else shard_bytes
         return self.parallel.part_of(updated, zero=1)
 
     def step_bytes(self, *, elements: int, parameter_bytes: int) -> int:

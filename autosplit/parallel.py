@@ -16,6 +16,7 @@ from autosplit.schedule.entry import Entry, Reduce, Reshard, Unshard
 from autosplit.schedule.order import with_reductions
 
 if TYPE_CHECKING:
+    from autosplit.profile.types import StateProfile
     from cost_models.collectives import Group
     from cost_models.machines import MachineSpec
 
@@ -56,6 +57,10 @@ class Parallel:
     runtime: RuntimeName = "autosplit"
     by_units: bool = False
     """Whether autosplit's ZeRO-3 gathers block by block in every action (``fsdp_reshard="always"``)."""
+    sum_bytes: int = 0
+    """The least bytes of an element that gradients are added up in (``reduce_dtype=``)."""
+    shard_bytes: int = 0
+    """The least bytes of an element of what ZeRO-3 shards, and of gradients of it (``mp_policy=``)."""
 
     @property
     def rules(self) -> Runtime:
@@ -95,6 +100,14 @@ class Parallel:
     def ranks(self) -> int:
         """How many there are."""
         return self.dp * self.tp * self.pp
+
+    def sum_of(self, state: StateProfile) -> int:
+        """Return the bytes of a parameter's gradient as it is added up."""
+        return max(state.bytes, self.sum_bytes * state.elements)
+
+    def kept_of(self, state: StateProfile) -> int:
+        """Return the bytes of a parameter's gradient, or of all its shards, as a step keeps it."""
+        return max(self.sum_of(state), self.shard_bytes * state.elements if self.scatters else 0)
 
     def part_of(self, byte_count: int, *, zero: int) -> int:
         """Return one rank's share of bytes that are sharded from ZeRO stage ``zero`` on."""

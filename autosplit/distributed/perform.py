@@ -164,7 +164,7 @@ class PerformedStep(Step):
     @cached_property
     def reductions(self) -> Reductions:
         """The sums over the replicas that are under way."""
-        return Reductions(self.world)
+        return Reductions(self.world, self.reduce_dtype)
 
     @contextmanager
     def entered(self) -> Iterator[list[Any]]:

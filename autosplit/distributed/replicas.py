@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
-from autosplit.backward import donate_gradients
+from autosplit.backward import donate_gradients, dtype_of_sums
 from autosplit.distributed.groups import carries, new_group
 from autosplit.distributed.world import World
 from autosplit.parallel import BUCKET_BYTES
@@ -66,11 +66,12 @@ class _Waiting:
 class Reductions:
     """Sums of gradients over the replicas. All replicas begin the same ones in the same order.
 
-    Sums that are under way go on beside what the replica does until it asks for them.
+    Sums that are under way go on beside what the replica does until it asks for them. They are made in ``dtype`` where
+    a leaf's is narrower.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, dtype: torch.dtype | None = None) -> None:
+        self.world, self.dtype = world, dtype
         self._begun: list[_Begun] = []
 
     @contextmanager
@@ -106,7 +107,7 @@ class Reductions:
 
         They lie in one bucket from then on.
         """
-        flat = _in_a_row(leaves, gradients)
+        flat = _in_a_row(leaves, gradients, self.dtype)
         sparse = {id(leaf): g for leaf, g in zip(leaves, gradients, strict=True) if g is not None and g.is_sparse}
         all_dense = not sparse and not any(g is None for g in gradients)
         gradients.clear()
@@ -148,16 +149,19 @@ def adding_gradients(
     more for them inside, unless ``again``. ``scattered`` gives the sums of shards that were made before, by identity,
     and whether this replica had a gradient.
     """
-    before = [leaf.grad for leaf in leaves]
+    before = [(leaf.grad, leaf.grad_dtype) for leaf in leaves]
     try:
         with held_back(leaves):
             for leaf in leaves:
                 leaf.grad = None
+                if (dtype := dtype_of_sums(leaf, reductions.dtype)) != leaf.dtype:
+                    leaf.grad_dtype = dtype
             yield
             grads = {id(taker): leaf.grad for leaf, taker in zip(leaves, takers, strict=True)}
     finally:
-        for leaf, gradient in zip(leaves, before, strict=True):
-            leaf.grad = gradient
+        for leaf, (gradient, dtype_before) in zip(leaves, before, strict=True):
+            leaf.grad = None
+            leaf.grad_dtype, leaf.grad = dtype_before, gradient
     early = reductions.finish()
     if not again and any(grads[id(taker)] is not None for taker in takers if id(taker) in early):
         raise RuntimeError("a parameter got a gradient behind its last action, when its sum had begun")
@@ -170,7 +174,7 @@ def adding_gradients(
     there = [taker for taker in takers if id(taker) in early]
     _give(there, [early.pop(id(taker)) for taker in there])
     wholes = {id(taker): leaf for leaf, taker in zip(leaves, takers, strict=True)}
-    _scatter(reductions.world, shards, wholes, grads, scattered())
+    _scatter(reductions, shards, wholes, grads, scattered())
 
 
 def _both(first: Tensor | None, other: Tensor | None) -> Tensor | None:
@@ -180,7 +184,7 @@ def _both(first: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _scatter(
-    world: World,
+    reductions: Reductions,
     shards: Sequence[DTensor],
     leaves: Mapping[int, Tensor],
     grads: dict[int, Tensor | None],
@@ -192,6 +196,7 @@ def _scatter(
     """
     if not shards:
         return
+    world = reductions.world
     device = torch.device("cpu") if world.across is None or carries(world.across, "cpu") else world.device
     had = {key: there for key, (there, _) in scattered.items()}
     has = [grads[id(shard)] is not None or had.get(id(shard), False) for shard in shards]
@@ -205,7 +210,7 @@ def _scatter(
             _give([shard], [scattered[id(shard)][1]])
         elif count:
             whole = torch.zeros_like(leaves[id(shard)]) if gradient is None else gradient
-            _give([shard], [_scattered(shard, whole)])
+            _give([shard], [_scattered(shard, whole.to(dtype_of_sums(whole, reductions.dtype)))])
 
 
 def _give(leaves: Sequence[Tensor], gradients: list[Tensor | None]) -> None:
@@ -220,8 +225,9 @@ def _give(leaves: Sequence[Tensor], gradients: list[Tensor | None]) -> None:
 def _scattered(shard: DTensor, gradient: Tensor) -> Tensor:
     """Return this replica's shard of the sum over the replicas."""
     mesh = shard.device_mesh
-    dense = (gradient.to_dense() if gradient.is_sparse else gradient).to(shard.dtype)
-    return DTensor.from_local(dense, mesh, [Partial()] * mesh.ndim).redistribute(placements=shard.placements)
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    total = DTensor.from_local(dense, mesh, [Partial()] * mesh.ndim).redistribute(placements=shard.placements)
+    return total.to(shard.dtype)
 
 
 def _sparse_sum(group: Any, leaf: Tensor, gradient: Tensor | None) -> Tensor:
@@ -231,19 +237,23 @@ def _sparse_sum(group: Any, leaf: Tensor, gradient: Tensor | None) -> Tensor:
     return reduce(torch.add, (g for g in every if g is not None)).to(leaf.device)
 
 
-def _in_a_row(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return the values of gradients, zeros for none and for sparse ones, and then for each what it is."""
+def _in_a_row(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], asked: torch.dtype | None) -> Tensor:
+    """Return the values of gradients, zeros for none and for sparse ones, and then for each what it is.
+
+    They are in the dtype of sums of which ``asked`` is the least.
+    """
+    dtype = dtype_of_sums(leaves[0], asked)
     there = [0 if gradient is None else _SPARSE if gradient.is_sparse else 1 for gradient in gradients]
     dense = zip(leaves, gradients, there, strict=True)
     parts = [leaf.new_zeros(leaf.numel()) if has < 1 or g is None else g.reshape(-1) for leaf, g, has in dense]
-    return torch.cat([*parts, leaves[0].new_tensor(there, requires_grad=False)])
+    return torch.cat([*(part.to(dtype) for part in parts), leaves[0].new_tensor(there, dtype=dtype)])
 
 
 def _shaped(leaf: Tensor, total: Tensor) -> Tensor:
     """Return a sum as the gradient of a leaf: in the memory that it is in, where that has the leaf's order."""
     if leaf.is_contiguous():
         return total.view(leaf.shape).data  # no view to autograd: `grad.detach_()` works
-    return torch.empty_like(leaf).copy_(total.view(leaf.shape))
+    return torch.empty_like(leaf, dtype=total.dtype).copy_(total.view(leaf.shape))
 
 
 def _buckets(leaves: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -270,7 +280,9 @@ def stage_group(world: World, ranks: Sequence[Sequence[int]]) -> Any:
     return next((world.stages[members] for members in several if world.rank in members), None)
 
 
-def added_in_order(group: Any, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+def added_in_order(
+    group: Any, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], dtype: torch.dtype | None
+) -> list[Tensor | None]:
     """Return the sums over the ranks of a group, added in their order; None where none has a gradient.
 
     So they have the bits of one process, on every rank. Gradients are those of leaves of the same number.
@@ -278,7 +290,7 @@ def added_in_order(group: Any, leaves: Sequence[Tensor], gradients: Sequence[Ten
     by_leaf = {id(leaf): gradient for leaf, gradient in zip(leaves, gradients, strict=True)}
     sums: dict[int, Tensor | None] = {}
     for bucket in _buckets(leaf for leaf in leaves if leaf.requires_grad):
-        flat = _in_a_row(bucket, [by_leaf[id(leaf)] for leaf in bucket])
+        flat = _in_a_row(bucket, [by_leaf[id(leaf)] for leaf in bucket], dtype)
         every = [torch.empty_like(flat) for _ in range(group.size())]
         dist.all_gather([buffer.view(torch.uint8) for buffer in every], flat.view(torch.uint8), group=group)
         rows = [buffer.split([*(leaf.numel() for leaf in bucket), len(bucket)]) for buffer in every]

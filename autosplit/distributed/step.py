@@ -226,7 +226,7 @@ class RankStep(PerformedStep):
         if self.group is None or stage not in self.stages:
             return sums
         with self.world.waiting("gradients of its stage's other replicas", *set(self.ranks[stage]) - {self.world.rank}):
-            return added_in_order(self.group, leaves, sums)
+            return added_in_order(self.group, leaves, sums, self.reduce_dtype)
 
     def join_losses(self, cells: Any) -> None:
         """Tell the last stage's first replica what the others know of losses."""

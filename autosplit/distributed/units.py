@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
+from autosplit.backward import dtype_of_sums
 from autosplit.distributed.world import World
 from autosplit.errors import TraceError
 from autosplit.runtime.lower.split import Lowered
@@ -49,9 +50,14 @@ class Units:
 
     whole = False
 
-    def __init__(self, modules: Sequence[Any], sharded: Mapping[str, Sharded], world: World) -> None:
-        """``modules`` are FSDP2's, a unit each; ``sharded`` are the parameters by all their names."""
-        self._modules, self._sharded, self._world = modules, sharded, world
+    def __init__(
+        self, modules: Sequence[Any], sharded: Mapping[str, Sharded], world: World, dtype: torch.dtype | None
+    ) -> None:
+        """``modules`` are FSDP2's, a unit each; ``sharded`` are the parameters by all their names.
+
+        Gradients of those that are narrower than ``dtype`` are added up in that.
+        """
+        self._modules, self._sharded, self._world, self._dtype = modules, sharded, world, dtype
         self._held: set[int] = set()
         self._begun: dict[int, Any] = {}
         self._turns: Sequence[Turn] = ()
@@ -219,14 +225,14 @@ class Units:
         self._add_scattered()
         kinds: dict[torch.dtype, list[tuple[Sharded, Tensor | None]]] = {}
         for each, gradient in zip(sharded, gradients, strict=True):
-            kinds.setdefault(each.shard.dtype, []).append((each, gradient))
+            kinds.setdefault(dtype_of_sums(each.whole, self._dtype), []).append((each, gradient))
             if gradient is not None:
                 self._there.add(id(each.shard))
         gradients.clear()
-        for members in kinds.values():
+        for dtype, members in kinds.items():
             shard = members[0][0].shard
             mesh, count = shard.device_mesh, _shards_of(shard)
-            rows = [_in_rows(each, gradient, count) for each, gradient in members]
+            rows = [_in_rows(each, gradient, count, dtype) for each, gradient in members]
             flat = DTensor.from_local(torch.cat(rows, 1), mesh, [Partial()] * mesh.ndim, run_check=False)
             local = flat.redistribute(placements=shard.placements, async_op=True).to_local()
             self._scattering.append(([each for each, _ in members], local))
@@ -242,7 +248,8 @@ class Units:
                 if id(each.shard) in self._sums:
                     self._sums[id(each.shard)] += values
                 else:
-                    self._sums[id(each.shard)] = values.clone() if len(members) > 1 else values
+                    dtype = torch.promote_types(values.dtype, each.shard.dtype)
+                    self._sums[id(each.shard)] = values.to(dtype, copy=len(members) > 1)
         self._scattering.clear()
 
     def take_sums(self) -> dict[int, tuple[bool, DTensor]]:
@@ -286,11 +293,11 @@ def _row_of(sharded: Sharded) -> int:
     return -(-whole.shape[0] // count) * (whole.numel() // whole.shape[0] if whole.shape[0] else 0)
 
 
-def _in_rows(sharded: Sharded, gradient: Tensor | None, count: int) -> Tensor:
+def _in_rows(sharded: Sharded, gradient: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
     """Return the shards of a gradient one below the other, each as long as the largest; zeros for none."""
     size = _row_of(sharded)
     if gradient is None:
-        return sharded.shard.to_local().new_zeros(count, size)
-    dense = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+        return sharded.shard.to_local().new_zeros(count, size, dtype=dtype)
+    dense = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1).to(dtype)
     padding = count * size - dense.numel()
     return (F.pad(dense, (0, padding)) if padding else dense).view(count, size)

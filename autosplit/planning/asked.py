@@ -151,3 +151,23 @@ def degrees_of(
         check_mesh({"dp": planned.dp, "tp": planned.tp, "pp": planned.pp}, devices=devices)
         return planned.parallel
     return degrees
+
+
+def in_dtypes(
+    mesh: Any, zero: Any, runtime: Any, reshard: Any, reduce_dtype: torch.dtype | None, policy: Any, precision: Any
+) -> Parallel:
+    """Return how ranks of a mesh gather, add up and shard, in degrees of no meaning; InputError for what none does.
+
+    ``policy`` is torch's ``MixedPrecisionPolicy`` of fp32 parameters.
+    """
+    ours = mesh is not None and runtime == "autosplit"
+    if policy is not None and not (ours and zero == 3 and precision == "bf16" and policy.param_dtype is torch.bfloat16):
+        raise InputError(
+            f"mp_policy= computes in bf16 by runtime='autosplit' on a mesh with zero=3, and mesh={mesh!r}, "
+            f"runtime={runtime!r}, zero={zero!r}, precision={precision!r}, param_dtype={policy.param_dtype}; give these"
+        )
+    if policy is not None and reduce_dtype is not None:
+        raise InputError(f"reduce_dtype={reduce_dtype} and mp_policy=, which has one: leave reduce_dtype= out")
+    choose("reduce_dtype", reduce_dtype, (None, torch.float32) if ours else (None,))
+    wide = torch.float32 in (reduce_dtype, getattr(policy, "reduce_dtype", None))
+    return Parallel(by_units=reshard == "always", sum_bytes=4 * wide, shard_bytes=0 if policy is None else 4)

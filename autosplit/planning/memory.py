@@ -177,13 +177,15 @@ def _replayed(cut: Cut, stage: int, memo: TraceMemo) -> ReplayedStage:
 def _parts(cut: Cut, nodes: StageNodes) -> RankParts | None:
     """Return a rank's share of a stage's storages; None if it has all of them."""
     parallel, shares = cut.options.parallel, cut.profile.shares
-    if parallel.ranks == parallel.pp:
+    if parallel.ranks == parallel.pp and not parallel.sum_bytes:
         return None
     ends = (node.meta[INFO].name for node in (*nodes.inputs, *nodes.outputs) if INFO in node.meta)
     border = min((shares.of(name).held for name in ends), default=1.0)  # of the loss too: it is the output's
     held = {name: share.held for name, share in shares.nodes.items()}
     work = {name: share.work for name, share in shares.nodes.items()}
-    return RankParts(held, work, shares.states, border, 1 / parallel.dp if parallel.scatters else 1.0)
+    trained = [state for states in cut.states.values() for state in states if state.is_parameter and state.trainable]
+    wider = sum(map(parallel.kept_of, trained)) / sum(state.bytes for state in trained) if trained else 1.0
+    return RankParts(held, work, shares.states, border, wider / parallel.dp if parallel.scatters else wider)
 
 
 def _gathered(cut: Cut, stage: int) -> int:
@@ -196,10 +198,14 @@ def _gathered(cut: Cut, stage: int) -> int:
     if not parallel.scatters:
         return 0
     largest: Counter[int] = Counter()
+    summed: Counter[int] = Counter()
     for state in cut.states.get(stage, ()):
-        largest[next((blocks[name] for name in state.uses if name in blocks), -1)] += state.bytes * state.is_parameter
-    ordered = sorted(largest.values(), reverse=True)
-    return 2 * sum(ordered[:2]) if parallel.zero == 3 else sum(ordered[:1])
+        block = next((blocks[name] for name in state.uses if name in blocks), -1)
+        largest[block] += state.bytes * state.is_parameter
+        summed[block] += parallel.sum_of(state) * state.is_parameter
+    count = 2 if parallel.zero == 3 else 0
+    ordered, sums = (sorted(each.values(), reverse=True) for each in (largest, summed))
+    return sum(ordered[:count]) + sum(sums[: max(count, 1)])
 
 
 def _roots(nodes: StageNodes, first: fx.Node | None) -> frozenset[str]:
@@ -243,7 +249,7 @@ def finish_of(cut: Cut, lane: int) -> tuple[Change, ...]:
     stages, options = cut.schedule.stages_on(lane), cut.options
     trained = [s for s, home in cut.homes if home in stages and s.trainable and s.elements]
     summed = options.parallel.dp > 1 or any(len(cut.schedule.lanes_of(stage)) > 1 for stage in stages)
-    bucket = largest_bucket(s.bytes for s in trained) if summed else 0
+    bucket = largest_bucket(map(options.parallel.sum_of, trained)) if summed else 0
     updated = [options.updated_bytes(elements=s.elements, parameter_bytes=s.bytes) for s in trained]
     changes = optimizer_changes(
         updated,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import networkx as nx
 import torch
@@ -35,7 +36,7 @@ from autosplit.trace.rows.findings import Findings, Proof
 from autosplit.trace.rows.kinds import function_of, note_rewritten
 from autosplit.trace.rows.probe import run_probe, run_probe_made_up
 from autosplit.trace.rows.tallies import tallied_with
-from autosplit.trace.scope import Scope
+from autosplit.trace.scope import Casts, Scope
 from autosplit.trace.shapes.generalise import Domain, for_one_row, generalise
 
 
@@ -85,6 +86,7 @@ def trace(
     made_up: bool = False,
     findings: Findings | None = None,
     blocks: Collection[str] = (),
+    casts: Mapping[str, Casts] = MappingProxyType({}),
 ) -> Trace:
     """Record a model's forward in its present modes; the model and all random states are as before at the end.
 
@@ -94,7 +96,7 @@ def trace(
     With ``made_up`` a model on meta is recorded as on the CPU and probed on made-up values; without it, shapes and
     kinds of operations say which nodes mix rows, which is enough for a plan but not for a run. A model that lies on
     several devices is recorded on the CPU and probed on copies; one on another device than its inputs is recorded on
-    copies of the inputs there. Each module of ``blocks`` is one call.
+    copies of the inputs there. Each module of ``blocks`` is one call; inputs and outputs of those in ``casts`` are cast.
 
     Raises TraceError when a graph cannot follow the model, InputError for inputs without a batch, and the model's own
     exception when its forward raises.
@@ -102,7 +104,7 @@ def trace(
     flat, home = _at_home(flatten(model, sample, batch_dims), model), home_of(model)
     on_cpu = flat.lie_apart(model) or (made_up and has_meta(model))
     try:
-        scope = Scope(whole_norms=whole_norms, on_cpu=on_cpu, home=home, blocks=frozenset(blocks))
+        scope = Scope(whole_norms=whole_norms, on_cpu=on_cpu, home=home, blocks=frozenset(blocks), casts=casts)
         gathered = gather(model, flat, scope=scope)
     except Unexpected as error:
         _raise_own(model, flat, error.error)

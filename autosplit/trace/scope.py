@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from autosplit.trace.borrowed.holders import HOOK_TABLES
 from autosplit.trace.borrowed.hooks import COLLECTS
+from autosplit.trace.inputs.objects import mapped
 from autosplit.trace.recording.recording import Call
 
 CONTAINERS = (
@@ -40,6 +41,13 @@ CALLS = ("_wrapped_call_impl", "_call_impl")
 """What a call of a module goes through, which may be replaced."""
 _CALLED = nn.Module.__call__, nn.Module._wrapped_call_impl, nn.Module._call_impl
 _ATTENTION = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
+
+
+class Casts(NamedTuple):
+    """What floating inputs and outputs of a module are cast to; None: they are not."""
+
+    inputs: torch.dtype | None
+    outputs: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ class Scope:
         on_cpu: whether all tensors are taken to lie on the CPU, wherever they lie.
         home: the device that the model lay on when it was recorded; None: on several, or it has no tensors.
         blocks: modules that the caller wants to be one call, unless their parameters are used elsewhere too.
+        casts: the dtypes of floating inputs and outputs of modules, where the caller sets them.
     """
 
     entered: frozenset[str] = frozenset()
@@ -81,6 +90,7 @@ class Scope:
     on_cpu: bool = False
     home: torch.device | None = None
     blocks: frozenset[str] = frozenset()
+    casts: Mapping[str, Casts] = field(default_factory=dict)
 
     def only_keeps(self, read: str, line: str) -> bool:
         """Tell whether a read of a value in a line of code is taken to keep the number and no more."""
@@ -99,6 +109,16 @@ class Scope:
         if isinstance(module, _ATTENTION):
             return takes_fast_path(module)
         return not isinstance(module, CONTAINERS)
+
+
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return a nested value with its floating tensors in a dtype; None: as it is."""
+
+    def one(leaf: Any) -> Any:
+        floats = isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point and leaf.dtype != dtype
+        return leaf.to(dtype) if floats else leaf
+
+    return value if dtype is None else mapped(one, value)
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autosplit import InputError, Plan, PlanError, plan
 from autosplit.planning.plan.fields import MeshDegrees
@@ -65,6 +66,37 @@ def test_parameters_in_shards_are_whole_by_two_blocks_or_for_a_step() -> None:
     assert Plan.model_validate_json(always.to_json()).mesh == always.mesh
     with pytest.raises(InputError, match="on a mesh with zero=3"):
         _llama(mesh={"dp": 4, "pp": 2}, zero=0, fsdp_reshard="always")
+
+
+def test_sums_in_fp32_and_shards_in_fp32_are_counted() -> None:
+    """A policy: fp32 shards and state; what is gathered is in bf16, and what is added up as it says."""
+    asked: dict[str, Any] = {"schedule": "1f1b", "chunks": 2, "recompute": "never", "runtime": "autosplit"}
+    asked |= {"mesh": {"dp": 4, "pp": 2}, "layers": 4, "precision": "bf16"}
+    wide, policy = {"reduce_dtype": torch.float32}, MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    shards: dict[str, Any] = {"zero": 3, "mp_policy": policy}
+    plain, added = (_llama(zero=0, **asked, **options) for options in ({}, wide))
+    bf16, never, always = (
+        _llama(**asked, **options) for options in ({"zero": 3}, shards, {**shards, "fsdp_reshard": "always"})
+    )
+    for index, own in enumerate(stage.memory for stage in plain.stages):
+        size = own.parameter_bytes
+        assert added.stages[index].memory.gradient_bytes == pytest.approx(2 * own.gradient_bytes, rel=0.01)
+        assert added.stages[index].memory.peak_bytes > own.peak_bytes
+        assert never.stages[index].memory.parameter_bytes == pytest.approx(size + size / 2, rel=0.01)
+        assert never.stages[index].memory.gradient_bytes == pytest.approx(2 * own.gradient_bytes, rel=0.01)
+        assert never.stages[index].memory.optimizer_bytes == pytest.approx(own.optimizer_bytes / 2, rel=0.01)
+        assert always.stages[index].memory.parameter_bytes == pytest.approx(size / 2, rel=0.01)
+    assert plain.update_s < added.update_s
+    assert bf16.update_s < never.update_s
+    assert Plan.model_validate_json(never.to_json()).mesh == never.mesh
+    for text, wrong in {
+        "on a mesh with zero=3": {"zero": 0, "mp_policy": policy},
+        "leave reduce_dtype= out": {**shards, **wide},
+        "valid: None, torch.float32": {"reduce_dtype": torch.bfloat16},
+        "valid: None$": {"runtime": "megatron", **wide},
+    }.items():
+        with pytest.raises(InputError, match=text):
+            _llama(**{**asked, **wrong})
 
 
 def test_replicas_hold_a_bucket_of_gradients() -> None:

@@ -1,4 +1,4 @@
-"""What wraps a rank's part of the model, as the caller asks for it: ``parallelize=`` and ``fsdp_reshard=``."""
+"""What wraps a rank's part of the model: ``parallelize=``, ``fsdp_reshard=`` and ``mp_policy=`` of the caller."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from autosplit.checks import FSDP_RESHARD, choose
@@ -16,6 +17,7 @@ from autosplit.distributed.mesh import replicas_of
 from autosplit.errors import InputError, TraceError, listed
 from autosplit.profile.stage_trace.stage_graph import block_paths
 from autosplit.recorded import PreparedStep
+from autosplit.trace.scope import Casts
 
 if TYPE_CHECKING:
     from autosplit.distributed.ranks.wrapped import WrappedPart
@@ -32,12 +34,33 @@ class Parallelize:
         wrap: returns this rank's part of the model, wrapped.
         whole: whether the graph calls the model's blocks as modules, since wrappers act in a module's call.
         by_units: whether parameters are gathered unit by unit in every action, and not once per step.
+        policy: in what parameters are gathered and computed with.
+        reduce_dtype: in what gradients are added up at least.
     """
 
     name: str
     wrap: Callable[[nn.Module], nn.Module]
     whole: bool
     by_units: bool = False
+    policy: MixedPrecisionPolicy | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    def recorded(self, model: nn.Module) -> dict[str, Any]:
+        """Return how a model is recorded: the modules that are one call, and what inputs and outputs are cast to."""
+        return {"blocks": self.blocks_of(model), "casts": self.casts(model)}
+
+    def dtypes(self, model: nn.Module) -> dict[int, torch.dtype]:
+        """Return what parameters are gathered in, by their identity, where that is set."""
+        if self.policy is None or (dtype := self.policy.param_dtype) is None:
+            return {}
+        return {id(p): dtype for p in model.parameters() if _in_shards(p) and p.is_floating_point()}
+
+    def casts(self, model: nn.Module) -> dict[str, Casts]:
+        """Return what inputs and outputs of units are cast to, as ``fully_shard`` does in their calls."""
+        if (policy := self.policy) is None:
+            return {}
+        casts = Casts(policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype)
+        return dict.fromkeys(("", *_units(model)), casts)
 
     def blocks_of(self, model: nn.Module) -> tuple[str, ...]:
         """Return the paths of the modules that the graph calls."""
@@ -63,9 +86,16 @@ class Parallelize:
                 )
 
 
-def parallelizing(asked: Any, mesh: Any, reshard: Any, compiled: Mapping[str, Any] | None) -> Parallelize | None:
-    """Return what wraps a rank's part; raise InputError for what nothing is known of."""
+def parallelizing(
+    asked: Any, mesh: Any, reshard: Any, compiled: Mapping[str, Any] | None, policy: Any, dtype: torch.dtype | None
+) -> Parallelize | None:
+    """Return what wraps a rank's part; raise InputError for what nothing is known of.
+
+    Gradients are added up in ``dtype`` at least.
+    """
     choose("fsdp_reshard", reshard, FSDP_RESHARD)
+    if policy is not None and asked != FSDP:
+        raise InputError(f"mp_policy= with parallelize={asked!r}; it is for parallelize={FSDP!r}")
     if reshard == ALWAYS and asked != FSDP:
         raise InputError(f"fsdp_reshard={ALWAYS!r} is for parallelize={FSDP!r}, and that is {asked!r}; give both")
     if reshard == ALWAYS and compiled is not None:
@@ -78,13 +108,28 @@ def parallelizing(asked: Any, mesh: Any, reshard: Any, compiled: Mapping[str, An
     if mesh is None:
         raise InputError(f"parallelize={asked!r} is for a mesh of ranks; give mesh= too")
     if callable(asked):
-        return Parallelize(_name_of(asked), lambda module: asked(module, mesh), whole=True)
+        return Parallelize(_name_of(asked), lambda module: asked(module, mesh), whole=True, reduce_dtype=dtype)
     if asked != FSDP:
         raise InputError(f"parallelize is {asked!r}; give {FSDP!r}, a function (part, mesh) -> part, or None")
     if not (names := replicas_of(mesh)):
         raise InputError(f"parallelize={FSDP!r} shards over replicas, and the mesh has no dimension dp")
-    by_units = reshard == ALWAYS
-    return Parallelize(f"{asked} {reshard}", partial(sharded, mesh=mesh[names]), whole=False, by_units=by_units)
+    wrap = partial(sharded, mesh=mesh[names], policy=policy)
+    name = f"{asked} {reshard} {policy or ''}".rstrip()
+    return Parallelize(name, wrap, whole=False, by_units=reshard == ALWAYS, policy=policy, reduce_dtype=dtype)
+
+
+def dtype_of_reductions(asked: Any, policy: MixedPrecisionPolicy | None) -> torch.dtype | None:
+    """Return what gradients are added up in at least; None: in their parameter's dtype."""
+    if policy is None:
+        return choose("reduce_dtype", asked, (None, torch.float32))
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise InputError(f"mp_policy={policy!r}; give a torch.distributed.fsdp.MixedPrecisionPolicy")
+    if asked is not None or policy.reduce_dtype not in (None, policy.param_dtype, torch.float32):
+        raise InputError(
+            f"reduce_dtype={asked} and mp_policy.reduce_dtype={policy.reduce_dtype}: give mp_policy alone, and in it "
+            "torch.float32, the param_dtype or None"
+        )
+    return policy.reduce_dtype
 
 
 def _name_of(asked: Any) -> str:
@@ -104,24 +149,36 @@ def check_plain(model: nn.Module) -> None:
         )
 
 
-def sharded(module: nn.Module, mesh: Any) -> nn.Module:
-    """Shard a part by FSDP2 over the replicas of a mesh: each repeated block by itself, then the rest.
+def _in_shards(parameter: nn.Parameter) -> bool:
+    return parameter.dim() > 0 and parameter.is_contiguous()
 
-    Blocks that are never called, and those that share parameters with others, go with the rest; parameters that cannot
-    be sharded (without dimensions) stay whole on every replica.
-    """
-    named = [(name, parameter) for name, parameter in module.named_parameters(remove_duplicate=False)]
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": False,
-        "ignored_params": {parameter for _, parameter in named if not parameter.dim() or not parameter.is_contiguous()},
-    }
+
+def _units(module: nn.Module) -> list[str]:
+    """Return the repeated blocks that run by a call and share no parameter with what lies outside of them."""
+    named, units = list(module.named_parameters(remove_duplicate=False)), []
     for path in block_paths(module, [path for path, _ in module.named_modules()]):
         block = module.get_submodule(path)
         others = {id(parameter) for name, parameter in named if not name.startswith(f"{path}.")}
         parameters = list(block.parameters())
         runs = not isinstance(block, nn.ModuleList | nn.ModuleDict)
         if runs and parameters and not any(id(parameter) in others for parameter in parameters):
-            fully_shard(block, **options)
+            units.append(path)
+    return units
+
+
+def sharded(module: nn.Module, mesh: Any, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
+    """Shard a part by FSDP2 over the replicas of a mesh: each repeated block by itself, then the rest.
+
+    Blocks that are never called, and those that share parameters with others, go with the rest; parameters that cannot
+    be sharded (without dimensions) stay whole on every replica.
+    """
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": False,
+        "ignored_params": {parameter for parameter in module.parameters() if not _in_shards(parameter)},
+        "mp_policy": policy or MixedPrecisionPolicy(),
+    }
+    for path in _units(module):
+        fully_shard(module.get_submodule(path), **options)
     fully_shard(module, **options)
     return module

@@ -67,6 +67,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         outputs: str = "last",
         weights: Any = None,
         parallelize: Parallelize | None = None,
+        reduce_dtype: torch.dtype | None = None,
         timeout: Any = None,
         check_inputs: int | None = None,
         own_plan: bool = False,
@@ -81,7 +82,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         timeout_s, wrong = attempt(lambda: seconds_of(timeout, world.device))
         agreement, unlike = attempt(lambda: Agreement(world, model, feed, check_inputs))
         error = error or wrong or unlike or refuse_parts(model) or check_columns(world.tensor_ranks, **ways)
-        ways |= {"timeout": timeout_s, "check_inputs": check_inputs}
+        ways |= {"timeout": timeout_s, "check_inputs": check_inputs, "reduce_dtype": reduce_dtype}
         world.agree("makes a pipe", {} if error else pipe_facts(model, options, plan, **ways), error)
         super().__init__(model, options, plan, own_plan)
         self._core.recordings = RankRecordings(model, options, plan, world, fits=own_plan, weights=weights)
@@ -90,6 +91,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
             _world=world,
             _feed=feed,
             _outputs=outputs,
+            _reduce_dtype=reduce_dtype,
             _timeout_s=timeout_s,
             _agreement=agreement,
             _norms=GradientNorms(world),
@@ -260,6 +262,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         )
         single = max(map(len, rank_step.ranks)) == self._world.replicas == 1
         rank_step.state = replace(step.state, whole=step.state.whole and single)
+        rank_step.reduce_dtype = self._reduce_dtype
         if (tape := step.state.tape) is not None:
             layout, stages = step.lowered.layout, rank_step.stages
             here = {n.meta[INFO].name for s in stages for p in (layout.stages, layout.prologues) for n in p[s].nodes}

@@ -135,8 +135,9 @@ class RankRecordings(Recordings):
             super().leave(step, kept)
 
     def _without_values(self) -> contextlib.AbstractContextManager[None]:
-        """Have the model's tensors on meta, and whole."""
-        return without_values(self.model, {id(tensor): shard.size for tensor, shard in PARTS.items()})
+        """Have the model's tensors on meta, whole, and in the dtype that they are gathered in."""
+        sizes = {id(tensor): shard.size for tensor, shard in PARTS.items()}
+        return without_values(self.model, sizes, self.parallelize.dtypes(self.model) if self.parallelize else {})
 
     def _of_no_rows(self, key: Key) -> Recorded | None:
         """Return a recording for a replica that has no rows where others have: nothing of it runs here."""
@@ -148,13 +149,13 @@ class RankRecordings(Recordings):
 
     @property
     def _has_part(self) -> bool:
-        """Whether this rank holds the values of only a part of the model."""
-        return self.part is not None or (bool(self.owner) and (self._on_meta or self.tensors is not None))
+        """Whether this rank holds the values of only a part of the model, or computes in another dtype."""
+        part = bool(self.owner) and (self._on_meta or self.tensors is not None)
+        return part or self.part is not None or bool(self.parallelize and self.parallelize.policy)
 
     def wrap(self) -> None:
         """Have this rank's part of the model wrapped, once it is known."""
-        parallelize = self.parallelize
-        if parallelize is not None and self.part is None:
+        if (parallelize := self.parallelize) is not None and self.part is None:
             names = {n for n, _ in named_state(self.model) if self.owner_of(n) == self.world.rank}
             wrapped, error = attempt(lambda: WrappedPart(self.model, names, parallelize, self.world))
             self.world.agree("wraps its part of the model", {}, error)
@@ -227,18 +228,17 @@ class RankRecordings(Recordings):
 
     def _trace(self, sample: Sample) -> Trace:
         """Record the model's forward; what rows it mixes is what rank 0 has found."""
-        options = self.options
         blank = without_values(self.model) if self.sample is not None else contextlib.nullcontext()
         with blank:
             return trace(
                 self.model,
                 self.sample or sample,
-                batch_dims=options.batch_dims,
+                batch_dims=self.options.batch_dims,
                 proofs=() if self.plan is None else self.plan.proofs,
-                whole_norms=options.batch_norm == "full",
+                whole_norms=self.options.batch_norm == "full",
                 made_up=True,
                 findings=self._findings,
-                blocks=() if self.parallelize is None else self.parallelize.blocks_of(self.model),
+                **({} if self.parallelize is None else self.parallelize.recorded(self.model)),
             )
 
     def check_stream(self) -> None:
@@ -294,7 +294,7 @@ class RankRecordings(Recordings):
         names = [name for name, tensor in named.items() if id(tensor) in used or self.is_own(name)]
         owner = {name: rank_of[name] for name in (buffers & rank_of.keys()) - self.owner.keys()}
         self._late = [partial(self._fill, names, buffers, uses, owner)]
-        if first:
+        if first and not (self.parallelize and self.parallelize.policy):
             self._late.pop()()
 
     def _fill(

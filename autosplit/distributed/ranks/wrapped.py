@@ -71,6 +71,8 @@ class WrappedPart:
         if not isinstance(self.module, nn.Module):
             raise InputError(f"parallelize= returned a {type(self.module).__name__}; return the part")
         self._model, self._world, self._by_units = model, world, parallelize.by_units
+        self._dtype = None if parallelize.policy is None else parallelize.policy.param_dtype
+        self._reduce_dtype = parallelize.reduce_dtype
         self._holders = world.holders(world.rank)
         self._places = _places(model, self.module, before)
         replaced = {p.name: before[p.name] for p in self._places if getattr(p.twin, p.key) is not before[p.name]}
@@ -120,14 +122,15 @@ class WrappedPart:
         for slot, shard in zip(self._places, before, strict=True):
             if isinstance(shard, DTensor):
                 gathered = sharded[slot.name].whole if slot.name in sharded else shard
-                if isinstance(gathered, DTensor) or gathered.dtype != shard.dtype or gathered.shape != shard.shape:
+                dtype = self._dtype if self._dtype is not None and shard.is_floating_point() else shard.dtype
+                if isinstance(gathered, DTensor) or gathered.dtype != dtype or gathered.shape != shard.shape:
                     raise InputError(
                         f"parallelize= has {slot.name!r} of {shard.dtype} {list(shard.shape)} gathered as a "
                         f"{type(gathered).__name__} of {gathered.dtype} {list(gathered.shape)}; use fully_shard, and "
-                        "torch.autocast for mixed precision"
+                        "for mixed precision parallelize='fsdp' with mp_policy=, or torch.autocast"
                     )
         if self._by_units:
-            self.units = Units(list(self._units()), sharded, self._world)
+            self.units = Units(list(self._units()), sharded, self._world, self._reduce_dtype)
 
     @staticmethod
     @contextmanager

@@ -147,10 +147,12 @@ def with_gathers(costs: Profile, *, placed: Placed, blocks: Mapping[str, int]) -
     if not parallel.scatters:
         return costs
     held: dict[int, int] = {}
+    summed: dict[int, int] = {}
     for entry in state.values():
         block = next((blocks[name] for name in entry.uses if name in blocks), None)
         if block is not None and entry.is_parameter:
             held[block] = held.get(block, 0) + entry.bytes
+            summed[block] = summed.get(block, 0) + parallel.sum_of(entry)
     members: dict[int, list[NodeProfile]] = {}
     for name, node in nodes.items():
         if name in blocks:
@@ -159,7 +161,7 @@ def with_gathers(costs: Profile, *, placed: Placed, blocks: Mapping[str, int]) -
     for block, count in held.items():
         if block not in members:
             continue
-        scatter_s = group.seconds("reduce_scatter", count)
+        scatter_s = group.seconds("reduce_scatter", summed[block])
         gather_s = group.seconds("all_gather", count) if parallel.zero == 3 else 0.0
         first, whole = members[block][0], 2 * count if parallel.zero == 3 else 0
         waits = [gather_s - sum(node.forward_s for node in members[block])]
@@ -170,6 +172,6 @@ def with_gathers(costs: Profile, *, placed: Placed, blocks: Mapping[str, int]) -
             forward_s=first.forward_s + forward_s,
             backward_s=first.backward_s + backward_s,
             forward_transient_bytes=first.forward_transient_bytes + whole,
-            backward_transient_bytes=first.backward_transient_bytes + whole + count,
+            backward_transient_bytes=first.backward_transient_bytes + whole + summed[block],
         )
     return replace(costs, nodes={**nodes, **changed})

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -52,7 +52,7 @@ class MeshRequest:
         zero: the ZeRO stage; "auto": the best.
         free_chunks: whether the number of microbatches is open.
         runtime: the runtime that trains, by `RUNTIMES`.
-        by_units: whether autosplit gathers block by block under ZeRO-3.
+        like: has how autosplit gathers under ZeRO-3, and in what it adds up and shards.
     """
 
     paper: OnPaper
@@ -62,7 +62,7 @@ class MeshRequest:
     zero: int | str
     free_chunks: bool
     runtime: RuntimeName = "autosplit"
-    by_units: bool = False
+    like: Parallel = field(default_factory=Parallel)
 
     @property
     def asked(self) -> Parallel | None:
@@ -252,7 +252,9 @@ class MeshSearch:
         there = parallel.zero_stages
         zeros = {1 if 1 in there else 0, 3} if asked is None else {asked}
         for zero in sorted(zeros.intersection(there)) if parallel.dp > 1 else (0,):
-            yield replace(parallel, zero=zero, by_units=self.request.by_units and zero == 3)
+            like = self.request.like
+            dtypes: dict[str, Any] = {"sum_bytes": like.sum_bytes, "shard_bytes": like.shard_bytes}
+            yield replace(parallel, zero=zero, by_units=like.by_units and zero == 3, **dtypes)
 
     def _by_runtime(self, parallel: Parallel) -> Parallel:
         runtime = self.request.runtime

@@ -122,7 +122,8 @@ class _RankLists:
 
     def _buckets_s(self, stage: int) -> list[float]:
         """Return how long the sum of each bucket takes, of the last parameters first; of shards each is one."""
-        parallel, sizes = self.parallel, [state.bytes for state in reversed(self._trained(stage))]
+        parallel = self.parallel
+        sizes = [parallel.sum_of(state) for state in reversed(self._trained(stage))]
         if not parallel.whole or parallel.rules.beside:
             sizes = [*buckets_of(sizes, bucket_bytes=parallel.rules.bucket_bytes)]
         return [self.group.seconds("reduce_scatter" if parallel.zero else "all_reduce", size) for size in sizes]

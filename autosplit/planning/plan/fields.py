@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -41,6 +42,9 @@ class MeshDegrees(FrozenFields):
     """By whose rules it was planned; files without it were by Megatron-LM's, with or without its ``sequence``."""
     by_units: bool = False
     """Whether autosplit's ZeRO-3 gathers block by block in every action (``fsdp_reshard="always"``)."""
+    sum_bytes: int = 0
+    shard_bytes: int = 0
+    """The least bytes of an element of sums of gradients (``reduce_dtype=``) and of shards (``mp_policy=``)."""
     order: tuple[str, ...] = ("pp", "dp", "tp")
     """The dimensions from the outermost to the innermost, whose ranks are neighbours."""
 
@@ -50,14 +54,12 @@ class MeshDegrees(FrozenFields):
         if placed is None:
             return None
         p = placed.parallel
-        degrees = {"dp": p.dp, "tp": p.tp, "pp": p.pp, "zero": p.zero}
-        how = {"sequence": p.sequence, "runtime": p.runtime, "by_units": p.by_units}
-        return cls.model_validate({**degrees, **how, "order": placed.order})
+        return cls.model_validate({**asdict(p), "order": placed.order})
 
     @property
     def parallel(self) -> Parallel:
         """They as what is planned for."""
-        return Parallel(self.dp, self.tp, self.pp, self.zero, self.sequence, self.runtime, self.by_units)
+        return Parallel(**self.model_dump(exclude={"order"}))
 
     def __str__(self) -> str:
         shards = f", ZeRO-{self.zero}{' by blocks' if self.by_units else ''}" if self.zero else ""

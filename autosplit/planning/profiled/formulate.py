@@ -110,13 +110,14 @@ def state_bytes(state: StateProfile, options: Options) -> StateBytes:
 
     A shard of a parameter is there beside the whole one, where that is held through the step.
     """
-    part_of = options.parallel.part_of
-    tensor = part_of(state.bytes, zero=3) if state.is_parameter else state.bytes
-    tensor += state.bytes if state.is_parameter and options.parallel.whole else 0
+    parallel, part_of = options.parallel, options.parallel.part_of
+    shard = max(state.bytes, parallel.shard_bytes * state.elements)
+    tensor = part_of(shard, zero=3) if state.is_parameter else state.bytes
+    tensor += state.bytes if state.is_parameter and parallel.whole else 0
     if not (state.is_parameter and state.trainable):
         return StateBytes(tensor, 0, 0)
     optimizer = options.optimizer_bytes(elements=state.elements, parameter_bytes=state.bytes)
-    return StateBytes(tensor, part_of(state.bytes, zero=2), optimizer)
+    return StateBytes(tensor, part_of(parallel.kept_of(state), zero=2), optimizer)
 
 
 def formulate(

@@ -85,7 +85,8 @@ class Cells:
         if bundle and held.replica:
             bundle = transfer(tuple(bundle), self.step.lanes[held.stage], self.step.lane_of(held))
         shared = _detached(bundle) if self.detached else bundle
-        return Sums(held, self.step.codes.get(held), self.step.lane_of(held), shared, self.step.attributes(held))
+        attributes, dtype = self.step.attributes(held), self.step.reduce_dtype
+        return Sums(held, self.step.codes.get(held), self.step.lane_of(held), shared, attributes, dtype)
 
     def clear(self) -> None:
         """Forget gradients: of parameters, shared values, inputs, and of what cells sent."""

@@ -51,6 +51,8 @@ class Step:
     """Schedules made ready to run, kept from call to call."""
     log: StepLog | None = field(default=None, kw_only=True)
     """Notes what runs, where somebody asked for that."""
+    reduce_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    """What gradients of narrower parameters are added up in; None: in the parameter's dtype."""
     replicas: Sequence[Any] = field(default=(), kw_only=True)
     """What runs the second replica of each stage that has one, the third, and so on."""
     apart: dict[Held, CallState] = field(default_factory=dict, kw_only=True)

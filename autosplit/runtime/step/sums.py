@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autosplit.backward import begin_at_sums
+from autosplit.backward import begin_at_sums, dtype_of_sums
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.ops import plus
 from autosplit.runtime.step.attributes import StandInAttributes
@@ -50,10 +50,17 @@ class Sums:
     """
 
     def __init__(
-        self, held: Held, code: Any, lane: Lane, shared: Sequence[torch.Tensor], attributes: StandInAttributes | None
+        self,
+        held: Held,
+        code: Any,
+        lane: Lane,
+        shared: Sequence[torch.Tensor],
+        attributes: StandInAttributes | None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """``code`` runs the stage (`StageCode`); None: it does not run here."""
+        """``code`` runs the stage (`StageCode`); None: it does not run here. ``dtype`` is what sums are at least in."""
         self.held, self.lane, self.shared, self.attributes, self._code = held, lane, shared, attributes, code
+        self._dtype = dtype
         self.parameters: Sequence[torch.Tensor] = ()
         self.leaves: list[torch.Tensor] = []
         self.free: list[torch.Tensor] = []
@@ -64,6 +71,9 @@ class Sums:
         self._in_slots: list[torch.Tensor | None] = []
         self._totals: dict[int, torch.Tensor] = {}
         """Sums that autograd does not make, by the identity of the leaf."""
+        self._added_here: set[int] = set()
+        """The leaves, by identity, whose sums no backward begins at: free ones, to which another stream adds, and
+        parameters of the caller's, to which autograd adds in their own dtype."""
         self._alone: set[int] = set()
         """The leaves, by identity, whose sum is memory that nothing else uses."""
 
@@ -76,7 +86,15 @@ class Sums:
             return
         self.parameters, others = parameters, set(map(id, self._code.others()))
         self.by_engine &= others.difference(passing).isdisjoint(map(id, parameters))
-        self.compute_with({id(p): p if id(p) in others else leaf_of(p) for p in parameters})
+        leaves = {id(p): p if id(p) in others else leaf_of(p) for p in parameters}
+        for leaf in (*leaves.values(), *self.shared):
+            if (dtype := dtype_of_sums(leaf, self._dtype)) == leaf.dtype or not (leaf.requires_grad and leaf.is_leaf):
+                continue
+            if id(leaf) in leaves and id(leaf) not in passing:
+                self._added_here.add(id(leaf))
+            else:
+                leaf.grad_dtype = dtype
+        self.compute_with(leaves)
 
     def compute_with(self, leaves: Mapping[int, torch.Tensor]) -> None:
         """Compute with leaves, by the identity of the parameters that they stand for, and add up their gradients."""
@@ -109,25 +127,26 @@ class Sums:
     def ask_for(self, free: Sequence[torch.Tensor]) -> None:
         """Add up the gradients of free leaves too."""
         self.ask()
+        self._added_here.update(map(id, free))
         self.free += free
         self.leaves += free
 
     def begin(self, leaves: Sequence[torch.Tensor], roots: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
-        """Have a backward begin at the sums of leaves too; free ones are added to by another stream."""
-        free = set(map(id, self.free))
-        begin_at_sums([t for t in leaves if id(t) in self._totals and id(t) not in free], self._totals, roots, seeds)
+        """Have a backward begin at the sums of leaves too."""
+        there = [leaf for leaf in leaves if id(leaf) in self._totals and id(leaf) not in self._added_here]
+        begin_at_sums(there, self._totals, roots, seeds)
 
     def take(self, totals: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        """Keep the sums that a backward gives; to those of free leaves what there was is added."""
-        free = set(map(id, self.free))
+        """Keep the sums that a backward gives, or add what it gives where it has not begun at them."""
         for leaf, total in totals:
-            if total is not None:
-                before = self._totals.get(id(leaf)) if id(leaf) in free else None
-                self._totals[id(leaf)] = total if before is None else plus(before, total)
+            if total is not None and id(leaf) in self._added_here:
+                self.add(leaf, total)
+            elif total is not None:
+                self._totals[id(leaf)] = total
 
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor, *, alone: bool = False) -> None:
         """Add to a sum, in place where nothing else uses its memory; ``alone``: nor that of this gradient."""
-        key = id(leaf)
+        key, gradient = id(leaf), gradient.to(dtype_of_sums(leaf, self._dtype))
         if key not in self._totals:
             self._totals[key] = gradient
         elif key in self._alone:

@@ -70,11 +70,15 @@ def lies_apart(model: nn.Module, inputs: Iterable[torch.Tensor]) -> bool:
 
 
 @contextlib.contextmanager
-def without_values(model: nn.Module, sizes: Mapping[int, torch.Size] = MappingProxyType({})) -> Iterator[None]:
+def without_values(
+    model: nn.Module,
+    sizes: Mapping[int, torch.Size] = MappingProxyType({}),
+    dtypes: Mapping[int, torch.dtype] = MappingProxyType({}),
+) -> Iterator[None]:
     """Have all parameters and buffers of a model on meta, wherever its modules hold them; ties stay ties.
 
     So a model of which one process has a part, and others the rest, is recorded in each of them as one that is on meta.
-    ``sizes``: those of tensors of which there is a part here, by identity.
+    ``sizes``: those of tensors of which there is a part here, by identity; ``dtypes``: those that others are to have.
 
     At the end, also of an exception, the model holds its own tensors again, and all its attributes are as before; a
     graph that was recorded inside reads the model's own tensors from then on.
@@ -83,7 +87,8 @@ def without_values(model: nn.Module, sizes: Mapping[int, torch.Size] = MappingPr
     before = holders.read()
     tensors = (*model.parameters(), *model.buffers())
     try:
-        pairs = [(t, blank(t, size=sizes.get(id(t)))) for t in dict.fromkeys(tensors) if not t.is_meta]
+        changed = [t for t in dict.fromkeys(tensors) if not t.is_meta or id(t) in dtypes]
+        pairs = [(t, blank(t, dtypes.get(id(t)), sizes.get(id(t)))) for t in changed]
         holders.swap({id(t): other for t, other in pairs}, pairs)
         yield
     finally:

@@ -48,7 +48,7 @@ from autosplit.trace.recording.recording import (
     where,
 )
 from autosplit.trace.recording.values import KnownValues
-from autosplit.trace.scope import STATEFUL_LEAVES, Scope, has_hooks, is_stack, pads_in_its_own_way, run_stack
+from autosplit.trace.scope import STATEFUL_LEAVES, Scope, cast, has_hooks, is_stack, pads_in_its_own_way, run_stack
 from autosplit.trace.shapes.shape_rules import bincount
 
 
@@ -240,6 +240,12 @@ class Recorder(KnownValues, TorchFunctionMode):
         if self._muted or path is None:
             return original(module, *args, **kwargs)
         self._refuse_transform()
+        if (casts := self.scope.casts.get(path)) is None:
+            return self._call_module(original, module, path, args, kwargs)
+        args, kwargs = cast((args, kwargs), casts.inputs)
+        return cast(self._call_module(original, module, path, args, kwargs), casts.outputs)
+
+    def _call_module(self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
         if path == "":
             return (partial(run_stack, module) if is_stack(module, args) else module.forward)(*args, **kwargs)
         self._stack.append((path, self._module_calls[path]))
