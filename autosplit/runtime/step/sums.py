@@ -90,7 +90,7 @@ class Sums:
         for leaf in (*leaves.values(), *self.shared):
             if (dtype := dtype_of_sums(leaf, self._dtype)) == leaf.dtype or not (leaf.requires_grad and leaf.is_leaf):
                 continue
-            if id(leaf) in leaves and id(leaf) not in passing:
+            if (id(leaf) in leaves or isinstance(leaf, nn.Parameter)) and id(leaf) not in passing:
                 self._added_here.add(id(leaf))
             else:
                 leaf.grad_dtype = dtype
