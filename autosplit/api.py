@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,19 @@ if TYPE_CHECKING:
 _DEVICES = 4
 _ONE_PROCESS = dict.fromkeys(("weights", "parallelize", "mp_policy", "reduce_dtype", "timeout", "check_inputs"))
 _ONE_PROCESS |= {"feed": "all", "outputs": "last", "fsdp_reshard": "never"}
+"""The arguments that are for ranks, with their defaults."""
+_CHOICES = (
+    "chunks",
+    "schedule",
+    "virtual_stages",
+    "recompute",
+    "memory_limit",
+    "reserve",
+    "optimizer",
+    "cut",
+    "pinned",
+)
+"""The arguments that `chosen` takes as they are."""
 
 
 def autosplit(
@@ -148,27 +161,14 @@ def autosplit(
         PlanError: the plan is of another model.
         ScheduleError: an action file is no legal schedule, or is made for other devices or chunks.
     """
+    ways = _named(_ONE_PROCESS, locals())
     choose("precision", precision, (None,))
     pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     world = _world(devices, mesh)
-    ways = {"weights": weights, "parallelize": parallelize, "timeout": timeout, "check_inputs": check_inputs}
-    ways |= {"feed": feed, "outputs": outputs, "fsdp_reshard": fsdp_reshard}
-    ways |= {"mp_policy": mp_policy, "reduce_dtype": reduce_dtype}
     _check_model(model, world, ways)
     resolved = resolve_devices(devices) if world is None else (world.device,) * world.size
     each, schedule = replicas_asked(replicas, resolved, pinned, virtual_stages, world, ways, schedule, recompute)
-    asked = chosen(
-        devices=len(each or resolved),
-        chunks=chunks,
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        recompute=recompute,
-        memory_limit=memory_limit,
-        reserve=reserve,
-        optimizer=optimizer,
-        cut=cut,
-        pinned=pinned,
-    )
+    asked = chosen(devices=len(each or resolved), **_named(_CHOICES, locals()))
     options = Options(
         **(asked | {"devices": resolved, "replicas": each, "batch_dims": batch_dims, "processes": world is not None}),
         compile=resolve_compile(compile),
@@ -178,6 +178,11 @@ def autosplit(
         batch_norm=choose("batch_norm", batch_norm, (None, *BATCH_NORM)),
     )
     return _piped(model, options, pinned, sample, world, mesh, ways)
+
+
+def _named(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return some of a function's arguments, by their names."""
+    return {name: values[name] for name in names}
 
 
 def _world(devices: Any, mesh: Any) -> World | None:
@@ -308,24 +313,11 @@ def plan(
     devices, precision, processes = _of_plan(pinned, devices, precision, processes)
     spec = resolve_machine(devices)
     degrees = degrees_of(mesh, zero, runtime, fsdp_reshard, len(spec), schedule=schedule, find=find, pinned=pinned)
-    precision = "bf16" if precision is None and mp_policy is not None else precision
-    like = in_dtypes(mesh, zero, runtime, fsdp_reshard, reduce_dtype, mp_policy, precision)
+    precision, like = in_dtypes(mesh, zero, runtime, fsdp_reshard, reduce_dtype, mp_policy, precision)
     spec = spread(spec) if degrees is not None else spec
     others = {"mesh": mesh, "virtual_stages": virtual_stages, "find": find, "plan": plan, "processes": processes}
     each, schedule = dealt(replicas, spec.devices, schedule=schedule, recompute=recompute, others=others)
-    choices = partial(
-        chosen,
-        chunks=chunks,
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        recompute=recompute,
-        memory_limit=memory_limit,
-        reserve=reserve,
-        optimizer=optimizer,
-        precision=precision,
-        cut=cut,
-        pinned=pinned,
-    )
+    choices = partial(chosen, precision=precision, **_named(_CHOICES, locals()))
     asked = choices(devices=degrees.pp if isinstance(degrees, Parallel) else len(each or spec)) | {"replicas": each}
     apart = processes or degrees is not None
     options = Options(stand_ins(spec), **asked, batch_dims=batch_dims, measure=False, machine=spec, processes=apart)

@@ -155,11 +155,13 @@ def degrees_of(
 
 def in_dtypes(
     mesh: Any, zero: Any, runtime: Any, reshard: Any, reduce_dtype: torch.dtype | None, policy: Any, precision: Any
-) -> Parallel:
-    """Return how ranks of a mesh gather, add up and shard, in degrees of no meaning; InputError for what none does.
+) -> tuple[Any, Parallel]:
+    """Return the precision, and how ranks of a mesh gather, add up and shard, in degrees of no meaning.
 
-    ``policy`` is torch's ``MixedPrecisionPolicy`` of fp32 parameters.
+    ``policy`` is torch's ``MixedPrecisionPolicy`` of fp32 parameters, and sets a precision that is left open. Raises
+    InputError for what no rank does.
     """
+    precision = "bf16" if precision is None and policy is not None else precision
     ours = mesh is not None and runtime == "autosplit"
     if policy is not None and not (ours and zero == 3 and precision == "bf16" and policy.param_dtype is torch.bfloat16):
         raise InputError(
@@ -170,4 +172,4 @@ def in_dtypes(
         raise InputError(f"reduce_dtype={reduce_dtype} and mp_policy=, which has one: leave reduce_dtype= out")
     choose("reduce_dtype", reduce_dtype, (None, torch.float32) if ours else (None,))
     wide = torch.float32 in (reduce_dtype, getattr(policy, "reduce_dtype", None))
-    return Parallel(by_units=reshard == "always", sum_bytes=4 * wide, shard_bytes=0 if policy is None else 4)
+    return precision, Parallel(by_units=reshard == "always", sum_bytes=4 * wide, shard_bytes=4 * (policy is not None))
