@@ -96,7 +96,7 @@ def trace(
     With ``made_up`` a model on meta is recorded as on the CPU and probed on made-up values; without it, shapes and
     kinds of operations say which nodes mix rows, which is enough for a plan but not for a run. A model that lies on
     several devices is recorded on the CPU and probed on copies; one on another device than its inputs is recorded on
-    copies of the inputs there. Each module of ``blocks`` is one call; inputs and outputs of those in ``casts`` are cast.
+    copies of the inputs there. Each module of ``blocks`` is one call; those in ``casts`` cast inputs and outputs.
 
     Raises TraceError when a graph cannot follow the model, InputError for inputs without a batch, and the model's own
     exception when its forward raises.
