@@ -2,7 +2,7 @@
 
 | | autosplit | megatron | torchtitan |
 |---|---|---|---|
-| ZeRO | 0; 3 without tp | 0, 1, 2, 3 | 0 without tp and pp; 3 |
+| ZeRO | 0, 3 | 0, 1, 2, 3 | 0 without tp and pp; 3 |
 | ZeRO-3 | stages are whole through a step | by blocks | by blocks, under a pipeline whole through a step |
 | shards | gathered before a step, scattered behind it | beside the first forward, the last backward | likewise |
 | sequence parallelism | what the tensor plan has | gathers again in the backward, shares the loss's words | likewise |
@@ -44,7 +44,7 @@ class Runtime:
 
 
 RUNTIMES: Mapping[RuntimeName, Runtime] = {
-    "autosplit": Runtime({0: _ALL, 3: ("pp",)}, whole_from=1, beside=False, sequence=False, bucket_bytes=25 << 20),
+    "autosplit": Runtime({0: _ALL, 3: _ALL}, whole_from=1, beside=False, sequence=False, bucket_bytes=25 << 20),
     "megatron": Runtime(
         dict.fromkeys(range(4), _ALL),  # from 1 on by its distributed optimizer, 2 and 3 by Megatron-FSDP
         whole_from=None,

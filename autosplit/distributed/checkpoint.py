@@ -65,7 +65,7 @@ from autosplit.distributed.weights import TrustedCheckpoint, read_checkpoint
 from autosplit.distributed.whole import load_weights, save_weights
 from autosplit.errors import CheckpointError, InputError, listed
 from autosplit.tensor.part import PARTS
-from autosplit.tensor.state import TensorPart, as_part
+from autosplit.tensor.state import TensorPart, as_part, without_part
 
 __all__ = ["Saving", "TrustedCheckpoint", "latest", "load_weights", "restore", "save", "save_weights"]
 
@@ -337,7 +337,7 @@ class _Restoring:
         self._check_optimized(every, [key.removeprefix("optimizer.") for key in saved])
         rest = _placeholders(saved, {row.name: row.parameter for row in self._rows})
         read_checkpoint(self._path, rest)
-        self._loads = state_dicts(self._rows, {key: _as_tensor(value) for key, value in rest["optimizer"].items()})
+        self._loads = state_dicts(self._rows, {key: without_part(value) for key, value in rest["optimizer"].items()})
         self.others = {key: _unpickled(value) for key, value in rest["others"].items()}
         self._empty = {GroupKey(*key): g for row in rest["groups"].values() for key, g in _unpickled(row).items()}
         return options_of_groups(self._loads)
@@ -392,7 +392,3 @@ def _placeholders(saved: Mapping[str, Any], parameters: Mapping[str, torch.Tenso
 
 def _unpickled(value: bytes) -> Any:
     return torch.load(io.BytesIO(value), map_location="cpu", weights_only=False)
-
-
-def _as_tensor(value: Any) -> Any:
-    return value.as_subclass(torch.Tensor) if isinstance(value, TensorPart) else value

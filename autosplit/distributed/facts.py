@@ -128,12 +128,15 @@ def checksum(tensors: Iterable[torch.Tensor], *, devices: bool = False) -> int:
 
 
 def copies_of(state: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Return checksums of a state's tensors, or of the parts that this rank has of them; those of DTensors are not."""
-    texts = ((name, tensor, PARTS.get(tensor)) for name, tensor in state if not isinstance(tensor, DTensor))
-    return {
-        repr(name) if shard is None else f"{name!r}, part {shard.sharing.rank}": checksum([tensor], devices=True)
-        for name, tensor, shard in texts
-    }
+    """Return checksums of a state's tensors, or of the parts and shards that this rank has of them."""
+    sums = {}
+    for name, tensor in state:
+        text = f"{name!r}, part {PARTS[tensor].sharing.rank}" if tensor in PARTS else repr(name)
+        if isinstance(tensor, DTensor):
+            (chunk,) = tensor.__create_chunk_list__()
+            text, tensor = f"{text}, shard from {list(chunk.offsets)}", tensor.to_local()
+        sums[text] = checksum([tensor], devices=True)
+    return sums
 
 
 def check_copies(copies: Sequence[Mapping[str, int]]) -> None:

@@ -25,6 +25,7 @@ from autosplit.errors import TraceError
 from autosplit.runtime.lower.split import Lowered
 from autosplit.runtime.lower.visits import Turn, joined, note_visits
 from autosplit.runtime.step.sums import Sums
+from autosplit.tensor.part import ShardLayout
 
 
 class Sharded(NamedTuple):
@@ -260,15 +261,7 @@ class Units:
             if (total := self._sums.pop(id(shard), None)) is not None:
                 local = shard.to_local()
                 values = total[: local.numel()].view(local.shape).to(shard.dtype)
-                gradient = DTensor.from_local(
-                    values,
-                    shard.device_mesh,
-                    shard.placements,
-                    run_check=False,
-                    shape=shard.shape,
-                    stride=shard.stride(),
-                )
-                sums[id(shard)] = id(shard) in self._there, gradient
+                sums[id(shard)] = id(shard) in self._there, ShardLayout.of(shard).around(values)
         self._there.clear()
         return sums
 

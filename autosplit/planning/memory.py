@@ -242,14 +242,17 @@ def _drawn(cut: Cut, stage: int) -> tuple[int, ...]:
 def finish_of(cut: Cut, lane: int) -> tuple[Change, ...]:
     """Return what is allocated behind the last action of a device; empty for an evaluation.
 
-    Replicas add up gradients a bucket at a time, then the optimizer steps as torch does by default.
+    Replicas add up gradients a bucket at a time, those of shards one at a time where no backward has scattered them.
+    Then the optimizer steps as torch does by default.
     """
     if not cut.schedule.has_backward:
         return ()
     stages, options = cut.schedule.stages_on(lane), cut.options
     trained = [s for s, home in cut.homes if home in stages and s.trainable and s.elements]
     summed = options.parallel.dp > 1 or any(len(cut.schedule.lanes_of(stage)) > 1 for stage in stages)
-    bucket = largest_bucket(map(options.parallel.sum_of, trained)) if summed else 0
+    parallel, sizes = options.parallel, list(map(options.parallel.sum_of, trained))
+    sizes = sizes if summed and not parallel.scatters else []
+    bucket = max(sizes, default=0) if parallel.whole and not parallel.rules.beside else largest_bucket(sizes)
     updated = [options.updated_bytes(elements=s.elements, parameter_bytes=s.bytes) for s in trained]
     changes = optimizer_changes(
         updated,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
-from autosplit.tensor.part import Part
+from autosplit.tensor.part import Part, ShardLayout
 
 
 class TensorPart(Tensor):
@@ -35,11 +37,13 @@ class TensorPart(Tensor):
 
     def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, int]]:
         """Yield the runs as chunks of the whole, and where each begins here."""
-        dim = self.part.shard.dim
-        for begin, here, length in self.part.runs():
-            offsets = [begin if n == dim else 0 for n in range(self.dim())]
-            sizes = [length if n == dim else size for n, size in enumerate(self.shape)]
-            yield ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), here
+        dim, offsets, sizes = self.part.shard.dim, [*self.part.offsets(self)], [*self.shape]
+        first, last = offsets[dim], offsets[dim] + sizes[dim]
+        for begin, here, length in self.part.runs() if self.numel() else ():
+            low, high = max(here, first), min(here + length, last)
+            if low < high:
+                offsets[dim], sizes[dim] = begin + low - here, high - low
+                yield ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), low - first
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """Return what to write of it."""
@@ -68,9 +72,19 @@ def as_part(value: Any, piece: Part | None) -> Any:
     """Return what a rank holds for a state: with its place in the whole where it is a part."""
     if piece is None or not isinstance(value, Tensor):
         return value
+    if isinstance(value, DTensor):
+        value, piece = value.to_local(), replace(piece, layout=ShardLayout.of(value))
     result = value.as_subclass(TensorPart)
     result.part = piece
     return result
+
+
+def without_part(value: Any) -> Any:
+    """Return what an entry of a state is without its place in the whole: a tensor, or shards of one."""
+    if not isinstance(value, TensorPart):
+        return value
+    local, layout = value.as_subclass(Tensor), value.part.layout
+    return local if layout is None else layout.around(local)
 
 
 def here(value: Any, piece: Part | None) -> Any:

@@ -22,16 +22,19 @@ from torch.distributed.tensor import DTensor
 from autosplit import autosplit
 from autosplit.distributed import checkpoint
 from autosplit.tensor.part import PARTS
+from autosplit.tensor.state import TensorPart, as_part
 from tests.distributed.parts import check_same, run
 from tests.distributed.replicas import whole as whole_state
 
 LAYOUTS = {"plain": 1, "pipe": 1, "pp2": 2, "pp3": 3, "pp4": 4, "dp2 pp2": 4, "fsdp2 pp2": 4, "pp2 tp2": 4, "tp4": 4}
+LAYOUTS |= {"fsdp2 tp2": 4}
 """How many processes each has."""
 REPLICAS = {"dp2 pp2", "fsdp2 pp2"}
 """Those with two replicas, which have the same bits."""
-COLUMNS = {"pp2 tp2": (2, 2), "tp4": (1, 4)}
-"""The degrees of pp and tp of those whose ranks share tensors."""
-PIPELINES = dict.fromkeys(REPLICAS, ((0, 1), (2, 3))) | {"pp2 tp2": ((0, 2), (1, 3)), "tp4": ((0,), (1,), (2,), (3,))}
+COLUMNS = {"pp2 tp2": {"pp": 2, "tp": 2}, "tp4": {"pp": 1, "tp": 4}, "fsdp2 tp2": {"dp": 2, "tp": 2}}
+"""The degrees of those whose ranks share tensors."""
+PIPELINES = dict.fromkeys(REPLICAS, ((0, 1), (2, 3))) | {"pp2 tp2": ((0, 2), (1, 3))}
+PIPELINES |= dict.fromkeys(("tp4", "fsdp2 tp2"), ((0,), (1,), (2,), (3,)))
 """The ranks that have a model together."""
 ALL = slice(None)
 SAVED, STEPS = 3, 6
@@ -90,16 +93,17 @@ def built(layout: str) -> nn.Module:
         parallelize = "fsdp" if layout == "fsdp2 pp2" else None
         return autosplit(model, mesh=mesh, chunks=3, sample=sample, parallelize=parallelize)
     if layout in COLUMNS:
-        mesh = init_device_mesh("cpu", COLUMNS[layout], mesh_dim_names=("pp", "tp"))
-        return autosplit(model, mesh=mesh, chunks=3, sample=sample)
+        degrees = COLUMNS[layout]
+        mesh = init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+        return autosplit(model, mesh=mesh, chunks=3, sample=sample, parallelize="fsdp" if "dp" in degrees else None)
     devices: Any = "torchrun" if layout.startswith("pp") else ["cpu"] * 2
     return autosplit(model, devices=devices, chunks=3, sample=sample)
 
 
 def rows_of(layout: str) -> slice:
     """Return this rank's rows of the batch."""
-    first = 6 * (dist.get_rank() // 2) if layout in REPLICAS else 0
-    return slice(first, first + 6) if layout in REPLICAS else slice(None)
+    first = 6 * (dist.get_rank() // 2)
+    return slice(first, first + 6) if layout in {*REPLICAS, "fsdp2 tp2"} else slice(None)
 
 
 def batch_of(position: int, rows: slice = ALL) -> Tensor:
@@ -108,8 +112,8 @@ def batch_of(position: int, rows: slice = ALL) -> Tensor:
 
 def whole_entry(entry: Tensor, parameter: Tensor) -> Tensor:
     """Return an entry of an optimizer's state, whole where it belongs to a part of a parameter."""
-    parted = parameter in PARTS and entry.shape == parameter.shape
-    return PARTS[parameter].whole(entry) if parted else entry.clone()
+    part = as_part(entry, PARTS.get(parameter) if entry.shape == parameter.shape else None)
+    return part.part.whole(part) if isinstance(part, TensorPart) else entry.clone()
 
 
 class Training:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit import autosplit
+from autosplit import autosplit, plan
 from autosplit.errors import AutosplitError
 from autosplit.runtime.step_log import Performed, StepLog
 from autosplit.trace.inputs.objects import tensors_in
@@ -53,6 +54,17 @@ class Block(nn.Module):
         return value + torch.tanh(self.layer(value))
 
 
+class Pair(nn.Module):
+    """Two layers, of whose weights two ranks of tp have half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.back = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.back(torch.tanh(self.wide(value)))
+
+
 def held(shape: tuple[int, ...], rows: tuple[int, ...], options: dict[str, Any]) -> tuple[int, list[str]]:
     """Return the most bytes that a step holds, and what it logs beside its actions; called in every process.
 
@@ -60,7 +72,7 @@ def held(shape: tuple[int, ...], rows: tuple[int, ...], options: dict[str, Any])
     """
     torch.manual_seed(0)
     mesh = mesh_of(*shape)
-    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    model = nn.Sequential(*(Pair() if shape[3:] == (2,) else Block() for _ in range(BLOCKS)))
     x = torch.randn(max(rows), WIDTH)
     pipe = autosplit(model, mesh=mesh, chunks=CHUNKS, sample=x, parallelize="fsdp", **options)
     rows_here = x[: rows[replica_of(mesh)]]
@@ -80,18 +92,33 @@ def held(shape: tuple[int, ...], rows: tuple[int, ...], options: dict[str, Any])
 
 @pytest.mark.parametrize("recompute", ["never", "block", "always"])
 @pytest.mark.parametrize(
-    ("shape", "rows"), [((2, 1), (4, 3)), ((2, 2), (4, 3)), ((4, 1), (4, 1, 0, 3))], ids=["dp2", "dp2 x pp2", "dp4"]
+    ("shape", "rows"),
+    [((1, 2, 1, 1), (4, 3)), ((1, 2, 2, 1), (4, 3)), ((1, 4, 1, 1), (4, 1, 0, 3)), ((1, 2, 1, 2), (4, 3))],
+    ids=["dp2", "dp2 x pp2", "dp4", "dp2 x tp2"],
 )
 def test_a_rank_has_its_shards_and_two_units(ranks: Pool, shape: Any, rows: Any, recompute: str) -> None:
+    """Blocks that ranks of tp share are twice as large, so that a rank has as much of one."""
     options = {"fsdp_reshard": "always", "schedule": "1f1b", "recompute": recompute}
-    stages, blocks = shape[1], BLOCKS // shape[1]
-    reports = ranks(shape[0] * stages).run(held, shape, rows, options)
-    shards = 2 * blocks * UNIT_BYTES / shape[0]  # of parameters and gradients
+    _, replicas, stages, columns = shape
+    reports = ranks(math.prod(shape)).run(held, shape, rows, options)
+    shards = 2 * BLOCKS // stages * UNIT_BYTES / replicas  # of parameters and gradients
     for peak, _ in reports:
         assert shards + UNIT_BYTES <= peak <= 1.03 * (shards + 4 * UNIT_BYTES)
-    for rank, (_, log) in enumerate(reports[:stages]):
-        gathers = [entry for entry in log if "SHARD" in entry]
+    for rank in range(stages):
+        gathers = [entry for entry in reports[rank * columns][1] if "SHARD" in entry]
         assert gathers == [f"{rank}UNSHARD", f"{rank}RESHARD"] * 2 * CHUNKS
+
+
+@pytest.mark.parametrize("reshard", ["never", "always"])
+def test_a_plan_knows_what_ranks_of_dp_and_tp_hold(ranks: Pool, reshard: str) -> None:
+    options: dict[str, Any] = {"fsdp_reshard": reshard, "schedule": "1f1b", "recompute": "never"}
+    model = nn.Sequential(*(Pair() for _ in range(BLOCKS)))
+    sample = torch.zeros(8, WIDTH)
+    asked = {"mesh": {"dp": 2, "tp": 2}, "zero": 3, "chunks": CHUNKS, "optimizer": "none", "loss_fn": F.mse_loss}
+    planned = plan(model, "4xcpu-lane", sample=sample, **asked, **options)
+    assert str(planned.mesh) == "dp=2, tp=2, pp=1, ZeRO-3" + " by blocks" * (reshard == "always")
+    for peak, _ in ranks(4).run(held, (1, 2, 1, 2), (4, 4), options):
+        assert peak == pytest.approx(planned.stages[0].memory.peak_bytes, rel=0.04)
 
 
 def refused() -> list[str]:

@@ -57,9 +57,10 @@ def test_blocks_that_the_caller_wraps_run_by_their_calls(ranks: Pool, paralleliz
     assert ranks(4).run(wrapped, parallelize, shape, EMPTY if shape == (2, 2) else OF_FOUR) == [[]] * 4
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2, 1, 2)], ids=["dp2 x pp2", "dp2 x tp2"])
 @pytest.mark.parametrize("reshard", ["never", "always"])
-def test_a_pipe_in_shards_loads_clips_records_and_gives_the_model_back(ranks: Pool, reshard: str) -> None:
-    assert ranks(4).run(used, reshard) == [[]] * 4
+def test_a_pipe_in_shards_loads_clips_records_and_gives_the_model_back(ranks: Pool, shape: Any, reshard: str) -> None:
+    assert ranks(4).run(used, shape, reshard) == [[]] * 4
 
 
 def test_what_a_model_had_before_and_what_is_changed_afterwards(ranks: Pool) -> None:

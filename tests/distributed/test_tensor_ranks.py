@@ -68,8 +68,10 @@ class Counting(nn.Module):
         return self.second(torch.relu(self.first(value)))
 
 
-def _split(model: nn.Module, *sample: Tensor, **how: Any) -> Any:
-    return autosplit(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), chunks=2, sample=sample, **how)
+def _split(model: nn.Module, *sample: Tensor, shards: bool = False, **how: Any) -> Any:
+    """Return a pipe over tp, or over dp and tp, whose replicas share out what ranks have."""
+    mesh = mesh_of(1, 2, 1, 2) if shards else init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return autosplit(model, mesh=mesh, chunks=2, sample=sample, parallelize="fsdp" if shards else None, **how)
 
 
 def _values(*shape: int) -> Tensor:
@@ -105,11 +107,11 @@ def kept_whole() -> list[bool]:
     return [*found, all(p is q for p, q in zip(pipe.parameters(), model.parameters(), strict=True))]
 
 
-def states() -> list[bool]:
+def states(*, shards: bool = False) -> list[bool]:
     """Bring states there and back, and take the model back."""
     plain = GroupedGPT()
     model = copy.deepcopy(plain)
-    pipe = _split(model, tokens(4).args[0])
+    pipe = _split(model, tokens(4).args[0], shards=shards)
     torch.save(pipe.state_dict(), data := io.BytesIO())
     data.seek(0)
     own = copy.deepcopy(pipe.state_dict())
@@ -120,12 +122,12 @@ def states() -> list[bool]:
         pipe.load_state_dict(other)
         pipe.load_state_dict(back)
         found.append(all(torch.equal(v, plain.state_dict()[name]) for name, v in whole(pipe.state_dict()).items()))
-    pipe.load_state_dict(other, assign=True)
+    pipe.load_state_dict(other, assign=not shards)
     restored = pipe.unsplit().state_dict()
     return [*found, all(torch.equal(value, other[name]) for name, value in restored.items())]
 
 
-def on_meta() -> list[bool]:
+def on_meta(*, shards: bool = False) -> list[bool]:
     """Give a model on meta its values, of which a rank keeps its part."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
@@ -133,22 +135,22 @@ def on_meta() -> list[bool]:
     torch.manual_seed(3)
     found = []
     for weights in (None, {name: value + 1 for name, value in right.state_dict().items()}):
-        pipe = _split(copy.deepcopy(model), torch.empty(4, WIDTH, device="meta"), weights=weights)
+        pipe = _split(copy.deepcopy(model), torch.empty(4, WIDTH, device="meta"), weights=weights, shards=shards)
         expected = weights or right.state_dict()
         found.append(all(torch.equal(v, expected[name]) for name, v in whole(pipe.state_dict()).items()))
         found.append(all(p.numel() < 32 * WIDTH for p in pipe.parameters()))
     return found
 
 
-def saved(folder: str) -> list[bool]:
+def saved(folder: str, shards: bool) -> list[bool]:
     """Write whole files, and read them into parts."""
     plain = GroupedGPT()
-    pipe = _split(GroupedGPT(), tokens(4).args[0])
+    pipe = _split(GroupedGPT(), tokens(4).args[0], shards=shards)
     checkpoint.save_weights(f"{folder}/whole", pipe)
     other = GroupedGPT()
     for parameter in other.parameters():
         parameter.data.zero_()
-    pipe = _split(other, tokens(4).args[0])
+    pipe = _split(other, tokens(4).args[0], shards=shards)
     checkpoint.load_weights(f"{folder}/whole", pipe)
     found = [all(torch.equal(v, plain.state_dict()[name]) for name, v in whole(pipe.state_dict()).items())]
     checkpoint.load_weights(f"{folder}/whole", other := GroupedGPT())
@@ -175,8 +177,15 @@ def test_two_ranks(ranks: Pool, call: Callable[[], list[bool]]) -> None:
         assert all(found), found
 
 
-def test_whole_files(ranks: Pool, tmp_path: Any) -> None:
-    for found in ranks(2).run(saved, str(tmp_path)):
+@pytest.mark.parametrize("call", [states, on_meta])
+def test_replicas_that_share_out_parts(ranks: Pool, call: Callable[..., list[bool]]) -> None:
+    for found in ranks(4).run(partial(call, shards=True)):
+        assert all(found), found
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_whole_files(ranks: Pool, tmp_path: Any, shards: bool) -> None:
+    for found in ranks(4 if shards else 2).run(saved, str(tmp_path), shards):
         assert all(found), found
 
 
@@ -235,11 +244,11 @@ def test_a_replica_without_rows_and_sparse_gradients(ranks: Pool) -> None:
 
 
 # -- copies ----------------------------------------------------------------------------------------------------------
-def changed_alone(folder: str, shape: tuple[int, ...]) -> list[str]:
+def changed_alone(folder: str, shape: tuple[int, ...], parallelize: str | None) -> list[str]:
     """Change a parameter on one rank, and take the steps that compare it; then undo that."""
     agreement._EVERY = 1
     model, rank = mlp(), dist.get_rank()
-    pipe = autosplit(model, mesh=mesh_of(*shape), chunks=2, sample=_values(4))
+    pipe = autosplit(model, mesh=mesh_of(*shape), chunks=2, sample=_values(4), parallelize=parallelize)
     target = torch.zeros(4, WIDTH)
 
     def step() -> None:
@@ -269,10 +278,16 @@ def changed_alone(folder: str, shape: tuple[int, ...]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 1, 1, 2), (1, 2, 1, 2)], ids=["dp x pp", "tp", "dp x tp"])
-def test_a_parameter_that_one_rank_has_changed_is_named(ranks: Pool, tmp_path: Path, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "parallelize"),
+    [((2, 2), None), ((1, 1, 1, 2), None), ((1, 2, 1, 2), None), ((1, 2, 1, 2), "fsdp")],
+    ids=["dp x pp", "tp", "dp x tp", "fsdp x tp"],
+)
+def test_a_parameter_that_one_rank_has_changed_is_named(
+    ranks: Pool, tmp_path: Path, shape: tuple[int, ...], parallelize: str | None
+) -> None:
     for first, step, later, again, save, files, unsplit in ranks(math.prod(shape)).run(
-        changed_alone, str(tmp_path), shape
+        changed_alone, str(tmp_path), shape, parallelize
     ):
         for text in (first, later, files, unsplit):
             assert re.search(r"ranks \d and \d hold copies of '.*(weight|bias)'.*, and their values differ", text), text

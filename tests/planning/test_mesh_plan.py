@@ -99,6 +99,21 @@ def test_sums_in_fp32_and_shards_in_fp32_are_counted() -> None:
             _llama(**{**asked, **wrong})
 
 
+@pytest.mark.parametrize(("reshard", "parameters"), [("never", 5 / 4), ("always", 1 / 4)])
+def test_replicas_share_out_what_ranks_of_tp_have(reshard: str, parameters: float) -> None:
+    """Of half of the products they gather and sum half as many bytes as without tp."""
+    asked: dict[str, Any] = {"schedule": "1f1b", "chunks": 2, "recompute": "never", "runtime": "autosplit", "zero": 3}
+    asked |= {"fsdp_reshard": reshard, "precision": "bf16", "optimizer": "sgd", "layers": 2}
+    plain = _llama(mesh={"dp": 4, "tp": 2}, **{**asked, "zero": 0, "fsdp_reshard": "never"})
+    whole = _llama(mesh={"dp": 4}, devices="4xH100-SXM5-80GB", **asked)
+    both = _llama(mesh={"dp": 4, "tp": 2}, **asked)
+    size, held = plain.stages[0].memory.parameter_bytes, both.stages[0].memory
+    assert held.parameter_bytes == pytest.approx(parameters * size, rel=0.01)
+    assert held.gradient_bytes <= size / (1 if reshard == "never" else 4) * 1.01
+    assert held.peak_bytes < whole.stages[0].memory.peak_bytes
+    assert 0.49 < both.update_s / whole.update_s < 0.6  # collectives take a while, however little they bring
+
+
 def test_replicas_hold_a_bucket_of_gradients() -> None:
     """Behind the last backward there is a copy of the gradients that are added up: of one large weight all of it."""
     model, sample = nn.Linear(2048, 2048, bias=False, device="meta"), torch.zeros(4, 2048, device="meta")
@@ -220,8 +235,8 @@ def test_bad_meshes(mesh: Any, match: str) -> None:
             "zero=1 is none .* it has 0, 3; .* or runtime='meg",
         ),
         (
-            {"runtime": "autosplit", "zero": 3, "mesh": "dp=4,tp=2"},
-            "zero=3 is none .* of dp=4,tp=2,pp=1, where it has 0;",
+            {"runtime": "autosplit", "zero": 2, "mesh": "dp=4,tp=2"},
+            "zero=2 is none .* of dp=4,tp=2,pp=1, where it has 0, 3;",
         ),
         ({"runtime": "torchtitan", "zero": 0, "mesh": "dp=4,pp=2"}, "zero=0 is none .*, where it has 3; give"),
         ({"schedule": "gpipe"}, "schedule='gpipe' is none of runtime='megatron', which has 1f1b, interleaved"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -178,7 +178,20 @@ def sharded(module: nn.Module, mesh: Any, policy: MixedPrecisionPolicy | None = 
         "ignored_params": {parameter for parameter in module.parameters() if not _in_shards(parameter)},
         "mp_policy": policy or MixedPrecisionPolicy(),
     }
-    for path in _units(module):
-        fully_shard(module.get_submodule(path), **options)
-    fully_shard(module, **options)
+    for path in (*_units(module), ""):
+        unit = module.get_submodule(path)
+        _check_dtypes(unit, f"in {path!r}" if path else "outside of all blocks", options["ignored_params"])
+        fully_shard(unit, **options)
     return module
+
+
+def _check_dtypes(module: nn.Module, what: str, ignored: Collection[nn.Parameter]) -> None:
+    """Raise InputError where parameters that are to be sharded together are trained in several dtypes."""
+    kept = {n: p for n, p in module.named_parameters() if not isinstance(p, DTensor) and p not in ignored}
+    first = {p.dtype: f"{name!r} in {p.dtype}" for name, p in reversed(kept.items()) if p.requires_grad}
+    if len(first) > 1:
+        raise InputError(
+            f"parallelize={FSDP!r} shards what lies {what} together, in one dtype, and has "
+            f"{' and '.join(first.values())}; cast them to one dtype, or give parallelize= a function that shards "
+            "those of each dtype by themselves"
+        )

@@ -81,7 +81,8 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         _, error = attempt(lambda: check_plain(model))
         timeout_s, wrong = attempt(lambda: seconds_of(timeout, world.device))
         agreement, unlike = attempt(lambda: Agreement(world, model, feed, check_inputs))
-        error = error or wrong or unlike or refuse_parts(model) or check_columns(world.tensor_ranks, **ways)
+        columns = check_columns(world.tensor_ranks, feed=feed, parallelize=parallelize)
+        error = error or wrong or unlike or refuse_parts(model) or columns
         ways |= {"timeout": timeout_s, "check_inputs": check_inputs, "reduce_dtype": reduce_dtype}
         world.agree("makes a pipe", {} if error else pipe_facts(model, options, plan, **ways), error)
         super().__init__(model, options, plan, own_plan)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autosplit.distributed.world import World
-from autosplit.tensor.part import PARTS
+from autosplit.tensor.part import PARTS, ShardLayout
 
 
 class _Held(NamedTuple):
@@ -135,8 +135,10 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 
 def like(value: Any, local: Any) -> Any:
-    """Return a whole value in shards as a rank's own is."""
+    """Return a whole value, or this rank's shard of it, in shards as a rank's own is."""
     if isinstance(local, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-        value = value.to(local.device)
+        value = value.detach().to(local.device)
+        if value.shape == local.to_local().shape:
+            return ShardLayout.of(local).around(value)
         return distribute_tensor(value, local.device_mesh, local.placements, src_data_rank=None)
     return value

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from autosplit.distributed.ranks.parallelize import Parallelize
 from autosplit.distributed.world import World
 from autosplit.errors import InputError, TraceError
 from autosplit.profile.node_costs.shadow import shadow
@@ -119,12 +120,15 @@ def _check_hooks(name: str, parameter: torch.Tensor) -> None:
         )
 
 
-def check_columns(ranks: int, *, feed: str, outputs: str, parallelize: str) -> InputError | None:
+def check_columns(ranks: int, *, feed: str, parallelize: Parallelize | None) -> InputError | None:
     """Return an error for what ranks that share tensors cannot do."""
     if ranks == 1:
         return None
-    if parallelize:
-        return InputError(f"parallelize={parallelize!r} shards parameters, and so does tp; use one of them")
+    if parallelize is not None and parallelize.whole:
+        return InputError(
+            f"parallelize={parallelize.name!r} wraps whole blocks, and tp={ranks} shares what lies inside of them; "
+            "give parallelize='fsdp', or a mesh without tp"
+        )
     if feed != "all":
         return InputError(f"feed={feed!r} is for a mesh without tp; give every rank of a replica its batch")
     return None

@@ -27,6 +27,7 @@ from autosplit.distributed.world import World
 from autosplit.errors import InputError, listed
 from autosplit.recorded import SHARED
 from autosplit.runtime.optimizers import refuse
+from autosplit.tensor.part import PARTS
 from autosplit.trace.borrowed.holders import HOOK_TABLES, Holders
 from autosplit.trace.borrowed.values import difference
 
@@ -75,6 +76,8 @@ class WrappedPart:
         self._reduce_dtype = parallelize.reduce_dtype
         self._holders = world.holders(world.rank)
         self._places = _places(model, self.module, before)
+        for slot in self._places:
+            _keep_part(before[slot.name], getattr(slot.twin, slot.key))
         replaced = {p.name: before[p.name] for p in self._places if getattr(p.twin, p.key) is not before[p.name]}
         if hooked := [n for n, p in replaced.items() if p._backward_hooks or p._post_accumulate_grad_hooks]:
             raise InputError(
@@ -96,6 +99,12 @@ class WrappedPart:
         if stale := next((name for name, parameter in replaced.items() if id(parameter) in kept), None):
             for slot in self._places:
                 setattr(slot.module, slot.key, before[slot.name])
+            module = model.get_submodule(stale.rpartition(".")[0])
+            if isinstance(module, nn.RNNBase):
+                raise InputError(
+                    f"{stale!r} is of {type(module).__name__}, whose kernel takes its weights from a list of its own, "
+                    "and not shards; leave parallelize= out, or give a function that shards the other modules"
+                )
             raise InputError(
                 f"{'.'.join(filter(None, kept[id(before[stale])][0]))!r} holds {stale!r} too, and would not be its "
                 "shard; read the parameter where the model has it"
@@ -119,6 +128,7 @@ class WrappedPart:
                 for slot, shard in zip(self._places, before, strict=True):
                     if (whole := getattr(slot.twin, slot.key)) is not shard:
                         sharded[slot.name] = Sharded(number, shard, whole)
+                        _keep_part(shard, whole)
         for slot, shard in zip(self._places, before, strict=True):
             if isinstance(shard, DTensor):
                 gathered = sharded[slot.name].whole if slot.name in sharded else shard
@@ -226,12 +236,19 @@ class WrappedPart:
         for key, p in shards.items():
             whole[key] = nn.Parameter(p.full_tensor().detach(), p.requires_grad)
             whole[key].grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            _keep_part(p, whole[key])
             whole[key]._backward_hooks = p._backward_hooks
             whole[key]._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
         for slot in self._places:
             if (parameter := whole.get(id(getattr(slot.twin, slot.key)))) is not None:
                 setattr(slot.module, slot.key, parameter)
         refuse(shards.values(), "unsplit() gave the model other parameters; make the optimizer of model.parameters()")
+
+
+def _keep_part(before: Tensor, now: Tensor) -> None:
+    """Note that a parameter is the part over "tp" that the one in whose place it is was."""
+    if before in PARTS:
+        PARTS[now] = PARTS[before]
 
 
 def _copied(model: nn.Module, names: Collection[str]) -> nn.Module:

@@ -22,6 +22,7 @@ from torch import fx, nn
 from autosplit.errors import TraceError
 from autosplit.runtime.lower.region import ROOT, RegionModule
 from autosplit.runtime.regions import is_recomputing
+from autosplit.tensor.collectives import Move
 from autosplit.trace.inputs.objects import tensors_in
 
 _VIEWS = frozenset(
@@ -133,7 +134,7 @@ def _note(region: RegionModule, unit_of: Mapping[str, int], units: Any, visits: 
                 graph.call_function(enter, (graph.create_node("get_attr", _UNITS), unit))
         visits[-1].names.update(dict.fromkeys(names))
         direct = node.op != "call_module"
-        if direct and (node.target is operator.getitem or _name(node) in _VIEWS):
+        if (node.target is operator.getitem or _name(node) in _VIEWS) if direct else _moves(region, node):
             views[node] = names
         with graph.inserting_after(node):
             holder = graph.create_node("get_attr", _UNITS)
@@ -144,6 +145,11 @@ def _note(region: RegionModule, unit_of: Mapping[str, int], units: Any, visits: 
 
 def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _moves(region: RegionModule, node: fx.Node) -> bool:
+    """Tell whether a node moves a value among the ranks of tp: one that lies there as it is wanted is returned."""
+    return isinstance(region.get_submodule(str(node.target)), Move)
 
 
 def _read(root: nn.Module, node: fx.Node, views: Mapping[fx.Node, Sequence[str]]) -> Iterator[str]:
