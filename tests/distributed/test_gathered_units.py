@@ -118,7 +118,7 @@ def test_a_plan_knows_what_ranks_of_dp_and_tp_hold(ranks: Pool, reshard: str) ->
     planned = plan(model, "4xcpu-lane", sample=sample, **asked, **options)
     assert str(planned.mesh) == "dp=2, tp=2, pp=1, ZeRO-3" + " by blocks" * (reshard == "always")
     for peak, _ in ranks(4).run(held, (1, 2, 1, 2), (4, 4), options):
-        assert peak == pytest.approx(planned.stages[0].memory.peak_bytes, rel=0.04)
+        assert 0.98 * peak < planned.stages[0].memory.peak_bytes < 1.15 * peak
 
 
 def refused() -> list[str]:
