@@ -208,6 +208,25 @@ def test_a_policy_goes_with_stages(ranks: Pool) -> None:
     assert ranks(4).run(mixed, (2, 2), "sums in fp32", "always") == [[]] * 4
 
 
+def shared() -> dict[str, float]:
+    """Return how far a policy's gradients over dp and tp are from sums of bf16 ones; called in every process."""
+    mesh, policy = mesh_of(1, 2, 1, 2), POLICIES["sums in fp32"]
+    inputs, target = (value.chunk(2)[replica_of(mesh)] for value in batch(0))
+    options: dict[str, Any] = {"parallelize": "fsdp", "fsdp_reshard": "always", "mp_policy": policy}
+    pipe = autosplit(Net(), mesh=mesh, chunks=CHUNKS, sample=inputs, batch_dims=0, **options)
+    pipe.train_step(inputs, target=target, loss_fn=squares)
+    gradients = {name: parameter.grad for name, parameter in pipe.unsplit().named_parameters()}
+    expected = summed(Net, torch.float32)
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    return {n: ((gradients[n] - g.float()).norm() / g.float().norm()).item() for n, g in expected.items()}
+
+
+def test_a_policy_goes_with_tp(ranks: Pool) -> None:
+    """Ranks of tp add up halves of products, rounded to bf16."""
+    for found in ranks(4).run(shared):
+        assert all(error < 0.02 for error in found.values()), found
+
+
 def refused() -> list[str]:
     """Return what was not refused as it is to be; called in every process."""
     wrong, sample, policy = [], batch(0)[0], POLICIES["sums in fp32"]
