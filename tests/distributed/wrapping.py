@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[Any, tuple[int, ...], Callable[[], nn.Module], str]] = 
     "other names": (other_names, (2, 2), Deep, "with other parameters than the part"),
     "no module": (nothing, (2, 2), Deep, "returned a NoneType"),
     "untied": (untied, (4, 1), Deep, "are one parameter in the model, and two"),
-    "mixed precision": (in_bfloat16, (2, 2), Deep, "torch.autocast for mixed precision"),
+    "mixed precision": (in_bfloat16, (2, 2), Deep, "with mp_policy=, or torch.autocast"),
     "other ranks": (over_all, (2, 2), Deep, "its replicas are ranks"),
     "two dtypes": ("fsdp", (4, 1), lambda: Deep(Gain), "shards what lies in 'layers.0' together"),
     "recurrent": ("fsdp", (4, 1), lambda: Deep(Recurring), "is of LSTM, whose kernel takes"),
