@@ -19,7 +19,7 @@ from autosplit.planning.explain.explain import answered, assumed
 from autosplit.planning.paper import OnPaper, prepare, search_space, stand_ins
 from autosplit.planning.parallel.search import MeshRequest, plan_mesh
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.request import chosen
+from autosplit.planning.request import DEFAULT_CHUNKS, chosen
 from autosplit.planning.search.make import recosted
 from autosplit.runtime.lanes.ambient import without_callers_modes
 from autosplit.runtimes import RuntimeName
@@ -52,7 +52,7 @@ _CHOICES = (
 def autosplit(
     model: nn.Module,
     devices: Any = _DEVICES,
-    chunks: int = 8,
+    chunks: int = DEFAULT_CHUNKS,
     *,
     sample: Any = None,
     batch_dims: Any = None,

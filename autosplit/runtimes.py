@@ -6,7 +6,7 @@
 | ZeRO-3 | stages are whole through a step | by blocks | by blocks, under a pipeline whole through a step |
 | shards | gathered before a step, scattered behind it | beside the first forward, the last backward | likewise |
 | sequence parallelism | what the tensor plan has | gathers again in the backward, shares the loss's words | likewise |
-| schedules | all | 1F1B, interleaved | all |
+| schedules | all | 1F1B; interleaved where pp divides the microbatches | all |
 
 Sums of whole gradients go on beside the last backward, in buckets, under all of them.
 """
@@ -33,6 +33,7 @@ class Runtime:
         sequence: whether ranks of tp have Megatron-LM's sequence parallelism.
         bucket_bytes: how much a bucket of gradients has.
         schedules: those that it has; empty: all.
+        in_rounds: whether interleaved takes microbatches in multiples of the devices of a pipeline.
     """
 
     zero: Mapping[int, Sequence[str]]
@@ -41,6 +42,7 @@ class Runtime:
     sequence: bool
     bucket_bytes: int
     schedules: Sequence[str] = ()
+    in_rounds: bool = False
 
 
 RUNTIMES: Mapping[RuntimeName, Runtime] = {
@@ -52,6 +54,7 @@ RUNTIMES: Mapping[RuntimeName, Runtime] = {
         sequence=True,
         bucket_bytes=80 << 20,  # 40M gradients (`DistributedDataParallelConfig.bucket_size`), in bf16
         schedules=("1f1b", "interleaved"),
+        in_rounds=True,
     ),
     "torchtitan": Runtime({0: (), 3: _ALL}, whole_from=2, beside=True, sequence=True, bucket_bytes=25 << 20),
 }

@@ -110,9 +110,9 @@ def call_text(model: nn.Module, args: Any, kwargs: Any, *, values: bool = True) 
         shape = (list(leaf.shape) if values else f" of {leaf.dim()} dimensions") if tensor else ""
         other = repr(leaf) if values else type(leaf).__name__
         lines.append(f"{leaf.dtype}{shape} {leaf.requires_grad}" if tensor else other)
-    modes = "".join("t" if module.training else "e" for module in model.modules())
-    wanting = "".join("g" if p.requires_grad else "-" for p in model.parameters())
-    return "\n".join((*lines, f"{GradAutocastState.current()}", f"modes {modes}", f"gradients {wanting}"))
+    modes = [f"{path or 'the model'}.training={module.training}" for path, module in model.named_modules()]
+    wanting = [f"{name}.requires_grad={parameter.requires_grad}" for name, parameter in model.named_parameters()]
+    return "\n".join((*lines, f"{GradAutocastState.current()}", *modes, *wanting))
 
 
 def checksum(tensors: Iterable[torch.Tensor], *, devices: bool = False) -> int:

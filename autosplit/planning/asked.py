@@ -141,13 +141,16 @@ def degrees_of(
             f"fsdp_reshard='always' is how runtime='autosplit' gathers on a mesh with zero=3, and mesh={mesh!r}, "
             f"runtime={runtime!r}, zero={zero!r}; give these"
         )
-    if degrees is None and runtime != "autosplit":
+    planned = None if pinned is None else pinned.mesh
+    if planned is not None and runtime not in ("autosplit", planned.runtime):
+        raise InputError(f"runtime={runtime!r} and a plan for {planned.runtime!r}: leave runtime= out, or plan again")
+    if degrees is None and planned is None and runtime != "autosplit":
         raise InputError(f"runtime={runtime!r} is for the ranks of a mesh; give mesh= too (a plan has its own)")
     if degrees is None and zero != "auto":
         raise InputError(f"zero={zero!r} is for the ranks of a mesh; give mesh= too")
     if degrees is not None and (find != "best" or pinned is not None):
         raise InputError("mesh= plans the best for all devices; leave find= and plan= out")
-    if pinned is not None and (planned := pinned.mesh) is not None:
+    if planned is not None:
         check_mesh({"dp": planned.dp, "tp": planned.tp, "pp": planned.pp}, devices=devices)
         return planned.parallel
     return degrees

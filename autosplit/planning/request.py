@@ -33,7 +33,11 @@ if TYPE_CHECKING:
     from autosplit.planning.plan.plan import Plan
 
 
-_DEFAULT_CHUNKS = 8
+class _Default(int):
+    """A number that stands for what nobody gave; an equal one that somebody gave is another object."""
+
+
+DEFAULT_CHUNKS = _Default(8)
 """The default of ``chunks``; an action file's number replaces it."""
 
 
@@ -60,7 +64,7 @@ def ask(schedule: Any, *, virtual_stages: Any, devices: int, chunks: int) -> Sch
     if schedule in SCHEDULES:
         name = "interleaved" if schedule == "auto" and virtual_stages > 1 else schedule
         each = 1 if name == "auto" else stages_per_device(name, virtual_stages)
-        return ScheduleRequest(name, each, each * devices, chunks)
+        return ScheduleRequest(name, each, each * devices, int(chunks))
     if not _is_path(schedule):
         valid = ", ".join(map(repr, SCHEDULES))
         near = meant(schedule, SCHEDULES)
@@ -89,7 +93,7 @@ def _fitting(custom: Schedule, *, virtual_stages: int, devices: int, chunks: int
             f"schedule {custom.name!r} puts {each} stages on a device, virtual_stages={virtual_stages} was given; "
             "leave virtual_stages out"
         )
-    if chunks not in (_DEFAULT_CHUNKS, custom.microbatches):
+    if chunks is not DEFAULT_CHUNKS and chunks != custom.microbatches:
         raise ScheduleError(
             f"schedule {custom.name!r} has {plural(custom.microbatches, 'microbatch')}, chunks={chunks} was given; "
             f"give chunks={custom.microbatches}, or a file with {chunks}"
@@ -196,7 +200,7 @@ def chosen(
 
     Raises InputError, ScheduleError: a choice is not available. PlanError: it is not the pinned plan's.
     """
-    count = _DEFAULT_CHUNKS if chunks == "auto" else check_chunks(chunks)
+    count = DEFAULT_CHUNKS if chunks == "auto" else check_chunks(chunks)
     asked = ask(
         schedule,
         virtual_stages=virtual_stages,
@@ -220,8 +224,8 @@ def chosen(
 
 
 def _chunks(plan: Plan, chunks: int) -> int:
-    """Return the plan's chunks; the default 8 gives way to them, any other number that differs is an error."""
-    if chunks not in (_DEFAULT_CHUNKS, plan.chunks):
+    """Return the plan's chunks; the default gives way to them, any number that was given and differs is an error."""
+    if chunks is not DEFAULT_CHUNKS and chunks != plan.chunks:
         raise PlanError(
             f"the plan has chunks={plan.chunks}, chunks={chunks} was given; leave chunks out, or plan again"
         )

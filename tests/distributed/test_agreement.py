@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import autosplit
-from autosplit.distributed.facts import checksum
+from autosplit.distributed.facts import call_text, checksum
+from autosplit.distributed.words import difference
 from tests.distributed.processes import Pool
 
 
@@ -272,3 +273,15 @@ def test_a_step_that_differs_is_refused_and_the_next_one_runs(ranks: Pool, name:
 
 def _one_step(name: str, first: bool) -> tuple[str, float]:
     return one_step(name, first=first)
+
+
+def test_a_difference_names_the_module_or_parameter() -> None:
+    def differing(change: Any) -> str:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+        before = call_text(model, (), {})
+        change(model)
+        return difference("the kind of call", (0, before), (3, call_text(model, (), {})))
+
+    assert differing(lambda model: model[1].eval()).endswith("rank 0 has 1.training=True, rank 3 has 1.training=False")
+    frozen = differing(lambda model: model[1][0].bias.requires_grad_(False))
+    assert frozen.endswith("rank 0 has 1.0.bias.requires_grad=True, rank 3 has 1.0.bias.requires_grad=False")

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from autosplit import InputError, autosplit
 from tests.distributed.changing import changed
-from tests.distributed.models import TRAININGS
+from tests.distributed.models import TRAININGS, MixesRows, flat
 from tests.distributed.processes import Pool
-from tests.distributed.replicas import adam, compare
+from tests.distributed.replicas import adam, compare, mesh_of
 from tests.distributed.test_replica_equality import EMPTY, LONG, OF_FOUR, RAGGED, said
 from tests.distributed.wrapping import CALLS, DEEP, compiled, in_shards, recomputed, refused, used
 
@@ -41,6 +42,25 @@ def test_shards_train_as_the_plain_model_on_all_rows(ranks: Pool, name: str, sha
 def test_optimizers_schedules_and_recomputing(ranks: Pool, options: dict[str, Any], reshard: str) -> None:
     rows = [*RAGGED, [3, 3]]
     assert ranks(4).run(sharded, "dropout", (2, 2), rows, options | {"fsdp_reshard": reshard})[0] == []
+
+
+def test_the_loss_of_a_whole_batch_on_one_replica(ranks: Pool) -> None:
+    assert ranks(2).run(sharded, "rows that mix", (1, 2), [[6], [5]], {})[0] == []
+
+
+def differentiated() -> str:
+    """Return why a call cannot be differentiated whose last layer sees the whole batch; called in every process."""
+    batch = flat(6).args[0]
+    pipe = autosplit(MixesRows(), mesh=mesh_of(1, 2), chunks=3, sample=batch, parallelize="fsdp", outputs="all")
+    with torch.no_grad():
+        pipe(batch)
+    with pytest.raises(InputError) as refused:
+        pipe(batch)
+    return str(refused.value)
+
+
+def test_a_call_whose_last_layer_has_its_parameters_in_shards(ranks: Pool) -> None:
+    assert all("'head.weight' is used behind all microbatches" in said for said in ranks(2).run(differentiated))
 
 
 def wrapped(parallelize: Any, shape: tuple[int, ...], rows: Any) -> list[str]:

@@ -139,6 +139,8 @@ def test_a_saved_plan_is_costed_anew(given: Plan, tmp_path: Path) -> None:
         _llama(plan=given, precision=None, rows=17)
     with pytest.raises(InputError, match="leave find= and plan= out"):
         _llama(plan=given, mesh="auto")
+    with pytest.raises(InputError, match="runtime='torchtitan' and a plan for 'megatron': leave runtime= out"):
+        _llama(plan=given, runtime="torchtitan")
 
 
 @pytest.mark.parametrize(("runtime", "least", "most"), [("autosplit", 0.55, 0.9), ("megatron", 0.5, 0.56)])
@@ -242,6 +244,10 @@ def test_bad_meshes(mesh: Any, match: str) -> None:
         ({"schedule": "gpipe"}, "schedule='gpipe' is none of runtime='megatron', which has 1f1b, interleaved"),
         ({"runtime": "deepspeed"}, "runtime='deepspeed' is not available"),
         ({"mesh": None, "runtime": "megatron"}, "give mesh= too"),
+        (
+            {"mesh": "dp=4,pp=2", "schedule": "interleaved", "chunks": 3, "layers": 4},
+            r"rounds of pp microbatches, and pp divides none of chunks=\[3\]; give",
+        ),
     ],
 )
 def test_what_a_runtime_does_not_have(asked: dict[str, Any], match: str) -> None:

@@ -14,7 +14,7 @@ from autosplit import InputError, autosplit
 from autosplit.errors import InfeasibleError, PlanError, ScheduleError
 from autosplit.options import Options
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.request import ask, settle
+from autosplit.planning.request import DEFAULT_CHUNKS, ask, settle
 from autosplit.planning.timeline import predicted
 from autosplit.profile.node_costs import combine
 from autosplit.profile.types import MeasuredNode, MeasuredTimes, SplitBackward
@@ -156,7 +156,7 @@ def test_a_model_of_one_part_is_one_stage_and_says_so() -> None:
 def test_a_file_is_planned_with_its_own_placement(tmp_path: Path) -> None:
     """Device 1 holds the first stage and one stage more than device 0."""
     rows = "1F0,3F0,3B0,1B0,1F1,3F1,3B1,1B1\n0F0,2F0,4F0,4B0,2B0,0B0,0F1,2F1,4F1,4B1,2B1,0B1\n"
-    plan = planned(schedule=saved(tmp_path / "mine.csv", rows), chunks=8)  # the default gives way to the file's
+    plan = planned(schedule=saved(tmp_path / "mine.csv", rows), chunks=DEFAULT_CHUNKS)  # it gives way to the file's
     assert (plan.chunks, plan.virtual_stages, plan.devices) == (2, 3, ("cpu", "cpu"))
     assert [stage.lane for stage in plan.stages] == [1, 0, 1, 0, 1]
     assert all(stage.nodes for stage in plan.stages)
@@ -182,6 +182,7 @@ def test_a_files_plan_goes_through_a_file(tmp_path: Path) -> None:
     [
         ({"devices": 3}, "'mine' has 2 rows, one per device, and there are 3 devices; give 2 devices"),
         ({"chunks": 2}, "'mine' has 4 microbatches, chunks=2 was given; give chunks=4, or a file with 2"),
+        ({"chunks": 8}, "'mine' has 4 microbatches, chunks=8 was given; give chunks=4, or a file with 8"),
         ({"virtual_stages": 3}, "'mine' puts 2 stages on a device, virtual_stages=3 was given"),
         ({"depth": 0}, "'mine' is for 4 stages, and the model has only 2 separable parts; give a file of at most"),
     ],

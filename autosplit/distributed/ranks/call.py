@@ -26,7 +26,7 @@ class WholeCall:
     """
 
     def __init__(self, step: RankStep) -> None:
-        self.step = step = replace(step, whole=True)
+        self.step, step.whole = step, True  # no copy, which would miss what is said of the step later on
         self.cells = Cells(step, step.start(), parameters(step), detached=torch.is_grad_enabled())
         self.given: dict[Route, Bundle] = {}
         """What comes behind the last cell takes of the stages, on the last stage's rank; leaves with gradients on."""

@@ -294,7 +294,14 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         return None if flat is None else step.recorded.traced.unflatten(flat)
 
     def _check_rows_apart(self, step: PreparedRankStep) -> None:
-        """Raise InputError if an operation mixes rows, since each replica has only some of them."""
+        """Raise InputError if an operation mixes rows of several replicas, or reads shards when the call is over."""
+        names = {name for node in step.lowered.layout.epilogue for name in node.meta[INFO].reads}
+        sharded = next((n for n, _ in self._core.model.named_parameters() if n in names), None)
+        if sharded and step.part is not None and self._outputs == "all" and torch.is_grad_enabled():
+            raise InputError(
+                f"{sharded!r} is used behind all microbatches, in the part of a call that the caller differentiates, "
+                "and parallelize= has it whole inside of the call only; train by train_step, or leave parallelize= out"
+            )
         if self._world.replicas > 1 and step.lowered.epilogue is not None:
             mixing = step.lowered.layout.epilogue[0].meta[INFO].name
             raise InputError(
@@ -356,7 +363,8 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
 
             value: torch.Tensor = step.outcome(loss)
             if flat is not None:
-                value.backward()
+                with step.adding_gradients():  # to shards of what comes behind the last cell
+                    value.backward()
             call.backward()
         return value.detach()
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 from autosplit.errors import InputError
@@ -121,8 +122,9 @@ class _Mesh:
         for chunks in self.space.chunks:
             each_s = sum(node.forward_s + node.backward_s for node in self._costs(chunks).nodes.values())
             for name, each in self.space.schedules:
-                fill = (self.parallel.pp - 1) / each
-                bounds[chunks, (name, each)] = (chunks + fill) * each_s / self.parallel.pp
+                fill, odd = (self.parallel.pp - 1) / each, name == "interleaved" and chunks % self.parallel.pp
+                never = odd and self.parallel.rules.in_rounds
+                bounds[chunks, (name, each)] = inf if never else (chunks + fill) * each_s / self.parallel.pp
         return bounds
 
     def _costs(self, chunks: int) -> Profile:
@@ -195,6 +197,12 @@ class MeshSearch:
                 )
             for mesh in sorted(meshes, key=lambda mesh: (mesh.fullness > 1, mesh.parallel.pp > 1, mesh.bound_s)):
                 self._look_at(mesh)
+            if not self.weighed:
+                counts = sorted({count for mesh in meshes for count in mesh.space.chunks})
+                raise InputError(
+                    f"runtime={self.request.runtime!r} runs interleaved in rounds of pp microbatches, and pp divides "
+                    f"none of chunks={counts}; give chunks= that it divides, or schedule='1f1b'"
+                )
         return self.best
 
     @property
@@ -204,7 +212,7 @@ class MeshSearch:
 
     def _look_at(self, mesh: _Mesh) -> None:
         """Find the best cut of a mesh among what may make a shorter step than the best."""
-        enough_s = float("inf")
+        enough_s = inf
         if self.exhaustive:
             pass
         elif self.weighed and self.best.rank[0] == 0:
@@ -215,12 +223,12 @@ class MeshSearch:
             enough_s = 0.0
         slow = frozenset(pair for pair, bound_s in mesh.bounds.items() if bound_s >= enough_s)
         if len(slow) == len(mesh.bounds):
-            self.left.append(mesh)
+            self.left += [mesh] if mesh.bound_s < inf else []
             return
         space = replace(mesh.space, left_out=slow)
         search = Search(self.request.paper.of(mesh.options).sweep(space, rows=mesh.rows))
         try:
-            finished = search.run() if enough_s == float("inf") else search.faster(enough_s)
+            finished = search.run() if enough_s == inf else search.faster(enough_s)
         except InputError:
             if self.request.asked is not None:
                 raise

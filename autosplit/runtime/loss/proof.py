@@ -162,8 +162,8 @@ def _parts(parts: Parts, outputs: Sequence[Any]) -> list[float] | None:
             if parts.counted:
                 return None
             raise InputError(
-                f"loss_fn works on the whole batch and fails on microbatch {m}, {parts.sizes[m]} of {sum(parts.sizes)} "
-                f"rows ({error}); give what belongs to rows by target=; {WAY_OUT}"
+                f"loss_fn raises {type(error).__name__}: {error}; it works on the whole batch and fails on microbatch "
+                f"{m}, {parts.sizes[m]} of {sum(parts.sizes)} rows: give what belongs to rows by target=; {WAY_OUT}"
             ) from error
     return None if parts.values and not adds_up(parts.counted, list(parts.values.values())) else values
 
