@@ -13,7 +13,7 @@ from autosplit.errors import InputError
 from autosplit.runtimes import RUNTIMES, Runtime, RuntimeName
 from autosplit.schedule.action import Action
 from autosplit.schedule.entry import Entry, Reduce, Reshard, Unshard
-from autosplit.schedule.order import with_reductions
+from autosplit.schedule.order import with_gathers, with_marks, with_reductions
 
 if TYPE_CHECKING:
     from autosplit.profile.types import StateProfile
@@ -84,11 +84,16 @@ class Parallel:
         """Whether gradients are scattered in every backward, and a rank holds shards of them."""
         return self.zero >= 2 and self.dp > 1 and not self.whole
 
-    def entries(self, entries: Sequence[Entry]) -> tuple[Entry, ...]:
-        """Return a device's list with what its replicas gather and sum up once per step."""
+    def entries(self, entries: Sequence[Entry], marks: Sequence[tuple[int, str]] = ()) -> tuple[Entry, ...]:
+        """Return a device's list with what its replicas gather and sum up.
+
+        ``marks``: where its schedule's file has that (`Schedule.marks`); gathers stand where the runtime has them.
+        """
+        if self.by_units:
+            return with_gathers(entries, each_action=True)
         if self.dp == 1:
             return tuple(entries)
-        entries = [entry for entry in entries if not isinstance(entry, (Unshard, Reshard))]
+        entries = [e for e in with_marks(entries, marks) if not isinstance(e, (Unshard, Reshard))]
         stages = sorted({entry.stage for entry in entries if isinstance(entry, Action)})
         gathers = map(Unshard, stages if self.whole or self.zero in (1, 2) else ())
         listed = entries if self.scatters else with_reductions(entries)

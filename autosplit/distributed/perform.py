@@ -15,6 +15,7 @@ import torch
 from autosplit.distributed.replicas import Reductions
 from autosplit.distributed.units import Units
 from autosplit.distributed.world import World
+from autosplit.parallel import Parallel
 from autosplit.runtime.lanes.threads import backwards, forwards
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.step.sums import Sums
@@ -26,9 +27,6 @@ from autosplit.schedule.order import (
     check_state,
     of_device,
     step_order,
-    with_gathers,
-    with_marks,
-    with_reductions,
 )
 
 
@@ -39,6 +37,7 @@ class PerformedStep(Step):
     Attributes:
         world: the ranks.
         ranks: by stage, the ranks of its replicas.
+        parallel: what the ranks share out, which says what lists have beside actions and messages.
         gathered: by the identity of this replica's shards of parameters, what these are gathered to; None: it has none.
         units: what gathers parameters unit by unit; None: they are gathered for the whole step, if they are sharded.
         most: the most microbatches that a replica has, where there are several.
@@ -47,6 +46,7 @@ class PerformedStep(Step):
 
     world: World
     ranks: Sequence[Sequence[int]]
+    parallel: Parallel
     gathered: Mapping[int, torch.Tensor] | None = None
     units: Units | None = None
     most: int = 0
@@ -82,7 +82,7 @@ class PerformedStep(Step):
                 if entry.microbatch >= len(self.sizes):
                     continue
                 self.world.watch.doing(entry)
-                if isinstance(following, Reduce) and (following.stage, "B") == entry[:2]:
+                if self.overlaps and isinstance(following, Reduce) and (following.stage, "B") == entry[:2]:
                     beside = following
                     with self._reducing(cells.replicas(entry.stage)[0]):
                         cells.act(entry)
@@ -95,7 +95,7 @@ class PerformedStep(Step):
                 transport.release(entry.route)
             elif isinstance(entry, (Unshard, Reshard)):
                 self._gather(entry, following, cells)
-            elif entry is not beside:
+            elif self.overlaps and entry is not beside:
                 with self._reducing(cells.replicas(entry.stage)[0]):
                     pass
             if self.log is not None:
@@ -128,11 +128,8 @@ class PerformedStep(Step):
 
     def _completed(self, entries: Sequence[Entry], marks: Sequence[Sequence[tuple[int, str]]]) -> Sequence[Entry]:
         """Return this rank's list with its sums, and with what it gathers."""
-        if self.gathered is not None and not (self.alone or (self.units is not None and self.units.whole)):
-            entries = with_gathers(entries, each_action=self.by_units)
-        elif self.overlaps:
-            marked = with_marks(entries, marks[self.world.rank]) if marks else entries
-            entries = with_reductions([entry for entry in marked if not isinstance(entry, (Unshard, Reshard))])
+        if not self.alone and (self.units is None or self.by_units):
+            entries = self.parallel.entries(entries, marks[self.world.rank] if marks else ())
         check_state(entries)
         return entries
 
@@ -187,7 +184,7 @@ class PerformedStep(Step):
     def _gather_with_others(self, schedule: Schedule) -> None:
         """Gather and scatter parameters, as the other replicas' actions do."""
         if self.by_units:
-            entries = with_gathers(schedule.lanes[self.world.rank], each_action=True)
+            entries = self._completed(schedule.lanes[self.world.rank], schedule.marks)
             for entry, following in pairwise((*entries, None)):
                 if isinstance(entry, (Unshard, Reshard)):
                     self._gather(entry, following, None)

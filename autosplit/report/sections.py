@@ -113,13 +113,17 @@ def header(plan: Plan) -> Section:
 
 
 def _mesh_words(plan: Plan) -> list[tuple[str, str]]:
-    """Return the mesh, where one is planned for."""
+    """Return the mesh, of a plan on paper or of ranks."""
     if plan.mesh is None:
         return []
-    rows = sum(plan.microbatch_rows) * plan.mesh.dp
-    words = f"{plan.mesh} of {plan.machine}, {plural(rows, 'row')} in all; what follows is of one pipeline"
-    assumed = [("assumed", f"what {plan.mesh.runtime} shards, overlaps and shares, which autosplit does not run")]
-    return [("mesh", words), *(assumed if plan.mesh.runtime != "autosplit" else ())]
+    rows = plural(sum(plan.microbatch_rows) * plan.mesh.dp, "row")
+    where = "processes" if plan.machine is None else plan.machine
+    facts = [("mesh", f"{plan.mesh} of {where}, {rows} in all; what follows is of one pipeline")]
+    if plan.mesh.runtime != "autosplit":
+        facts += [("assumed", f"what {plan.mesh.runtime} shards, overlaps and shares, which autosplit does not run")]
+    elif plan.machine is None and plan.mesh.dp > 1:
+        facts += [("not counted", "the sums over replicas, and what shards save")]
+    return facts
 
 
 def model_words(plan: Plan) -> str:

@@ -38,8 +38,9 @@ class HeldBytes(TorchDispatchMode):
                 continue  # it holds plain ones, which come here too
             storage = tensor.untyped_storage()
             self.storages[storage._cdata] = weakref.ref(storage)
-        self.storages = {key: storage for key, storage in self.storages.items() if storage() is not None}
-        self.most = max(self.most, sum(storage().nbytes() for storage in self.storages.values()))
+        alive = {key: storage for key, reference in self.storages.items() if (storage := reference()) is not None}
+        self.storages = {key: self.storages[key] for key in alive}
+        self.most = max(self.most, sum(storage.nbytes() for storage in alive.values()))
         return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from autosplit import autosplit
@@ -21,7 +23,7 @@ from autosplit.distributed.world import World
 from autosplit.runtime.step.cells import Cells
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import SCHEDULES, build
-from autosplit.schedule.entry import Reduce
+from autosplit.schedule.entry import Entry, Receive, Reduce, Reshard, Send, Unshard
 from autosplit.schedule.lists import Actions
 from autosplit.schedule.order import check_state, with_reductions
 from tests.distributed.orders import drawn
@@ -137,22 +139,48 @@ def test_sums_over_replicas_begin_once_per_stage_in_one_order(name: str, chance:
                 assert item.stage not in {action.stage for action in backwards}
 
 
-def profiled(mesh_sizes: tuple[int, int], schedule: str) -> list[tuple[str, str]]:
-    """Return what this rank ran in two steps, the first of which describes its messages, beside the plan's list."""
+def wrapping(part: nn.Module, mesh: Any, *, shards: bool) -> nn.Module:
+    """Shard a part over its replicas, or leave it as it is."""
+    return fully_shard(part, mesh=mesh["dp"]) if shards else part
+
+
+SHARED: dict[str, tuple[dict[str, Any], set[type[Entry]]]] = {
+    "copies": ({}, {Reduce}),
+    "never": ({"parallelize": "fsdp"}, {Unshard, Reduce, Reshard}),
+    "always": ({"parallelize": "fsdp", "fsdp_reshard": "always"}, {Unshard, Reshard}),
+    "a wrapper that shards": ({"parallelize": partial(wrapping, shards=True)}, {Unshard, Reduce, Reshard}),
+    "a wrapper that does not": ({"parallelize": partial(wrapping, shards=False)}, {Reduce}),
+}
+"""What replicas share out, and what their lists have beside actions and messages."""
+
+
+def profiled(mesh_sizes: tuple[int, ...], schedule: str, shared: str) -> list[str]:
+    """Return this rank's lists: of two steps, the first of which describes its messages, and as the plan prints it."""
     torch.manual_seed(0)
-    mesh = mesh_of(*mesh_sizes)
+    mesh, options = mesh_of(*mesh_sizes), SHARED[shared][0] if mesh_sizes[0] > 1 else {}
     sample = torch.randn(8, WIDTH)
-    pipe = autosplit(Net(), mesh=mesh, chunks=4, sample=sample, schedule=schedule)
+    pipe = autosplit(Net(), mesh=mesh, chunks=4, sample=sample, schedule=schedule, **options)
     runs = [pipe.profile_step(sample, target=sample, loss_fn=F.mse_loss) for _ in range(2)]
-    lane, lists = mesh["pp"].get_local_rank(), pipe.plan.actions  # of one pipeline, which knows of no replicas
-    planned = str(Actions((with_reductions(lists[lane]) if mesh_sizes[0] > 1 else lists[lane],)))
-    return [(str(Actions(run.actions.devices[lane : lane + 1])), planned) for run in runs]
+    lane, lists = mesh["pp"].get_local_rank(), pipe.plan.actions.check()
+    return [str(Actions((each[lane],))) for each in (*(run.actions for run in runs), lists)]
+
+
+def check_lists(ranks: Pool, mesh_sizes: tuple[int, ...], schedule: str, shared: str) -> None:
+    """Hold what ranks ran against what their plans print."""
+    kinds = SHARED[shared][1] if mesh_sizes[0] > 1 else set()
+    for first, second, planned in ranks(4 if mesh_sizes[0] > 1 else 2).run(profiled, mesh_sizes, schedule, shared):
+        assert sorted(first.split(",")) == sorted(planned.split(","))
+        assert second == planned
+        assert {type(entry) for entry in Actions.parse(planned)[0]} - {Action, Send, Receive} == kinds
 
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "forward"])
 @pytest.mark.parametrize("mesh_sizes", [(1, 2), (2, 2)])
 def test_ranks_run_the_list_that_the_plan_prints(ranks: Pool, mesh_sizes: tuple[int, int], schedule: str) -> None:
-    for first, second in ranks(mesh_sizes[0] * mesh_sizes[1]).run(profiled, mesh_sizes, schedule):
-        assert sorted(first[0].split(",")) == sorted(first[1].split(","))
-        assert second[0] == second[1]
-        assert ("REDUCE_GRAD" in second[0]) == (mesh_sizes[0] > 1)
+    check_lists(ranks, mesh_sizes, schedule, "copies")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_h1"])
+@pytest.mark.parametrize("shared", [name for name in SHARED if name != "copies"])
+def test_replicas_with_shards_run_the_list_that_the_plan_prints(ranks: Pool, shared: str, schedule: str) -> None:
+    check_lists(ranks, (2, 2), schedule, shared)

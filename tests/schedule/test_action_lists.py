@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.errors import ScheduleError
+from autosplit.planning.plan.fields import MeshDegrees
 from autosplit.runtime.lanes.threads import backwards, forwards
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import SCHEDULES, build, stages_per_device
@@ -132,6 +134,19 @@ def runs_its_list(chance: random.Random, **options: Any) -> None:
     assert pipe.plan is not None
     assert ran.actions == pipe.plan.actions.check()
     assert sum(map(len, pipe.plan.actions)) > len(tuple(pipe.plan.schedule_for(chunks)))
+
+
+def test_sums_of_a_file_are_for_replicas(tmp_path: Path) -> None:
+    path = tmp_path / "sums.csv"
+    path.write_text("0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F0,1F1,1B0,1B1,1REDUCE_GRAD\n")
+    sample = torch.randn(4, 4)
+    pipe = autosplit(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, 2, sample=sample, schedule=path)
+    ran = pipe.profile_step(sample, target=sample, loss_fn=F.mse_loss)
+    assert pipe.plan is not None
+    assert ran.actions == pipe.plan.actions
+    assert "REDUCE_GRAD" not in str(ran.actions)
+    mesh = MeshDegrees(dp=2, tp=1, pp=2, runtime="autosplit")
+    assert str(pipe.plan.model_copy(update={"mesh": mesh}).actions).count("B1,0REDUCE_GRAD") == 1
 
 
 @pytest.mark.parametrize("lanes", ["inline", "threads"])

@@ -250,6 +250,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
             **vars(step),
             world=self._world,
             ranks=self._recordings.ranks,
+            parallel=self._planned().parallel,
             group=self._recordings.group,
             timeout_s=self._timeout_s,
             trained=lambda: [t for t in (*self.parameters(), *self.buffers()) if t.requires_grad],

@@ -70,7 +70,8 @@ class PreparedRankStep(RankStep, PreparedStep):
         """Run a step or call, on whole parameters."""
         if self.part is not None:
             self.takers = self.trained()  # the model has whole ones inside
-        with super().running(), self._whole() as self.gathered:
+        with super().running(), self._whole() as gathered:
+            self.gathered = gathered if self.parallel.zero else None
             yield
 
     def _whole(self) -> AbstractContextManager[Mapping[int, Any] | None]:

@@ -27,12 +27,13 @@ from autosplit.distributed.messages import flattened
 from autosplit.distributed.ranks.guard import ModelGuard
 from autosplit.distributed.ranks.parallelize import Parallelize
 from autosplit.distributed.ranks.tensors import TensorParallel
-from autosplit.distributed.ranks.wrapped import WrappedPart
+from autosplit.distributed.ranks.wrapped import WrappedPart, wrapped_part
 from autosplit.distributed.replicas import stage_group
 from autosplit.distributed.start import pairs_of
 from autosplit.distributed.world import RECORDS, World, attempt
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Options, Sample
+from autosplit.parallel import Parallel
 from autosplit.planning.plan.plan import Plan
 from autosplit.recorded import FoundCall, PreparedStep, Recorded
 from autosplit.recordings import Recordings
@@ -64,8 +65,7 @@ class RankRecordings(Recordings):
             first recording. The first kind of call that uses it decides; the first rank has what none has used.
         group: the group of the ranks of this rank's stage; None where it has one.
         sample: what is recorded in the place of a call's inputs, where a sample on meta was given.
-        parallelize: what wraps this rank's part of the model; None: it stays as it is.
-        part: what it has wrapped.
+        parallelize, part: what wraps this rank's part of the model, None where it stays as it is; what was wrapped.
         guard: refuses what would take the user's model for whole.
     """
 
@@ -154,14 +154,14 @@ class RankRecordings(Recordings):
         return part or self.part is not None or bool(self.parallelize and self.parallelize.policy)
 
     def wrap(self) -> None:
-        """Have this rank's part of the model wrapped, once it is known."""
-        if (parallelize := self.parallelize) is not None and self.part is None:
-            names = {n for n, _ in named_state(self.model) if self.owner_of(n) == self.world.rank}
-            wrapped, error = attempt(lambda: WrappedPart(self.model, names, parallelize, self.world))
-            self.world.agree("wraps its part of the model", {}, error)
-            assert wrapped is not None
-            wrapped.check()
-            self.part = wrapped
+        """Have this rank's part of the model wrapped, once it is known; the plan says what ranks share out."""
+        parallelize, shared = self.parallelize, Parallel(self.world.replicas, self.world.tensor_ranks, self.world.size)
+        if self.part is None and self.plan is not None:
+            if parallelize is not None:
+                names = {n for n, _ in named_state(self.model) if self.owner_of(n) == self.world.rank}
+                self.part, sharded = wrapped_part(self.model, names, parallelize, self.world)
+                shared = replace(shared, zero=3 * sharded, by_units=parallelize.by_units and sharded)
+            self.plan = self.plan.on_ranks(shared)
         if self._has_part:
             self.refuse_whole()
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from autosplit.distributed.ranks.parallelize import Parallelize
 from autosplit.distributed.units import Sharded, Units
-from autosplit.distributed.world import World
+from autosplit.distributed.world import World, attempt
 from autosplit.errors import InputError, listed
 from autosplit.recorded import SHARED
 from autosplit.runtime.optimizers import refuse
@@ -111,6 +111,11 @@ class WrappedPart:
             )
         self._storages = [self._storage(slot) for slot in self._places]
         refuse(replaced.values(), "parallelize= gave the model new parameters; make the optimizer of pipe.parameters()")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether it has shards of any parameter."""
+        return any(isinstance(getattr(slot.twin, slot.key), DTensor) for slot in self._places)
 
     def check(self) -> None:
         """Raise InputError where gathered parameters are not those that the model had; all replicas call it."""
@@ -279,6 +284,17 @@ def _copied(model: nn.Module, names: Collection[str]) -> nn.Module:
         return twin
 
     return copied(model, "", inside=False)
+
+
+def wrapped_part(
+    model: nn.Module, names: Collection[str], parallelize: Parallelize, world: World
+) -> tuple[WrappedPart, bool]:
+    """Return this rank's part, wrapped, and whether that of any rank has shards; all ranks call it."""
+    wrapped, error = attempt(lambda: WrappedPart(model, names, parallelize, world))
+    sharded = world.agree("wraps its part of the model", {}, error, wrapped is not None and wrapped.sharded)
+    assert wrapped is not None
+    wrapped.check()
+    return wrapped, any(sharded)
 
 
 def _clean(name: str) -> str:

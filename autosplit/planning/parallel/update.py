@@ -11,6 +11,7 @@ The lists of a mesh have gathers, sums and updates where its runtime has them, a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 
 from autosplit.options import Options
 from autosplit.parallel import buckets_of
@@ -19,7 +20,7 @@ from autosplit.planning.profiled.specs import link_seconds
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.entry import Entry, Send, Unshard, Update
-from autosplit.schedule.order import lane_lists, with_marks, with_updates
+from autosplit.schedule.order import lane_lists, with_updates
 from autosplit.schedule.simulate import Timeline, TransferTime
 from autosplit.schedule.simulate_lists import simulate_lists
 from cost_models.collectives import group_of
@@ -99,11 +100,9 @@ class _RankLists:
         sources = [{stage - 1} if stage else set[int]() for stage in range(schedule.stages)]
         for producer, consumer in self.sent_s:
             sources[consumer].add(producer)
-        lanes = lane_lists(schedule, sources)
-        marked = map(with_marks, lanes, schedule.marks) if schedule.marks else lanes
-        lists = [with_updates(self.parallel.entries(lane)) for lane in marked]
+        lists = map(self.parallel.entries, lane_lists(schedule, sources), schedule.marks or repeat(()))
         buckets_s = {stage: self._buckets_s(stage) for stage in range(schedule.stages)}
-        spans = simulate_lists(lists, seconds=self._seconds, buckets_s=buckets_s)
+        spans = simulate_lists(map(with_updates, lists), seconds=self._seconds, buckets_s=buckets_s)
         return max(span.end_s for device in spans for span in device)
 
     def _seconds(self, entry: Entry) -> float:
@@ -129,7 +128,12 @@ class _RankLists:
         return [self.group.seconds("reduce_scatter" if parallel.zero else "all_reduce", size) for size in sizes]
 
     def _gathered_s(self, stage: int) -> float:
-        """Return how long the first forward waits for parameters: beside it they are gathered bucket by bucket."""
+        """Return how long the first forward waits for parameters: beside it they are gathered bucket by bucket.
+
+        What is gathered block by block is waited for in the actions (`rank.with_gathers`).
+        """
+        if self.parallel.by_units:
+            return 0.0
         held = [state for state in self.states.get(stage, ()) if state.is_parameter]
         count = sum(state.bytes for state in (held if self.parallel.whole else self._trained(stage)))
         hidden_s = self.timeline.seconds["F"][stage] if self.parallel.rules.beside else 0.0

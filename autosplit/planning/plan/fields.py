@@ -51,10 +51,7 @@ class MeshDegrees(FrozenFields):
     @classmethod
     def of(cls, placed: Placed | None) -> MeshDegrees | None:
         """Return those of a mesh that is planned for."""
-        if placed is None:
-            return None
-        p = placed.parallel
-        return cls.model_validate({**asdict(p), "order": placed.order})
+        return None if placed is None else cls(**asdict(placed.parallel), order=placed.order)
 
     @property
     def parallel(self) -> Parallel:

@@ -6,6 +6,8 @@ import difflib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ from pydantic import BaseModel, ValidationError
 from autosplit.checks import choose
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.files import write_text
+from autosplit.parallel import Parallel
 from autosplit.planning.plan.decision import Decision, Prediction
 from autosplit.planning.plan.diff import PlanDiff, diff, prefixes
 from autosplit.planning.plan.export import export
+from autosplit.planning.plan.fields import MeshDegrees
 from autosplit.planning.plan.record import VERSION, PlanRecord
 from autosplit.schedule.lists import Actions
-from autosplit.schedule.order import Receives, step_order, with_marks
+from autosplit.schedule.order import Receives, step_order
 from autosplit.schedule.stream import STALENESS, updates_behind
 
 _NEAR = 3
@@ -52,9 +56,17 @@ class Plan(PlanRecord):
                 sources[consumer].add(boundary.producer)
         receives: Receives = "ahead" if self.processes or self.mesh is not None else "taken"
         lists = Actions.of(step_order(schedule, sources, receives=receives), len(schedule.lanes)).devices
-        if schedule.marks:
-            lists = tuple(map(with_marks, lists, schedule.marks))
-        return Actions(lists if self.mesh is None else tuple(map(self.mesh.parallel.entries, lists)), receives)
+        return Actions(tuple(map(self.parallel.entries, lists, schedule.marks or repeat(()))), receives)
+
+    def on_ranks(self, parallel: Parallel) -> Plan:
+        """Return the plan as that of ranks which share out so much beside the stages of a pipeline."""
+        mesh = None if parallel == Parallel(pp=parallel.pp) else MeshDegrees(**asdict(parallel))
+        return self.model_copy(update={"mesh": mesh})
+
+    @property
+    def parallel(self) -> Parallel:
+        """The degrees of the mesh; without one those of a pipeline alone."""
+        return Parallel(pp=len(self.devices)) if self.mesh is None else self.mesh.parallel
 
     @property
     def decision(self) -> Decision:

@@ -263,7 +263,10 @@ class PlanRecord(FrozenFields):
     issue_threads: Count = Field(default=1, ge=1)
     """How many host threads issue the devices' kernels, each an equal part of them."""
     mesh: MeshDegrees | None = None
-    """The mesh whose ranks share the model; stages, rows and bytes are then those of one rank."""
+    """The mesh whose ranks share the model; stages, rows and bytes are then those of one rank.
+
+    Of a pipe on a mesh, its own: what ranks gather and sum up is in ``actions``, bytes and times are without it.
+    """
     meshes: tuple[MeshAlternative, ...] = ()
     """Other degrees that the search weighed, the fastest first."""
     update_s: Seconds = 0.0
