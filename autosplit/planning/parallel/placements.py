@@ -13,14 +13,14 @@ gathers them in the backward once more, and computes the loss on parts of the wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autosplit.profile.shares import Collective, NodeShare, TensorShares
 from autosplit.tensor.axes import Shard
 from autosplit.tensor.collectives import Placement
 from autosplit.tensor.plan import NodeCollective, TensorPlan
-from autosplit.tensor.ways import PARTIAL, REPLICATED
+from autosplit.tensor.ways import PARTIAL
 from autosplit.trace.graph import TracedGraph
 
 
@@ -29,17 +29,18 @@ def shares_of(plan: TensorPlan, traced: TracedGraph, *, sequence: bool) -> Tenso
     fraction, gives = 1 / plan.ranks, {node.name: node.gives[0] for node in plan.nodes.values() if node.gives}
     names = {id(parameter): name for name, parameter in traced.root.named_parameters()}
     first = {name: names[id(tensor)] for name, tensor in traced.root.named_parameters(remove_duplicate=False)}
-    sent = [*(_as_megatron(plan.collectives, gives) if sequence else plan.collectives)]
+    sent = [*(_as_megatron(plan, gives) if sequence else plan.collectives)]
     moved = {(each.node, each.collective.kind) for each in sent if each.collective.phase == "forward"}
-    nodes = {}
+    nodes, positions = {}, set(_with_positions(traced, plan.ranks)) if sequence else set()
     for node in plan.nodes.values():
         held = isinstance(gives.get(node.name), Shard) and (sequence or (node.name, "all_gather") not in moved)
         held |= bool(node.sums)  # what a loss keeps is its part of the softmax
         held |= (node.name, "reduce_scatter") in moved and (node.name, "all_reduce") not in moved
-        nodes[node.name] = NodeShare(node.share, fraction if held else 1.0)
+        whole = node.share == 1 and node.name in positions  # as the first layer's residual stream may be in the plan
+        nodes[node.name] = NodeShare(fraction if whole else node.share, fraction if held or whole else 1.0)
     for each in sent:
-        placed = gives.get(each.node, REPLICATED)
-        at = each.node if placed is PARTIAL or isinstance(placed, Shard) else each.users[0]
+        # Sums are waited for behind what makes them, gathers in front of what takes them: beside products.
+        at = each.node if gives.get(each.node) is PARTIAL or each.users[0] not in nodes else each.users[0]
         share, waits = nodes[at], (Collective(each.collective.kind, first.get(each.node, each.node)),)
         if each.collective.phase == "forward":
             nodes[at] = replace(share, forward=share.forward + waits)
@@ -49,10 +50,23 @@ def shares_of(plan: TensorPlan, traced: TracedGraph, *, sequence: bool) -> Tenso
     return TensorShares(nodes, states)
 
 
-def _as_megatron(sent: Iterable[NodeCollective], gives: Mapping[str, Placement]) -> Iterator[NodeCollective]:
-    """Yield the collectives where outputs stay parts for the loss, and what was gathered is so in the backward too."""
-    for each in sent:
-        if each.users == ("output",) and isinstance(gives.get(each.node), Shard):
+def _with_positions(traced: TracedGraph, ranks: int) -> Iterator[str]:
+    """Yield the nodes whose result has rows, positions that ranks divide, and features."""
+    for _, info in traced.compute_nodes():
+        shape = info.tensors[0].shape if info.tensors else ()
+        if len(shape) == 3 and shape[0].per_row and not shape[1].per_row and shape[1].constant % ranks == 0:
+            yield info.name
+
+
+def _as_megatron(plan: TensorPlan, gives: Mapping[str, Placement]) -> Iterator[NodeCollective]:
+    """Yield the collectives where outputs stay parts for the loss, and what was gathered is so in the backward too.
+
+    Gradients of norms, which see a rank's positions, are summed once per step (``finalize_model_grads``), not in every
+    backward: a few bytes, which are left out.
+    """
+    for each in plan.collectives:
+        summed = each.node in plan.parameters and each.collective.phase == "backward"
+        if summed or (each.users == ("output",) and isinstance(gives.get(each.node), Shard)):
             continue
         yield each
         if (each.collective.kind, each.collective.phase) == ("reduce_scatter", "backward"):
