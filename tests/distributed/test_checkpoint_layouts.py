@@ -102,8 +102,9 @@ def built(layout: str) -> nn.Module:
 
 def rows_of(layout: str) -> slice:
     """Return this rank's rows of the batch."""
-    first = 6 * (dist.get_rank() // 2)
-    return slice(first, first + 6) if layout in {*REPLICAS, "fsdp2 tp2"} else slice(None)
+    replicas = layout in {*REPLICAS, "fsdp2 tp2"}
+    first = 6 * (dist.get_rank() // 2) if replicas else 0
+    return slice(first, first + 6) if replicas else slice(None)
 
 
 def batch_of(position: int, rows: slice = ALL) -> Tensor:
