@@ -5,7 +5,7 @@
 | ZeRO | 0, 3 | 0, 1, 2, 3 | 0 without tp and pp; 3 |
 | ZeRO-3 | stages are whole through a step | by blocks | by blocks, under a pipeline whole through a step |
 | shards | gathered before a step, scattered behind it | beside the first forward, the last backward | likewise |
-| sequence parallelism | what the tensor plan has | gathers again in the backward, shares the loss's words | likewise |
+| sequence parallelism | what the tensor plan has | gathers all of it again, shares the loss's words | likewise |
 | schedules | all | 1F1B; interleaved where pp divides the microbatches | all |
 
 Sums of whole gradients go on beside the last backward, in buckets, under all of them.

@@ -209,8 +209,8 @@ def _use(node: Any, arrivals: Counter[Any], leaves: Collection[int], dense: bool
     following = [end for end, _ in node.next_functions]
     for index in kind.weights:
         path = None if following[index] is None else _way(following[index], arrivals, leaves)
-        if path is not None and (dense or kind.make is _convolution or _is_dense(node, index)):
-            end = None if kind.bias is None else following[kind.bias]
+        if path is not None and (dense or kind.make is not _matrices or _is_dense(node, index)):
+            end = None if kind.bias is None or kind.bias >= len(following) else following[kind.bias]
             bias = None if end is None else _way(end, arrivals, leaves)
             if bias is not None and (bias.transposed or bias.leaf.dim() != 1):
                 bias = None
@@ -281,6 +281,18 @@ def _convolution(node: Any, index: int) -> Make:
     return make
 
 
+def _gathered(node: Any, index: int) -> Make:
+    """Make the gradients of a product of a gathered value, which its own backward leaves out (`tensor.products`)."""
+    local, again = node.saved_tensors[0], node.again
+    node.put_off = True
+
+    def make(came_in: torch.Tensor, with_bias: bool) -> Sequence[torch.Tensor]:
+        gradient = again.weight_gradient(came_in, local)
+        return (gradient, came_in) if with_bias else (gradient,)
+
+    return make
+
+
 class _Kind(NamedTuple):
     """Which inputs of a product may be its weight, which one is its bias, and what makes the gradients."""
 
@@ -293,4 +305,5 @@ _KINDS = {
     "AddmmBackward0": _Kind((2, 1), 0, _matrices),
     "MmBackward0": _Kind((1, 0), None, _matrices),
     "ConvolutionBackward0": _Kind((1,), 2, _convolution),
+    "GatheredProductBackward": _Kind((2,), 3, _gathered),
 }

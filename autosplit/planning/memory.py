@@ -185,7 +185,12 @@ def _parts(cut: Cut, nodes: StageNodes) -> RankParts | None:
     work = {name: share.work for name, share in shares.nodes.items()}
     trained = [state for states in cut.states.values() for state in states if state.is_parameter and state.trainable]
     wider = sum(map(parallel.kept_of, trained)) / sum(state.bytes for state in trained) if trained else 1.0
-    return RankParts(held, work, shares.states, border, wider / parallel.dp if parallel.scatters else wider)
+    whole = {  # twice: as it comes in, and put together
+        name: 2 * round(cut.profile.nodes[share.whole].output_bytes / shares.of(share.whole).held)
+        for name, share in shares.nodes.items()
+        if share.whole
+    }
+    return RankParts(held, work, shares.states, border, wider / parallel.dp if parallel.scatters else wider, whole)
 
 
 def _gathered(cut: Cut, stage: int) -> int:

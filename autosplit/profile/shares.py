@@ -29,12 +29,14 @@ class NodeShare:
         work: the part of its FLOPs, of the bytes that it reads and writes, and of its scratch.
         held: the part of its results and of what only it saves for the backward.
         forward, backward: the collectives that its passes wait for.
+        whole: the value that it has whole in its passes only, of which the rank keeps its part; "" for none.
     """
 
     work: float = 1.0
     held: float = 1.0
     forward: tuple[Collective, ...] = ()
     backward: tuple[Collective, ...] = ()
+    whole: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -13,32 +15,50 @@ from autosplit.tensor.axes import Shard
 from autosplit.tensor.collectives import Move, Placement, Sharing
 from autosplit.tensor.entropy import CrossEntropyInParts, class_loss_of
 from autosplit.tensor.facts import Operand, operand_of
-from autosplit.tensor.local import Lookup, Stateless, embedding_rows, local_arguments, lookup_of, run_module
+from autosplit.tensor.local import (
+    DropoutInPart,
+    Lookup,
+    Stateless,
+    embedding_rows,
+    is_dropout,
+    linear_of,
+    local_arguments,
+    lookup_of,
+    run_module,
+)
 from autosplit.tensor.plan import NodePlan, Placements, TensorPlan
+from autosplit.tensor.products import GatheredProducts
 from autosplit.tensor.ways import REPLICATED
 from autosplit.trace.graph import INFO, NodeClass, Size, TensorInfo, TracedGraph, TracedNode
 from autosplit.trace.inputs.objects import storage_key
+from autosplit.trace.rows.kinds import function_of
 
 MOVES = "tensor_parallel"
 """The attribute of a recording's root that holds the moves, and what else has collectives."""
 
 
-def rank_recording(traced: TracedGraph, plan: TensorPlan, sharing: Sharing) -> TracedGraph:
+def rank_recording(
+    traced: TracedGraph, plan: TensorPlan, sharing: Sharing, *, plain_numbers: bool = True
+) -> TracedGraph:
     """Return the recording of what one of several ranks runs, for parameters that hold its parts.
 
-    Nodes keep their names; moves are nodes of their own.
+    Nodes keep their names; moves are nodes of their own. ``plain_numbers``: random nodes get their part of numbers that
+    are drawn before; else they draw them.
     """
-    return _Builder(traced, plan, sharing).built()
+    return _Builder(traced, plan, sharing, plain_numbers).built()
 
 
 class _Builder:
-    def __init__(self, traced: TracedGraph, plan: TensorPlan, sharing: Sharing) -> None:
+    def __init__(self, traced: TracedGraph, plan: TensorPlan, sharing: Sharing, plain_numbers: bool) -> None:
         self.traced, self.plan, self.sharing, self.rank = traced, plan, sharing, sharing.rank
+        self._plain_numbers = plain_numbers
         self.root = nn.Module()
         self.root.__dict__.update(traced.root.__dict__)
         self.graph = fx.Graph()
         self._at: dict[tuple[Operand, Placements], fx.Node] = {}
         self._nodes = {node.name: node for node in traced.graph.nodes}
+        self._calls: dict[str, fx.Node] = {}
+        """What makes the products that values are gathered for."""
         self._written = {storage_key(value) for value in map(self._state, traced.written) if value is not None}
 
     def built(self) -> TracedGraph:
@@ -62,6 +82,8 @@ class _Builder:
     def _info(self, node: fx.Node, plan: NodePlan) -> TracedNode:
         """Return what is known of a node, with the sizes that its results have here."""
         info: TracedNode = node.meta[INFO]
+        if node.name in self._calls:
+            info = replace(info, reads=(), colocation_group=self._calls[node.name].meta[INFO].colocation_group)
         shards = [shard for shard in plan.gives if isinstance(shard, Shard)]
         if not shards:
             return info
@@ -159,7 +181,16 @@ class _Builder:
             inside = self._held(CrossEntropyInParts(loss, classes, self.sharing))
             given = tuple(value(operand) for operand in (loss.logits, loss.target, loss.weight) if operand is not None)
             return self.graph.create_node("call_module", inside, given, name=node.name)
+        for key, names in self.plan.gathered.items():
+            if node.name in names:
+                call = self._calls.get(node.name) or self._products(key, names)
+                return self.graph.call_function(operator.getitem, (call, names.index(node.name)), name=node.name)
         args, kwargs = fx.node.map_arg((args, kwargs), value)
+        if result is not None and not self._plain_numbers and is_dropout(node, self.traced.root):
+            dim, runs = result.dim, result.indices(self.rank, self.plan.ranks)
+            size = sum(count * length for count, length in result.pieces)
+            inside = self._held(DropoutInPart(function_of(node, self.traced.root), dim, runs, size))
+            return self.graph.create_node("call_module", inside, args, kwargs, name=node.name)
         if node.op == "call_module":
             return self._module(node, plan, args, kwargs)
         return self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
@@ -177,6 +208,29 @@ class _Builder:
         self.root.__dict__[held] = Stateless(module)
         arguments = (self.graph.get_attr(held), state, *args)
         return self.graph.create_node("call_function", run_module, arguments, kwargs, name=node.name)
+
+    def _products(self, key: Operand, names: Sequence[str]) -> fx.Node:
+        """Make the products that a value is gathered for in one call, which stays on one stage."""
+        layers, state, infos = [], [], []
+        for name in names:
+            node, plan = self._nodes[name], self.plan.nodes[name]
+            linear = linear_of(node, self.traced.root)
+            assert linear is not None
+            layers.append(linear.layer)
+            state += [None if k is None else self._value(k, plan.wants[k]) for k in (linear.weight, linear.bias)]
+            infos.append(self._info(node, plan))
+        (source,), group = self._placed(key), -1 - len(self._calls)  # those of a recording are not negative
+        target = self._held(GatheredProducts(source, self.sharing, layers))
+        call = self.graph.call_module(target, (self._value(key, (source,)), *state))
+        call.meta[INFO] = replace(
+            infos[0],
+            name=f"products of {self._info_of(key).name}",
+            tensors=tuple(tensor for info in infos for tensor in info.tensors),
+            reads=tuple(dict.fromkeys(read for info in infos for read in info.reads)),
+            colocation_group=group,
+        )
+        self._calls |= dict.fromkeys(names, call)
+        return call
 
     # -- tables --------------------------------------------------------------------------------------------------------
     def _table(self, node: fx.Node, plan: NodePlan, lookup: Lookup, value: Any) -> fx.Node | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from autosplit.tensor.axes import Shard
-from autosplit.trace.recording.recording import under
+from autosplit.trace.graph import TracedGraph
+from autosplit.trace.recording.draw_rules import with_plain_numbers
+from autosplit.trace.recording.recording import by_name, under
 from autosplit.trace.rows.kinds import function_of
+from autosplit.trace.scope import runs_only
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -150,6 +154,78 @@ def lookup_of(node: fx.Node, root: nn.Module) -> Lookup | None:
     if not isinstance(table, fx.Node) or any(named.get(n) for n in ("max_norm", "scale_grad_by_freq", "sparse")):
         return None
     return Lookup(named["input"], table, named.get("padding_idx"))
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A product of ``value`` [..., in] with a parameter [out, in], and a parameter that is added to it, or None.
+
+    Both are named as operands; ``layer`` is the module that does it, or None.
+    """
+
+    value: fx.Node
+    weight: str
+    bias: str | None
+    layer: nn.Linear | None
+
+    def trained(self, root: nn.Module) -> bool:
+        """Tell whether the weight wants a gradient."""
+        return bool(attrgetter(self.weight[1:])(root).requires_grad)
+
+
+def linear_of(node: fx.Node, root: nn.Module) -> Linear | None:
+    """Return what a node multiplies, or None where it does not, or does something else too."""
+    layer = function_of(node, root)
+    if node.op == "call_module":  # by its class: hooks may differ from rank to rank
+        plain = isinstance(layer, nn.Linear) and getattr(layer.forward, "__func__", None) is nn.Linear.forward
+        if not plain or layer._parameters.keys() != {"weight", "bias"}:
+            return None
+        bias = None if layer.bias is None else f".{node.target}.bias"
+        return Linear(node.all_input_nodes[0], f".{node.target}.weight", bias, layer)
+    if node.target is not F.linear or len(node.args) < 2 or not node.kwargs.keys() <= {"bias"}:
+        return None
+    operands: Any = (*node.args, *node.kwargs.values(), None)
+    value, weight, bias = operands[:3]
+    if any(getattr(state, "op", "") != "get_attr" for state in (weight, bias) if state is not None):
+        return None
+    return Linear(value, f".{weight.target}", None if bias is None else f".{bias.target}", None)
+
+
+def draws_in_parts(traced: TracedGraph, *, plain: bool) -> set[str]:
+    """Return the nodes whose numbers are drawn for a whole tensor, of which ranks take their parts, by stable names.
+
+    ``plain``: the plain model's numbers, of any operation; else those of a seed, of dropout alone.
+    """
+    if plain:
+        return {info.name for info in with_plain_numbers(info for _, info in traced.compute_nodes())}
+    return {info.name for node, info in traced.compute_nodes() if is_dropout(node, traced.root)}
+
+
+def is_dropout(node: fx.Node, root: nn.Module) -> bool:
+    """Tell whether a node is torch's dropout of elements."""
+    layer = function_of(node, root)
+    return layer is F.dropout or (isinstance(layer, nn.Dropout) and runs_only(layer, nn.Dropout.forward))
+
+
+class DropoutInPart(nn.Module):
+    """Dropout of a rank's elements: the mask is that of the whole tensor, drawn as it is there, and the rank's part."""
+
+    def __init__(self, layer: Any, dim: int, runs: Sequence[range], size: int) -> None:
+        """``runs`` are the elements along a dimension of ``size``; ``layer`` is the model's, or ``F.dropout``."""
+        super().__init__()
+        self._layer, self._dim, self._runs, self._size = (layer,), dim, runs, size
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Take what ``F.dropout`` does."""
+        value, p, training, _ = by_name(F.dropout, args, kwargs).values()
+        if isinstance(layer := self._layer[0], nn.Dropout):
+            p, training = layer.p, layer.training
+        if not training or not p:
+            return F.dropout(value, p, training)
+        shape = (*value.shape[: self._dim], self._size, *value.shape[self._dim + 1 :])
+        kept = F.dropout(value.new_ones(shape), p).bool()
+        kept = torch.cat([kept.narrow(self._dim, run.start, len(run)) for run in self._runs], self._dim)
+        return value * kept * (1 / (1 - p) if p < 1 else 0.0)
 
 
 def embedding_rows(tokens: Tensor, table: Tensor, first: int, total: int, padding: int | None) -> Tensor:

@@ -14,6 +14,7 @@ from autosplit.tensor.axes import Shard
 from autosplit.tensor.ways import COPIED, PARTIAL, REPLICATED, State, Whole
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Phase = Literal["forward", "backward"]
 _PARTS = "parts"
 
 
@@ -22,21 +23,25 @@ class Collective:
     """One collective: ``value_bytes`` of the whole value, ``wire_bytes`` that a rank sends."""
 
     kind: Kind
-    phase: Literal["forward", "backward"]
+    phase: Phase
     value_bytes: int
     wire_bytes: float
 
 
 def collectives(
-    source: State | Shard, target: State | Shard, *, value_bytes: int, ranks: int, gradient: bool
+    source: State | Shard, target: State | Shard, *, value_bytes: int, ranks: int, gradient: bool, again: bool = False
 ) -> list[Collective]:
-    """Return the collectives between two states; ``gradient``: the value has one."""
+    """Return the collectives between two states; ``gradient``: the value has one.
+
+    ``again``: what is sent in the forward is so in the backward too.
+    """
     if source is target:
         return []
     forward, backward = _MOVES[_kind(source), _kind(target)]
     result: list[Collective] = []
     if forward:
-        result.append(_collective(forward, "forward", value_bytes, ranks))
+        phases: tuple[Phase, ...] = ("forward", "backward") if again else ("forward",)
+        result += [_collective(forward, phase, value_bytes, ranks) for phase in phases]
     if backward and gradient:
         result.append(_collective(backward, "backward", value_bytes, ranks))
     return result
@@ -46,7 +51,7 @@ def _kind(state: State | Shard) -> Whole | str:
     return state if isinstance(state, Whole) else _PARTS
 
 
-def _collective(kind: Kind, phase: Literal["forward", "backward"], value_bytes: int, ranks: int) -> Collective:
+def _collective(kind: Kind, phase: Phase, value_bytes: int, ranks: int) -> Collective:
     once = value_bytes * (ranks - 1) / ranks
     return Collective(kind, phase, value_bytes, {"all_reduce": 2 * once, "all_to_all": once / ranks}.get(kind, once))
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
@@ -21,9 +22,10 @@ from autosplit.profile.blocks import shorten_graph
 from autosplit.tensor.axes import Axis, Shard, shard_of
 from autosplit.tensor.collectives import Placement
 from autosplit.tensor.facts import Facts, Operand, Run, operand_of
+from autosplit.tensor.local import linear_of
 from autosplit.tensor.moves import Collective, collectives
 from autosplit.tensor.problem import LATENCY_BYTES, Choice, Problem
-from autosplit.tensor.ways import PARTIAL, REPLICATED, State, Way
+from autosplit.tensor.ways import COPIED, PARTIAL, REPLICATED, State, Way
 from autosplit.trace.borrowed.state import attributes
 from autosplit.trace.graph import INFO, TracedGraph
 
@@ -44,6 +46,7 @@ class NodePlan:
         value_bytes: of its whole results.
         gradient: they have one.
         sums: the bytes of values that are summed over the ranks inside of it.
+        product: it multiplies a value with a parameter, "trained" or "frozen", and does nothing else; or "".
     """
 
     name: str
@@ -54,6 +57,7 @@ class NodePlan:
     value_bytes: int
     gradient: bool
     sums: tuple[int, ...] = ()
+    product: Literal["trained", "frozen", ""] = ""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,11 @@ class TensorPlan:
     def wire_bytes(self) -> float:
         """Bytes that a rank sends in a forward and backward."""
         return sum(entry.collective.wire_bytes for entry in self.collectives)
+
+    @cached_property
+    def gathered(self) -> Mapping[Operand, tuple[str, ...]]:
+        """The products that values are gathered for, by fx names: ranks keep parts of these values, see `products`."""
+        return _gathered(self.nodes)
 
 
 def tensor_plan(
@@ -164,7 +173,9 @@ class _Planner:
         value = self.problem.values[name]
         gives = self._placed(name, strategy.gives)
         stable = facts.node.meta[INFO].name
-        return NodePlan(stable, wants, gives, share, facts.flops, value.bytes, value.gradient, strategy.sums)
+        linear = linear_of(facts.node, self.traced.root)
+        product: Any = "" if linear is None else "trained" if linear.trained(self.traced.root) else "frozen"
+        return NodePlan(stable, wants, gives, share, facts.flops, value.bytes, value.gradient, strategy.sums, product)
 
     # -- what stays replicated -----------------------------------------------------------------------------------------
     def _reasons(self, choice: Choice) -> dict[Operand, str]:
@@ -272,6 +283,7 @@ class _Planner:
             for size in plan.sums:
                 (needed,) = collectives(PARTIAL, REPLICATED, value_bytes=size, ranks=self.ranks, gradient=False)
                 yield NodeCollective(plan.name, (plan.name,), needed)
+        products = _gathered(nodes)
         for key, users in _users(self.traced, nodes).items():
             if key in nodes:
                 node = nodes[key]
@@ -286,8 +298,20 @@ class _Planner:
             for want in dict.fromkeys(want for _, want in users):
                 if want != placements:
                     takers = tuple(name for name, other in users if other == want)
-                    sent = collectives(placements[0], want[0], value_bytes=size, ranks=self.ranks, gradient=gradient)
-                    yield from (NodeCollective(name, takers, each) for each in sent)
+                    again = want == (COPIED,) and key in products
+                    how: Any = {"value_bytes": size, "ranks": self.ranks, "gradient": gradient, "again": again}
+                    yield from (NodeCollective(name, takers, c) for c in collectives(placements[0], want[0], **how))
+
+
+def _gathered(nodes: Mapping[str, NodePlan]) -> dict[Operand, tuple[str, ...]]:
+    """Return the values that nothing but products take as wholes, and these."""
+    takers: dict[Operand, list[str]] = {}
+    for name, plan in nodes.items():
+        for key, want in plan.wants.items():
+            if key in nodes and want == (COPIED,) and isinstance(nodes[key].gives[0], Shard):
+                takers.setdefault(key, []).append(name)
+    kinds = {key: {nodes[name].product for name in names} for key, names in takers.items()}
+    return {key: (*names,) for key, names in takers.items() if "" not in kinds[key] and "trained" in kinds[key]}
 
 
 def _renamed(plan: NodePlan, names: Mapping[Operand, Operand]) -> NodePlan:

@@ -157,21 +157,40 @@ def saved(folder: str, shards: bool) -> list[bool]:
     return [*found, all(torch.equal(v, plain.state_dict()[name]) for name, v in other.state_dict().items())]
 
 
-def compiled() -> list[bool]:
-    """Train a stage that is compiled, its collectives too."""
+def in_parts() -> list[bool]:
+    """Train layers between which ranks share positions: compiled, with weights' gradients made later, and again."""
     blocks = [(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(2)]
-    model = nn.Sequential(*(layer for block in blocks for layer in block))
-    plain, values = copy.deepcopy(model), _values(4, 6)
-    pipe = _split(model, values, compile={"backend": "aot_eager"})
-    loss = pipe.train_step(values, target=values, loss_fn=F.mse_loss)
-    found = [torch.allclose(loss, expected := F.mse_loss(plain(values), values)), "not compiled" not in pipe.report()]
+    plain, values, found = nn.Sequential(*(layer for block in blocks for layer in block)), _values(4, 6), []
+    expected = F.mse_loss(plain(values), values)
     expected.backward()
+    ways: list[dict[str, Any]] = [{"compile": {"backend": "aot_eager"}}, {"schedule": "zb_h1"}, {"recompute": "always"}]
+    for how in ways:
+        model = copy.deepcopy(plain)
+        model.zero_grad()
+        pipe = _split(model, values, **how)
+        loss = pipe.train_step(values, target=values, loss_fn=F.mse_loss)
+        found += [torch.allclose(loss, expected), "not compiled" not in pipe.report()]
+        pipe.unsplit()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        found += [torch.allclose(one.grad, other.grad, atol=1e-6) for one, other in pairs]
+    return found
+
+
+def seeded() -> list[bool]:
+    """Train with dropout by seeds, as a pipe of one process does."""
+    blocks = [(nn.LayerNorm(WIDTH), nn.Dropout(), nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))] * 3
+    model, values = nn.Sequential(*(copy.deepcopy(layer) for block in blocks for layer in block)), _values(4, 6)
+    alone = autosplit(copy.deepcopy(model), ["cpu"], chunks=2, sample=values, rng="counter")
+    pipe, losses = _split(model, values, rng="counter"), []
+    for each in (alone, pipe):
+        torch.manual_seed(4)
+        losses.append(each.train_step(values, target=values, loss_fn=F.mse_loss))
     pipe.unsplit()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return [*found, *(torch.allclose(one.grad, other.grad, atol=1e-6) for one, other in pairs)]
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return [torch.allclose(*losses), *(torch.allclose(one.grad, other.grad, atol=1e-6) for one, other in pairs)]
 
 
-@pytest.mark.parametrize("call", [outputs, kept_whole, states, on_meta, compiled])
+@pytest.mark.parametrize("call", [outputs, kept_whole, states, on_meta, in_parts, seeded])
 def test_two_ranks(ranks: Pool, call: Callable[[], list[bool]]) -> None:
     for found in ranks(2).run(call):
         assert all(found), found

@@ -145,7 +145,7 @@ def test_a_saved_plan_is_costed_anew(given: Plan, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("runtime", "least", "most"), [("autosplit", 0.55, 0.9), ("megatron", 0.5, 0.56)])
 def test_tensor_parallel_ranks_hold_less(runtime: str, least: float, most: float) -> None:
-    """A rank has half of what lies between products; what these take it gathers, and keeps unless as Megatron-LM."""
+    """A rank has half of what lies between products and of what these take; autosplit's last stage has whole logits."""
     asked: dict[str, Any] = {"zero": 0, "schedule": "1f1b", "chunks": 4, "recompute": "never", "runtime": runtime}
     asked["optimizer"] = "none"  # else the most is held in its step
     own, whole = _llama(mesh="dp=2,tp=2,pp=2", **asked), _llama(mesh="dp=4,pp=2", rows=32, **asked)

@@ -53,18 +53,19 @@ def _kinds(shares: TensorShares, module: str) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_shares_of_llama(llama: tuple[TracedGraph, Profile], *, sequence: bool) -> None:
-    """A rank has its part of products, heads, parameters and, between pairs, positions; Megatron-LM gathers again."""
+    """A rank has its part of products, heads, parameters and, between pairs, positions, gathered in both passes."""
     graph, costs = llama
     shares = _shares(graph, 4, sequence=sequence)
     part = NodeShare(0.25, 0.25)
     assert shares.of("layers.1#0/mul_0") == shares.of("layers.1#0/add_0") == part
     assert {share.work for name, share in shares.nodes.items() if "layers.1" in name} == {0.25}
     gathered = {name for name, share in shares.nodes.items() if "layers.1" in name and share.held == 1}
-    assert gathered == (set() if sequence else {"layers.1.before#0", "layers.1.behind#0"})
+    assert gathered == set()
+    assert shares.of("layers.1.up#0").whole == ("" if sequence else "layers.1.behind#0")
     assert shares.of("layers.1.down#0").forward == (Collective("reduce_scatter", "layers.1.down#0"),)
     assert _kinds(shares, "layers.1") == (
         ["all_gather"] * 2 + ["reduce_scatter"] * 2,
-        ["all_gather"] * (4 if sequence else 2) + ["all_reduce"] * (0 if sequence else 2) + ["reduce_scatter"] * 2,
+        ["all_gather"] * 4 + ["all_reduce"] * (0 if sequence else 2) + ["reduce_scatter"] * 2,
     )  # two norms' scales are summed in every backward, by Megatron-LM once per step
     gathers = {name: share.forward for name, share in shares.nodes.items() if "layers.1" in name and share.forward}
     assert gathers["layers.1.gate#0"] == (Collective("all_gather", "layers.1.behind#0"),)  # where it hides beside work

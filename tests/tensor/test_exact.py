@@ -13,11 +13,15 @@ from torch import Tensor, nn
 
 from autosplit.errors import InputError
 from autosplit.options import Sample
+from autosplit.tensor.axes import Shard
 from autosplit.tensor.collectives import Sharing, local_part
 from autosplit.tensor.entropy import ClassLoss, CrossEntropyInParts
+from autosplit.tensor.local import DropoutInPart
 from autosplit.tensor.plan import TensorPlan, tensor_plan
+from autosplit.tensor.products import GatheredProducts
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import trace
+from autosplit.weight_gradients import DeferredWeightGrads, uses_to_defer
 from benchmarks.tensor_graph import rank_graph
 from benchmarks.tensor_threads import RANKS, threads
 from tests.tensor.nets import LENGTH, ROWS, WIDTH
@@ -205,6 +209,71 @@ def test_a_target_that_is_no_class_is_refused_as_by_the_whole_loss() -> None:
     for wrong in (4, -1):
         with pytest.raises(RuntimeError, match="out of bounds"):
             loss(torch.zeros(1, 2), torch.tensor([wrong]))
+
+
+HOOKS: dict[str, Callable[[nn.Linear], Any]] = {
+    "no": lambda layer: None,
+    "behind": lambda layer: layer.register_forward_hook(lambda module, args, result: 2 * result),
+    "before": lambda layer: layer.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    "in place": lambda layer: layer.register_forward_pre_hook(lambda module, args: (args[0].mul_(2),)),
+}
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_products_gather_once_in_each_pass(hook: str, *, later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those with hooks, and for weights' gradients that are made later."""
+    torch.manual_seed(3)
+    first, layer = nn.Linear(WIDTH, ODD, bias=False), nn.Linear(WIDTH, ODD)
+    HOOKS[hook](layer)
+    values, shard, gathers = torch.randn(ROWS, LENGTH, WIDTH), Shard(1, ((1, LENGTH),)), []
+    gathered = Sharing.gathered
+    monkeypatch.setattr(Sharing, "gathered", lambda self, local: gathers.append(self.rank) or gathered(self, local))
+
+    def gradients(value: Tensor, call: Callable[[Tensor], Any], leaves: list[Tensor]) -> dict[int, Tensor]:
+        loss = sum(result.square().sum() for result in call(value))
+        asked = {id(leaf) for leaf in leaves}
+        late = DeferredWeightGrads.of(uses_to_defer([loss], asked, {*asked, id(value)}) if later else ())
+        now = [value, *(leaf for leaf in leaves if id(leaf) not in late.leaves)]
+        found = torch.autograd.grad(loss, [*now, *late.edges])
+        late.catch(found[len(now) :])
+        result = {id(leaf): gradient for leaf, gradient in zip(now, found, strict=False)}
+        return result | {id(leaf): gradient for product in late.products for leaf, gradient in product.gradients()}
+
+    leaves = [first.weight, *layer.parameters()]
+    whole = values.clone().requires_grad_()
+    expected = gradients(whole, lambda value: (first(value), layer(value + 0)), leaves)
+
+    def ran(rank: int) -> None:
+        local = local_part(values, shard, rank, RANKS).requires_grad_()
+        products = GatheredProducts(shard, Sharing(rank, RANKS), (None, deepcopy(layer)))
+        state = (first.weight, None, layer.weight, layer.bias)
+        found = gradients(local, lambda value: products(value, *state), leaves)
+        back = local_part(expected[id(whole)], shard, rank, RANKS)
+        torch.testing.assert_close(found[id(local)], RANKS * back)  # each rank has all of the products
+        for leaf in leaves:
+            torch.testing.assert_close(found[id(leaf)], expected[id(leaf)])
+
+    with threads() as group:
+        group.run(ran)
+    assert sorted(gathers) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("layer", [F.dropout, nn.Dropout(0.3)])
+def test_dropout_by_a_seed_takes_its_part_of_the_whole_mask(layer: Any) -> None:
+    values, shard = torch.rand(ROWS, LENGTH, WIDTH) + 1, Shard(1, ((1, LENGTH),))
+    given = () if isinstance(layer, nn.Module) else (0.3,)
+
+    def drawn(run: Any, value: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return run(value, *given)
+
+    whole = drawn(layer, values)
+    for rank in range(RANKS):
+        run = DropoutInPart(layer, 1, shard.indices(rank, RANKS), LENGTH)
+        torch.testing.assert_close(
+            drawn(run, local_part(values, shard, rank, RANKS)), local_part(whole, shard, rank, RANKS)
+        )
 
 
 def _cut_or_refused(model: Tied, exact: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections import Counter, defaultdict
 from itertools import product
 from typing import Any
@@ -55,7 +54,10 @@ def test_a_pair_is_sharded_by_columns_and_rows_with_one_sum_each_way() -> None:
 
 @pytest.mark.parametrize("length", [6, 5])
 def test_between_pairs_ranks_share_positions_where_they_divide(length: int) -> None:
-    """Per pair no more is sent than by Megatron-LM: a gather and a scatter each way, in the place of a sum."""
+    """Per pair no more is sent than by Megatron-LM: a gather and a scatter each way, and the gather once more.
+
+    Norms save their part of what they take, and products of what is gathered.
+    """
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(), Pair()) for _ in range(3))).to("meta")
     traced = trace(model, Sample(torch.zeros(ROWS, length, WIDTH, device="meta"))).graph
     draws = {info.name for _, info in traced.compute_nodes() if info.random}
@@ -66,28 +68,33 @@ def test_between_pairs_ranks_share_positions_where_they_divide(length: int) -> N
         assert Counter(sent) == {("all_reduce", "forward"): 3, ("all_reduce", "backward"): 2}
         return
     between = dict.fromkeys(product(("all_gather", "reduce_scatter"), ("forward", "backward")), 2)
-    assert Counter(sent) == between | {("all_reduce", "forward"): 1}  # the last one's sum
+    last = {("all_reduce", "forward"): 1, ("all_gather", "backward"): 4}  # a sum; weights' gradients gather again
+    assert Counter(sent) == between | last
     whole = tensor_plan(traced, ranks=2, rows=ROWS, draws=draws, sequence=False)
-    apart, together = (_saved_by_norms(traced, each, length)[1:] for each in (plan, whole))
-    assert together == [size + 2 * ROWS * length * 4] * 2  # what they take, with a mean and a deviation per position
-    assert [2 * saved for saved in apart] == together
+    taken = size + 2 * ROWS * length * 4  # what a norm takes, with a mean and a deviation per position
+    assert _saved(traced, whole, length) == [taken] * 3 + [size] * 3
+    assert _saved(traced, plan, length) == [taken, taken / 2, taken / 2, size, size / 2, size / 2]
 
 
-def _saved_by_norms(traced: TracedGraph, plan: TensorPlan, length: int) -> list[int]:
-    """Return the bytes of activations that a rank's norms save for the backward."""
+def _saved(traced: TracedGraph, plan: TensorPlan, length: int) -> list[int]:
+    """Return the bytes of activations that a rank's norms save for the backward, and then those of column products."""
     module, saved = rank_graph(traced, plan, rank=0, alone=True), defaultdict[str, int](int)
+    names = {n.args[0].name: n.name for n in module.graph.nodes if n.target is operator.getitem}
 
     class Noting(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             def note(tensor: torch.Tensor) -> torch.Tensor:
-                saved[n.name] += tensor.numel() * tensor.element_size() * (tensor.ndim > 1)
+                activation = tensor.untyped_storage().data_ptr() not in weights
+                saved[names.get(n.name, n.name)] += tensor.numel() * tensor.element_size() * activation
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 return super().run_node(n)
 
-    Noting(module.to_empty(device="cpu")).run(ROWS, torch.zeros(ROWS, length, WIDTH, requires_grad=True))
-    return [count for name, count in saved.items() if re.fullmatch(r"_\d_0_0", name)]
+    module = module.to_empty(device="cpu")
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    Noting(module).run(ROWS, torch.zeros(ROWS, length, WIDTH, requires_grad=True))
+    return [saved[f"_{n}_{kind}"] for kind in ("0_0", "2_b_0") for n in range(3)]
 
 
 def test_halves_of_a_fused_gate_are_cut_each_for_itself() -> None:
@@ -129,8 +136,8 @@ def test_an_embedding_and_a_head_are_sharded() -> None:
 def test_repeated_blocks_take_over_what_their_template_was_given() -> None:
     few, many = (planned(Language(*(Pair() for _ in range(n)), tied=False), words=True) for n in (3, 9))
     assert {dims(many)[f"parts.{n}.b.weight"] for n in range(9)} == {dims(few)["parts.1.b.weight"]}
-    more = many.wire_bytes - few.wire_bytes
-    assert more == 6 * 2 * ROWS * LENGTH * WIDTH * 4
+    half = ROWS * LENGTH * WIDTH * 4 / 2
+    assert many.wire_bytes - few.wire_bytes == 6 * 5 * half  # two moves each way, and a gather again
 
 
 def test_a_rank_has_its_share_of_what_is_sharded() -> None:

@@ -15,10 +15,10 @@ from autosplit.profile.node_costs.shadow import shadow
 from autosplit.tensor.axes import Shard
 from autosplit.tensor.build import rank_recording
 from autosplit.tensor.collectives import Sharing
+from autosplit.tensor.local import draws_in_parts
 from autosplit.tensor.part import PARTS, Part
 from autosplit.tensor.plan import TensorPlan, check_sharded, tensor_plan
 from autosplit.trace.graph import TracedGraph
-from autosplit.trace.recording.draw_rules import with_plain_numbers
 
 
 class TensorParallel:
@@ -38,12 +38,13 @@ class TensorParallel:
 
     def recording(self, traced: TracedGraph, rows: int) -> TracedGraph:
         """Return what this column runs of a recording of the whole model."""
-        return rank_recording(traced, self._plan(traced, rows), self._sharing)
+        return rank_recording(traced, self._plan(traced, rows), self._sharing, plain_numbers=self._plain_numbers)
 
     def alone(self, traced: TracedGraph, rows: int) -> TracedGraph:
         """Return the same on parts of its own, without collectives: what a rank computes, for the plan."""
         plan = self._plan(traced, rows)
-        recording = rank_recording(traced, plan, Sharing(self._sharing.rank, plan.ranks, alone=True))
+        alone = Sharing(self._sharing.rank, plan.ranks, alone=True)
+        recording = rank_recording(traced, plan, alone, plain_numbers=self._plain_numbers)
         names = {id(tensor): name for name, tensor in traced.root.named_parameters(remove_duplicate=False)}
 
         def kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,8 +56,7 @@ class TensorParallel:
     def _plan(self, traced: TracedGraph, rows: int) -> TensorPlan:
         if self._planned is not None and self._planned[0] is traced:
             return self._planned[1]
-        infos = with_plain_numbers(info for _, info in traced.compute_nodes()) if self._plain_numbers else ()
-        draws, pins = {info.name for info in infos}, None
+        draws, pins = draws_in_parts(traced, plain=self._plain_numbers), None
         if self.plan is not None:
             pins = {n: layout.dim if isinstance(layout, Shard) else None for n, layout in self.plan.parameters.items()}
         plan = tensor_plan(traced, ranks=self._sharing.ranks, rows=rows, pins=pins, draws=draws)

@@ -6,14 +6,14 @@
 ```
 
 Between pairs of products ranks share positions where the plan has them so (Korthikanti et al. 2022, arXiv 2205.05198):
-row products scatter their sums, and what column products take is gathered. Megatron-LM keeps the parts of that and
-gathers them in the backward once more, and computes the loss on parts of the words (Shoeybi et al. 2019, arXiv
-1909.08053). No pipe runs so: a plan assumes it for the runtimes that do (`autosplit.runtimes`).
+row products scatter their sums, and what column products take is gathered in both passes and kept in parts. Megatron-LM
+computes any loss on parts of the words too (Shoeybi et al. 2019, arXiv 1909.08053), a pipe only that of the model's own
+forward: a plan assumes it for the runtimes that do (`autosplit.runtimes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from autosplit.profile.shares import Collective, NodeShare, TensorShares
@@ -29,15 +29,20 @@ def shares_of(plan: TensorPlan, traced: TracedGraph, *, sequence: bool) -> Tenso
     fraction, gives = 1 / plan.ranks, {node.name: node.gives[0] for node in plan.nodes.values() if node.gives}
     names = {id(parameter): name for name, parameter in traced.root.named_parameters()}
     first = {name: names[id(tensor)] for name, tensor in traced.root.named_parameters(remove_duplicate=False)}
-    sent = [*(_as_megatron(plan, gives) if sequence else plan.collectives)]
+    again = {plan.nodes[key].name for key in plan.gathered}
+    sent = [*(_as_megatron(plan, gives, again) if sequence else plan.collectives)]
     moved = {(each.node, each.collective.kind) for each in sent if each.collective.phase == "forward"}
+    pairs = ((key, name) for key, names in plan.gathered.items() for name in names if not sequence)
+    gathered = {name: plan.nodes[key].name for key, name in pairs}
     nodes, positions = {}, set(_with_positions(traced, plan.ranks)) if sequence else set()
-    for node in plan.nodes.values():
-        held = isinstance(gives.get(node.name), Shard) and (sequence or (node.name, "all_gather") not in moved)
+    for key, node in plan.nodes.items():
+        kept = sequence or node.name in again or (node.name, "all_gather") not in moved
+        held = isinstance(gives.get(node.name), Shard) and kept
         held |= bool(node.sums)  # what a loss keeps is its part of the softmax
         held |= (node.name, "reduce_scatter") in moved and (node.name, "all_reduce") not in moved
         whole = node.share == 1 and node.name in positions  # as the first layer's residual stream may be in the plan
-        nodes[node.name] = NodeShare(fraction if whole else node.share, fraction if held or whole else 1.0)
+        parts = fraction if whole else node.share, fraction if held or whole else 1.0
+        nodes[node.name] = NodeShare(*parts, whole=gathered.get(key, ""))
     for each in sent:
         # Sums are waited for behind what makes them, gathers in front of what takes them: beside products.
         at = each.node if gives.get(each.node) is PARTIAL or each.users[0] not in nodes else each.users[0]
@@ -58,16 +63,16 @@ def _with_positions(traced: TracedGraph, ranks: int) -> Iterator[str]:
             yield info.name
 
 
-def _as_megatron(plan: TensorPlan, gives: Mapping[str, Placement]) -> Iterator[NodeCollective]:
+def _as_megatron(plan: TensorPlan, gives: Mapping[str, Placement], again: Collection[str]) -> Iterator[NodeCollective]:
     """Yield the collectives where outputs stay parts for the loss, and what was gathered is so in the backward too.
 
     Gradients of norms, which see a rank's positions, are summed once per step (``finalize_model_grads``), not in every
-    backward: a few bytes, which are left out.
+    backward: a few bytes, which are left out. ``again``: the values that the plan gathers so.
     """
     for each in plan.collectives:
         summed = each.node in plan.parameters and each.collective.phase == "backward"
         if summed or (each.users == ("output",) and isinstance(gives.get(each.node), Shard)):
             continue
         yield each
-        if (each.collective.kind, each.collective.phase) == ("reduce_scatter", "backward"):
+        if (each.collective.kind, each.collective.phase) == ("reduce_scatter", "backward") and each.node not in again:
             yield replace(each, collective=replace(each.collective, kind="all_gather"))

@@ -92,6 +92,7 @@ class _Rank:
         loss, loss_s = self._made(node.forward_operations[len(bare.forward_operations) :], share.held)
         back, back_s = self._made(node.backward_operations[len(bare.backward_operations) :], share.held)
         by_storage, later = dict.fromkeys(node.saved, share.held), share.work if bare is node else share.held
+        whole = 2 * self._bytes(share.whole) if share.whole else 0  # as it comes in, and put together
         saved = {storage: round(size * {**by_storage, **self.held}[storage]) for storage, size in node.saved.items()}
         return replace(
             node,
@@ -102,8 +103,8 @@ class _Rank:
             output_bytes=round(node.output_bytes * share.held),
             saved=saved,
             outputs={storage: round(size * self.held[storage]) for storage, size in node.outputs.items()},
-            forward_transient_bytes=round(node.forward_transient_bytes * share.work),
-            backward_transient_bytes=round(node.backward_transient_bytes * later),
+            forward_transient_bytes=round(node.forward_transient_bytes * share.work) + whole,
+            backward_transient_bytes=round(node.backward_transient_bytes * later) + whole,
         )
 
     def waits_s(self, collectives: Iterable[Collective]) -> float:

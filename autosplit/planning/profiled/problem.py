@@ -26,11 +26,11 @@ from autosplit.profile.node_costs.work import cost_model_of
 from autosplit.profile.shares import TensorShares
 from autosplit.profile.stage_trace.trace_memo import TraceMemo
 from autosplit.profile.types import Profile
+from autosplit.tensor.local import draws_in_parts
 from autosplit.tensor.plan import check_sharded, tensor_plan
 from autosplit.trace.borrowed.state import borrowed
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.ladder import Trace
-from autosplit.trace.recording.draw_rules import with_plain_numbers
 from autosplit.trace.rows.probe import probe_inputs
 from cost_models.collectives import Group
 from cost_models.specs import DeviceSpec
@@ -174,10 +174,9 @@ class RecordedModel:
         if parallel.tp == 1:
             return TensorShares()
         if key not in self._shares:
-            infos = [info for _, info in traced.compute_nodes()]
-            if not parallel.sequence:
-                infos = [*with_plain_numbers(infos)] if rng == "plain" else []
-            draws = {info.name for info in infos if info.random}
+            draws = draws_in_parts(traced, plain=rng == "plain")
+            if parallel.sequence:
+                draws = {info.name for _, info in traced.compute_nodes() if info.random}
             plan = tensor_plan(traced, ranks=parallel.tp, rows=self.rows, draws=draws)
             check_sharded(plan)
             self._shares[key] = shares_of(plan, traced, sequence=parallel.sequence)

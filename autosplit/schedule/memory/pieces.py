@@ -81,12 +81,17 @@ class StageTrace:
     guessed_bytes: int = 0
 
 
+_GATHERED = -1
+"""The storage of what a rank gathers for a node."""
+
+
 @dataclass(frozen=True)
 class RankParts:
     """Which part of a stage's storages a rank has: by the node that makes them, or by the parameter of a gradient.
 
     ``forward`` and ``backward`` are for what a node makes in each pass, ``border`` for what arrives from other stages;
     what is not named is whole. ``gradients``: the part of every gradient that data-parallel ranks keep beside that.
+    ``gathered``: the bytes that a node has beside that while it runs.
     """
 
     forward: Mapping[str, float]
@@ -94,6 +99,7 @@ class RankParts:
     states: Mapping[str, float]
     border: float = 1.0
     gradients: float = 1.0
+    gathered: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, trace: StageTrace) -> StageTrace:
         """Return a rank's part of a trace."""
@@ -104,7 +110,10 @@ class RankParts:
             for step in steps:
                 share = nodes.get(step.node, 1.0) if step.node else self.border
                 changes = ((storage, count * share_of.setdefault(storage, share)) for storage, count in step.changes)
-                scaled.append(NodeStep(step.node, tuple((storage, round(count)) for storage, count in changes)))
+                rounded = tuple((storage, round(count)) for storage, count in changes)
+                if count := self.gathered.get(step.node):
+                    rounded = (_GATHERED, count), *rounded, (_GATHERED, -count)
+                scaled.append(NodeStep(step.node, rounded))
             return tuple(scaled)
 
         forward = of_rank(trace.forward, self.forward)
@@ -298,7 +307,7 @@ def _cotangents(
     trace: StageTrace, *, order: Iterable[str], taken: Iterable[int], new: Mapping[int, int]
 ) -> dict[str, int]:
     """Return, by node, the storage that its own steps free and that is as large as its output's gradient."""
-    used = set(taken)
+    used = {_GATHERED, *taken}
     cotangents: dict[str, int] = {}
     for node in order:
         wanted = trace.split[node].cotangent_bytes
