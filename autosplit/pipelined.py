@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -40,8 +41,9 @@ from autosplit.recorded import (
 from autosplit.recordings import Recordings
 from autosplit.runtime.lanes.ambient import needs_one_thread
 from autosplit.runtime.lanes.lanes import Lane
-from autosplit.runtime.lanes.threads import LaneThreads, forwards
+from autosplit.runtime.lanes.threads import LaneThreads
 from autosplit.runtime.loss.proof import Proofs
+from autosplit.runtime.lower.once import emit_ending, emit_setup
 from autosplit.runtime.lower.program import STATE, emit
 from autosplit.runtime.step import engine, middle
 from autosplit.runtime.step_log import StepLog
@@ -237,6 +239,7 @@ class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphMod
             why = "the model keeps tensors of the whole batch, which the loss may read"
             return at_once(lambda: self._call(step), why, step.lanes)
         step.log = log
+        step.threads = None if needs_one_thread() or (log is not None and log.in_turn) else self._core.threads
         loss = engine.train_step(
             step,
             target=target,
@@ -244,7 +247,6 @@ class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphMod
             reduction=reduction,
             proofs=self._core.proofs,
             whole=lambda: step.recorded.traced.unflatten(self._run(replace(step, state=step.state.fresh()))),
-            threads=None if needs_one_thread() or (log is not None and log.in_turn) else self._core.threads,
         )
         self._core.recordings.leave(step, ())
         return loss
@@ -268,11 +270,11 @@ class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphMod
 
     def _run(self, step: PreparedStep) -> list[Any]:
         """Run the program of a call and return its flat outputs."""
-        recorded, graph = step.recorded, self._program(step)
-        modules = self._modules_of(recorded)
+        graph, modules = self._program(step), self._modules_of(step.recorded)
         self._show(graph, modules)
-        if (threads := self._threads(step, graph)) is not None:
-            return list(middle.call(step, threads))
+        step.threads = self._threads(step, graph)
+        if step.threads is not None:
+            return list(middle.call(step))
         program, edited = self._core.compiled[graph][0], graph in self._core.edited
         modules |= {} if edited else step.codes_by(self._core.names)
         try:
@@ -290,15 +292,13 @@ class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphMod
         That is: one microbatch, where nothing overlaps; a program that was edited; and what :func:`needs_one_thread`
         tells.
         """
-        core = self._core
-        alone = len(step.sizes) == 1 or graph in core.edited or needs_one_thread()
-        return None if alone else core.threads
+        alone = len(step.sizes) == 1 or graph in self._core.edited or needs_one_thread()
+        return None if alone else self._core.threads
 
     def _program(self, step: PreparedStep) -> fx.Graph:
         programs, count = step.recorded.programs, len(step.sizes)
         if count not in programs:
-            order = forwards(step.schedule).issue_order
-            programs[count] = emit(step.recorded.lowered, order=order, attributes=self._core.names)
+            programs[count] = emit(step.recorded.lowered, step.forwards, attributes=self._core.names)
         return programs[count]
 
     def _show(self, graph: fx.Graph, modules: Mapping[str, Any]) -> None:
@@ -341,8 +341,8 @@ class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphMod
         lengths = lengths_in(recorded.traced.lengths, [tensor.shape for tensor in tensors])
         return PreparedStep(
             recorded.lowered,
-            lambda *args: recorded.setup.forward(*args),
-            lambda *args: recorded.ending.forward(*args),
+            partial(emit_setup, recorded.lowered, recorded.parts),
+            partial(emit_ending, recorded.lowered, recorded.parts),
             Locate(recorded.lowered, core.recordings.plan, recorded.lanes, sizes),
             tensors,
             rows,

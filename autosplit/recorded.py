@@ -18,7 +18,6 @@ from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
 from autosplit.runtime.lanes.ambient import is_transformed, without_callers_modes
 from autosplit.runtime.lanes.lanes import Lane, caller_lane
-from autosplit.runtime.lower.program import emit_ending, emit_setup
 from autosplit.runtime.lower.replicas import Replicas
 from autosplit.runtime.lower.split import Lowered
 from autosplit.runtime.ops import CallState, on_lane
@@ -119,16 +118,6 @@ class Recorded:
         if lowered.epilogue is not None:
             parts["epilogue"] = on_lane(lowered.epilogue, lanes[-1])
         return parts
-
-    @cached_property
-    def setup(self) -> fx.GraphModule:
-        """The part of the program before the first cell."""
-        return emit_setup(self.lowered, self.parts)
-
-    @cached_property
-    def ending(self) -> fx.GraphModule:
-        """The part of the program behind the last cell."""
-        return emit_ending(self.lowered, self.parts)
 
 
 class FoundCall(NamedTuple):

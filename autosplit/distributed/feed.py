@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +16,12 @@ import torch.distributed as dist
 from torch import fx
 
 from autosplit.distributed.messages import Described, blank_like, described, flattened
-from autosplit.distributed.start import placeholders, slots_of
 from autosplit.distributed.world import World, attempt
+from autosplit.runtime.lower.program import ending_slots, slots_of
 from autosplit.runtime.lower.split import Lowered
+from autosplit.runtime.ops import OUT
 from autosplit.runtime.step.step import Step
+from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.objects import one_tensor, take_apart
 from autosplit.trace.reductions.own_loss import form_of
 
@@ -83,5 +86,21 @@ def takers_of(step: Step, ranks: Sequence[Sequence[int]]) -> dict[int, set[int]]
     late += [value.name for value in lowered.outputs if isinstance(value, fx.Node)]
     for name in late:
         takers[name].update(ranks[-1])
-    names = [node.name for node in placeholders(lowered.traced.graph)]
+    names = [n.name for n in lowered.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta]
     return {names.index(name): members for name, members in takers.items() if name in names}
+
+
+def pairs_of(lowered: Lowered, ranks: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
+    """Return the ranks between which anything travels, as sender and receiver; gradients go the other way.
+
+    ``ranks`` are those of each stage's replicas, which tell each other losses and gradients.
+    """
+    layout, last = lowered.layout, len(ranks) - 1
+    routes = {(source, stage) for stage, region in enumerate(layout.stages) for source in region.received}
+    routes |= {(stage, last) for stage, region in enumerate(layout.stages) if OUT in region.sent}
+    slots = [(stage, slot) for stage in range(len(ranks)) for slot in slots_of(layout, stage)]
+    slots += [(last, slot) for slot in ending_slots(lowered)]
+    routes |= {(layout.home[slot.value], stage) for stage, slot in slots if slot.value in layout.home}
+    pairs = {pair for source, target in routes for pair in product(ranks[source], ranks[target])}
+    pairs |= {pair for members in ranks for pair in product(members, members)}
+    return {pair for a, b in pairs for pair in ((a, b), (b, a)) if a != b}

@@ -29,10 +29,6 @@ from autosplit.trace.borrowed.blank import is_dense
 
 Ends = Callable[[Route], tuple[int, Sequence[int]]]
 """Gives the rank that sends what goes a way, and those that receive it."""
-SHARED = -1
-"""The microbatch of what goes once per step: shared values and tied parameters."""
-ENDING = -2
-"""The microbatch of such values for what comes behind the last cell."""
 
 
 class Described(NamedTuple):

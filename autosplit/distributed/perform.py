@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -17,8 +17,9 @@ from autosplit.distributed.units import Units
 from autosplit.distributed.world import World
 from autosplit.parallel import Parallel
 from autosplit.runtime.lanes.threads import backwards, forwards
+from autosplit.runtime.step.cells import parameters
 from autosplit.runtime.step.step import Step
-from autosplit.runtime.step.sums import Sums
+from autosplit.runtime.step.sums import Held, Sums
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.entry import Entry, Receive, Reduce, Reshard, Send, Unshard
 from autosplit.schedule.order import (
@@ -57,49 +58,51 @@ class PerformedStep(Step):
         """The stages of this rank, ascending."""
         return [stage for stage, members in enumerate(self.ranks) if self.world.rank in members]
 
-    def perform(self, schedule: Schedule, cells: Any) -> None:
-        """Perform this rank's actions of a schedule, its receives and its sends, where the global order has them.
+    def entries(self, schedule: Schedule, cells: Any) -> Sequence[Entry]:
+        """Return this rank's actions of a schedule, its receives and its sends, where the global order has them.
 
         Where actions gather parameters, the order is that of the replica with the most microbatches, and those that
         this one does not have gather and scatter only.
         """
-        transport = cells.transport
+        transport, rank = cells.transport, self.world.rank
         receives: Receives = "ahead" if transport.known.complete else "described"
         schedule = self._of_all(schedule) if self.by_units else schedule
 
         def compiled() -> Any:
-            order = step_order(schedule, cells.sources, cells.loss_sources, receives=receives)
+            order = step_order(schedule, self.lowered.sources, cells.loss_sources, receives=receives)
             order = tuple(issued for issued in order if self._takes_part(issued.entry))
-            entries = of_device(order, self.world.rank)
+            entries = of_device(order, rank)
             sent = {entry.route for entry in entries if isinstance(entry, Send)}
-            return self._completed(entries, schedule.marks), arrivals(order, self.world.rank), sent
+            return self.completed(cells.listed(entries), schedule, rank), arrivals(order, rank), sent
 
         key = "order", schedule.name, schedule.microbatches, len(self.sizes), cells.loss_sources, receives, self.alone
         entries, transport.arrivals, transport.ordered = self.once(key, compiled)
-        beside: Reduce | None = None
-        for entry, following in zip_longest(entries, entries[1:]):
-            if isinstance(entry, Action):
-                if entry.microbatch >= len(self.sizes):
-                    continue
+        return entries
+
+    def do(self, cells: Any, entry: Entry, before: Entry | None = None, after: Entry | None = None) -> None:
+        """Perform an entry: sums right behind the backward that they follow begin beside that.
+
+        ``cells`` None: this replica has no rows.
+        """
+        if isinstance(entry, Action):
+            if entry.microbatch < len(self.sizes):
                 self.world.watch.doing(entry)
-                if self.overlaps and isinstance(following, Reduce) and (following.stage, "B") == entry[:2]:
-                    beside = following
-                    with self._reducing(cells.replicas(entry.stage)[0]):
-                        cells.act(entry)
-                else:
-                    cells.act(entry)
-                continue
-            if isinstance(entry, Receive):
-                transport.expect(entry.route)
-            elif isinstance(entry, Send):
-                transport.release(entry.route)
-            elif isinstance(entry, (Unshard, Reshard)):
-                self._gather(entry, following, cells)
-            elif self.overlaps and entry is not beside:
-                with self._reducing(cells.replicas(entry.stage)[0]):
-                    pass
-            if self.log is not None:
-                self.log.note(entry)
+                with self._reducing(cells, entry.stage) if self._is_beside(entry, after) else nullcontext():
+                    super().do(cells, entry)
+            return
+        if isinstance(entry, Receive):
+            cells.transport.expect(entry.route)
+        elif isinstance(entry, Send):
+            cells.transport.release(entry.route)
+        elif isinstance(entry, (Unshard, Reshard)):
+            self._gather(entry, after, cells)
+        elif not isinstance(entry, Reduce):
+            super().do(cells, entry)
+        elif self.overlaps and not self._is_beside(before, entry):
+            with self._reducing(cells, entry.stage):
+                pass
+        if self.log is not None:
+            self.log.note(entry)
 
     @property
     def passing(self) -> Collection[int]:
@@ -126,10 +129,10 @@ class PerformedStep(Step):
         """Tell whether this replica has an entry: messages of its microbatches only, and all actions."""
         return not isinstance(entry, (Receive, Send)) or entry.route.microbatch < len(self.sizes)
 
-    def _completed(self, entries: Sequence[Entry], marks: Sequence[Sequence[tuple[int, str]]]) -> Sequence[Entry]:
+    def completed(self, entries: Sequence[Entry], schedule: Schedule, lane: int) -> Sequence[Entry]:
         """Return this rank's list with its sums, and with what it gathers."""
         if not self.alone and (self.units is None or self.by_units):
-            entries = self.parallel.entries(entries, marks[self.world.rank] if marks else ())
+            entries = self.parallel.entries(entries, schedule.marks[lane] if schedule.marks else ())
         check_state(entries)
         return entries
 
@@ -170,8 +173,13 @@ class PerformedStep(Step):
             yield handed
             handed += self.reductions.tensors()
 
-    def _reducing(self, sums: Sums) -> AbstractContextManager[None]:
+    def _reducing(self, cells: Any, stage: int) -> AbstractContextManager[None]:
         """Begin to add up the gradients of a stage's parameters, but for those that may get more behind the actions."""
+        if cells is None:
+            sums = Sums(Held(stage, 0), self.codes[Held(stage, 0)], self.lanes[stage], (), None)
+            sums.use(parameters(self)[sums.held])
+        else:
+            sums = cells.replicas(stage)[0]
         shared = {id(tensor) for tensor in self._shared_parameters()}
         return self.reductions.beside([p for p in sums.parameters if id(p) not in shared], sums)
 
@@ -181,10 +189,14 @@ class PerformedStep(Step):
         names = self.once("shared parameters", lambda: self.lowered.layout.read_once())
         return [attrgetter(name)(root) for name in names]
 
-    def _gather_with_others(self, schedule: Schedule) -> None:
-        """Gather and scatter parameters, as the other replicas' actions do."""
-        if self.by_units:
-            entries = self._completed(schedule.lanes[self.world.rank], schedule.marks)
-            for entry, following in pairwise((*entries, None)):
-                if isinstance(entry, (Unshard, Reshard)):
-                    self._gather(entry, following, None)
+    def perform_with_others(self, schedule: Schedule) -> None:
+        """Perform what this rank's list has beside actions and messages, as the other replicas do."""
+        rank = self.world.rank
+        for entry, after in pairwise((*self.completed(schedule.lanes[rank], schedule, rank), None)):
+            if entry is not None and not isinstance(entry, Action):
+                self.do(None, entry, after=after)
+
+    def _is_beside(self, action: Entry | None, entry: Entry | None) -> bool:
+        """Tell whether an entry is a sum that begins while the action before it makes the gradients."""
+        behind = isinstance(entry, Reduce) and isinstance(action, Action) and action[:2] == (entry.stage, "B")
+        return behind and self.overlaps

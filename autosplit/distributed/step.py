@@ -17,17 +17,14 @@ from autosplit.distributed.groups import default_timeout
 from autosplit.distributed.messages import Descriptions, Messages, Sent, arrived
 from autosplit.distributed.perform import PerformedStep
 from autosplit.distributed.replicas import Share, added_in_order, adding_gradients, join_statistics
-from autosplit.distributed.start import RankStart, begin
 from autosplit.distributed.words import digest
 from autosplit.distributed.world import attempt
 from autosplit.errors import DeviceError, InputError, as_known, known_to_all
 from autosplit.runtime.lanes.threads import forwards
 from autosplit.runtime.lower.split import named_state
 from autosplit.runtime.norms import update_statistics
-from autosplit.runtime.step.cells import parameters
-from autosplit.runtime.step.sums import Held, Sums
 from autosplit.runtime.tape import Tape
-from autosplit.schedule.entry import Reduce, Route
+from autosplit.schedule.entry import Route
 from autosplit.trace.graph import NodeClass
 
 
@@ -123,13 +120,6 @@ class RankStep(PerformedStep):
                 if not (known_to_all(error) or isinstance(error, DeviceError)):
                     self.world.watch.failed(error)
                 raise
-
-    def start(self) -> RankStart:
-        """Run what comes before this rank's first cell."""
-        with self.located():
-            transport = self.transport(detached=torch.is_grad_enabled())
-            start = begin(self, transport, ending=self.whole)
-            return replace(start, adding=self.adding_gradients)
 
     def check_free(self, leaves: Sequence[torch.Tensor]) -> None:
         """Raise InputError where the loss has parameters of its own: every rank has others."""
@@ -261,15 +251,7 @@ class RankStep(PerformedStep):
     def stand_by(self) -> torch.Tensor:
         """Take part in a step of which this replica has no rows; return its loss."""
         with torch.inference_mode(False), torch.enable_grad():
-            schedule = self.planned(self.most)
-            self._gather_with_others(schedule)
-            for entry in self._completed(schedule.lanes[self.world.rank], schedule.marks) if self.overlaps else ():
-                if isinstance(entry, Reduce):
-                    held = Held(entry.stage, 0)
-                    sums = Sums(held, self.codes[held], self.lanes[entry.stage], (), None)
-                    sums.use(parameters(self)[held])
-                    with self._reducing(sums):
-                        pass
+            self.perform_with_others(self.planned(self.most))
             value: torch.Tensor = self.outcome(lambda: None)
             with self.adding_gradients():
                 pass
@@ -278,7 +260,7 @@ class RankStep(PerformedStep):
 
     def stand_by_forward(self) -> None:
         """Take part in a call for which this replica has no rows."""
-        self._gather_with_others(forwards(self.planned(self.most)))
+        self.perform_with_others(forwards(self.planned(self.most)))
         self._end_standing_by()
 
     def _end_standing_by(self) -> None:

@@ -23,6 +23,8 @@ from autosplit.runtime.tape import DRAWING, Tape
 
 OUT = "out"
 """The name, among a stage's bundles, of the one for the epilogue and the caller."""
+SHARED, ENDING = -1, -2
+"""The microbatch of what goes, or is drawn, once per step: before the first cell, and behind the last."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class CallState:
 
 
 class CellContext(NamedTuple):
-    """Which cell an operation runs in: the call's state, and the microbatch (-1: before the first, -2: behind all)."""
+    """Which cell an operation runs in: the call's state, and the microbatch, or `SHARED`, or `ENDING`."""
 
     state: CallState
     microbatch: int

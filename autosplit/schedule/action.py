@@ -41,7 +41,9 @@ class Action(NamedTuple):
 
 
 def describe(action: Action) -> str:
-    """Return an action in words: ``stage 2, backward, microbatch 5``."""
+    """Return an action in words: ``stage 2, backward, microbatch 5``; another entry of a list as its text."""
+    if not isinstance(action, Action):
+        return str(action)
     kinds = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients", "U": "update"}
     kind = kinds[action.kind]
     return f"stage {action.stage}, {kind}, microbatch {action.microbatch}"

@@ -116,6 +116,25 @@ def lane_lists(
     )
 
 
+def in_clock_order(schedule: Schedule, lists: Iterable[Sequence[Entry]]) -> tuple[Entry, ...]:
+    """Return the lists of all devices, with receives "taken", as one thread performs them: actions by clock tick.
+
+    A receive stands right before its device's next action, everything else right behind the one before it.
+    """
+    before, behind = defaultdict[Entry | None, list[Entry]](list), defaultdict[Entry | None, list[Entry]](list)
+    for entries in lists:
+        received, last = list[Entry](), None
+        for entry in entries:
+            if isinstance(entry, Receive):
+                received.append(entry)
+            elif isinstance(entry, Action):
+                before[entry], received, last = received, [], entry
+            else:
+                behind[last].append(entry)
+    rows = ((*before[action], action, *behind[action]) for action in schedule.issue_order)
+    return (*behind[None], *chain.from_iterable(rows))
+
+
 def of_device(order: Iterable[Issued], device: int) -> tuple[Entry, ...]:
     """Return what one device does, in order."""
     return tuple(entry for owner, entry in order if owner == device)

@@ -12,9 +12,9 @@ version that is computed with; the model's own parameters are the newest, which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from torch import fx, nn
@@ -25,7 +25,7 @@ from autosplit.planning.profiled.apply import DataflowIndex, assign
 from autosplit.recorded import Recorded
 from autosplit.runtime.lanes.lanes import Lane
 from autosplit.runtime.lower.layout import tensor_operands
-from autosplit.runtime.lower.program import emit_setup
+from autosplit.runtime.lower.once import emit_setup
 from autosplit.runtime.lower.replicas import Replicas, check_cells, replicated, stand_in
 from autosplit.runtime.lower.split import Lowered, lower, owners
 from autosplit.runtime.ops import OUT, alias, on_lane
@@ -51,7 +51,7 @@ class StreamProgram:
         lowered: its stages.
         replicas: what runs the stages' further replicas.
         lanes: those of each stage's replicas.
-        setup: what comes before a minibatch's first cell: its rows are cut into microbatches.
+        setup: makes what comes before a minibatch's first cell: its rows are cut into microbatches.
         alone: whether a minibatch is one microbatch.
         places: by name, the stage of a parameter, and where each replica reads it.
     """
@@ -59,7 +59,7 @@ class StreamProgram:
     lowered: Lowered
     replicas: tuple[Replicas, ...]
     lanes: list[list[Lane]]
-    setup: fx.GraphModule
+    setup: Callable[..., Any]
     places: dict[str, tuple[int, Places]]
     alone: bool
     orders: dict[Any, Any] = field(default_factory=dict)
@@ -113,7 +113,8 @@ def stream_program(
         for twin in twins:
             twin.__dict__["_buffers"] = twins[0]._buffers
     replicas = tuple(replace(r, places=dict.fromkeys(r.lanes, ())) for r in replicas)  # lanes put them there
-    return StreamProgram(lowered, replicas, every, emit_setup(lowered, parts), _places(model, lowered, roots), alone)
+    setup = partial(emit_setup, lowered, parts)
+    return StreamProgram(lowered, replicas, every, setup, _places(model, lowered, roots), alone)
 
 
 def _check_replicas(

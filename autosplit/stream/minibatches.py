@@ -117,8 +117,8 @@ def step_of(call: FoundCall, program: StreamProgram, options: Options, recording
     lengths = lengths_in(recorded.traced.lengths, [tensor.shape for tensor in call.tensors])
     return StreamStep(
         program.lowered,
-        program.setup.forward,
-        program.setup.forward,  # never called: a stream's cells have no ending
+        program.setup,
+        program.setup,  # never called: a stream's cells have no ending
         Locate(program.lowered, recordings.plan, recorded.lanes, sizes),
         call.tensors,
         rows,

@@ -148,7 +148,7 @@ class Segment:
                         left.discard(lane)
                         continue
                     if turn is not None and all(done.get(need) for need in turn.needs):
-                        self._act(turn.action)
+                        self._act(turn.entry)
                         for need in turn.needs:
                             done[need] -= 1
                             if not done[need]:

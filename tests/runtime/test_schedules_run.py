@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -19,6 +20,8 @@ from autosplit.runtime.lanes.threads import Turn, backwards, forwards, turns
 from autosplit.runtime.step.cells import Cells
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
+from autosplit.schedule.entry import Receive
+from autosplit.schedule.order import lane_lists
 from autosplit.weight_gradients import DeferredWeightGrads, Product, uses_to_defer
 from tests.equivalence.equality import TOLERANCE, difference
 from tests.runtime.gates import (
@@ -46,7 +49,7 @@ def turn(text: str, number: int, needs: tuple[int, ...], tells: tuple[int, ...])
 
 def test_stages_of_one_lane_send_each_other_no_messages() -> None:
     chain_and_skip = [set(), {0}, {0, 1}, {2}]
-    assert turns(build("zb_v", stages=4, microbatches=1), chain_and_skip) == (
+    assert turns(lane_lists(build("zb_v", stages=4, microbatches=1), chain_and_skip)) == (
         (
             turn("0F0", 0, (), (1,)),
             turn("3F0", 1, (7,), ()),
@@ -74,6 +77,21 @@ def test_a_call_runs_a_schedules_forwards_and_their_reverse(name: str) -> None:
         assert back == tuple(Action(a.stage, "B", a.microbatch) for a in reversed(ahead))
     both = tuple(ahead + back for ahead, back in zip(forwards(whole).lanes, backwards(whole).lanes, strict=True))
     assert len(Schedule(name, both, whole.stage_lane).clocks) == 2 * 4 * 3
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
+def test_the_program_is_the_list_of_a_call(name: str) -> None:
+    """A receive is a transfer and a send an event: between stages of one lane there are none."""
+    pipe = autosplit(Skips(), devices=["cpu"] * 2, chunks=3, schedule=name, virtual_stages=1 if name == "1f1b" else 2)
+    pipe(torch.ones(6, WIDTH))
+    schedule, [recorded] = pipe.plan.schedule_for(3), pipe._core.recordings.kept.values()
+    lists = lane_lists(forwards(schedule), recorded[0].lowered.sources)
+    expected = {f"y{action.stage}_{action.microbatch}" for action in forwards(schedule)}
+    for entry in (entry for entries in lists for entry in entries if not isinstance(entry, Action)):
+        source, target, microbatch, *_ = entry.route
+        received = isinstance(entry, Receive)
+        expected.add(f"y{source}_{microbatch}_on{target}" if received else f"done{source}_{microbatch}")
+    assert set(re.findall(r"^ +((?:y|done)\d+_\d+(?:_on\d+)?) = ", pipe.code, re.MULTILINE)) == expected
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------

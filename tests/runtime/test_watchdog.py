@@ -20,6 +20,7 @@ from autosplit.runtime.lanes.ambient import ThreadState
 from autosplit.runtime.lanes.threads import LaneThreads, Turns, turns
 from autosplit.schedule.action import Action, describe
 from autosplit.schedule.catalog import build
+from autosplit.schedule.order import lane_lists
 from autosplit.schedule.orders import forward_only
 from tests.pairwise import in_turn
 from tests.runtime.gates import HOWS, SAFETY_S, Case, case_of, hold, split
@@ -152,7 +153,7 @@ def test_a_slow_step_of_short_actions_is_not_late(monkeypatch: pytest.MonkeyPatc
             hold(until=clock.looked)
             done.append(action)
 
-        own.run(turns(build("gpipe", stages=2, microbatches=1), [set(), {0}]), act, ThreadState.current())
+        own.run(turns(lane_lists(build("gpipe", stages=2, microbatches=1), [set(), {0}])), act, ThreadState.current())
         own.close()
     assert len(done) == 4
 
@@ -166,7 +167,7 @@ def test_an_action_that_is_late_by_that_clock(monkeypatch: pytest.MonkeyPatch) -
             hold(until=given_up)
 
         with pytest.raises(DeviceError, match=r"stage 0, forward, microbatch 0 did not end within 0\.05 s"):
-            own.run(turns(forward_only(1, 1), [set()]), act, ThreadState.current())
+            own.run(turns(lane_lists(forward_only(1, 1), [set()])), act, ThreadState.current())
         given_up.set()
         own.close()
 
@@ -234,21 +235,21 @@ def run(own: LaneThreads, made: Turns, act: Callable[[Action], None]) -> None:
 
 def forwards(stages: int, microbatches: int) -> Turns:
     """Return forwards of stages that take nothing of each other."""
-    return turns(forward_only(stages, microbatches), [set()] * stages)
+    return turns(lane_lists(forward_only(stages, microbatches), [set()] * stages))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("sources", [CHAIN, SKIP], ids=["chain", "skip"])
 def test_actions_run_on_their_lanes_in_order_and_after_what_they_need(schedule: str, sources: list[set[int]]) -> None:
-    made, done = turns(build(schedule, stages=3, microbatches=6), sources), []
+    made, done = turns(lane_lists(build(schedule, stages=3, microbatches=6), sources)), []
     with lanes(3) as own:
         run(own, made, lambda action: done.append((action, threading.current_thread().name)))
     at = {action: position for position, (action, _) in enumerate(done)}
-    numbers = {t.number: t.action for turns_of_lane in made for t in turns_of_lane}
+    numbers = {t.number: t.entry for turns_of_lane in made for t in turns_of_lane}
     for lane, turns_of_lane in enumerate(made):
         name = f"autosplit lane {lane}"
-        assert [action for action, on in done if on == name] == [t.action for t in turns_of_lane]
-        assert all(at[numbers[need]] < at[t.action] for t in turns_of_lane for need in t.needs)
+        assert [action for action, on in done if on == name] == [t.entry for t in turns_of_lane]
+        assert all(at[numbers[need]] < at[t.entry] for t in turns_of_lane for need in t.needs)
 
 
 @pytest.mark.parametrize("error", [StopIteration, SystemExit, GeneratorExit, KeyboardInterrupt, MemoryError])

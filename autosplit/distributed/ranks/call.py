@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 from autosplit.distributed.messages import Messages, described
-from autosplit.distributed.start import RankStart
 from autosplit.distributed.step import RankStep
-from autosplit.runtime.lanes.threads import backwards, forwards
 from autosplit.runtime.norms import update_statistics
 from autosplit.runtime.ops import OUT, Bundle
 from autosplit.runtime.step.cells import Cells, parameters
@@ -27,7 +25,7 @@ class WholeCall:
 
     def __init__(self, step: RankStep) -> None:
         self.step, step.whole = step, True  # no copy, which would miss what is said of the step later on
-        self.cells = Cells(step, step.start(), parameters(step), detached=torch.is_grad_enabled())
+        self.cells = Cells(step, step.start(ending=True), parameters(step), detached=torch.is_grad_enabled())
         self.given: dict[Route, Bundle] = {}
         """What comes behind the last cell takes of the stages, on the last stage's rank; leaves with gradients on."""
 
@@ -56,7 +54,7 @@ class WholeCall:
         """
         step, cells = self.step, self.cells
         with step.entered():
-            step.perform(step.once(("forwards", len(step.sizes)), lambda: forwards(step.schedule)), cells)
+            step.perform(step.forwards, cells)
         step.join_statistics()
         if step.world.rank == step.last:
             self.given = {route: self._taken(route) for route in self._ways()}
@@ -110,10 +108,8 @@ class WholeCall:
         step, begins = self.step, [None if gradient is None else described(gradient) for gradient in gradients]
         step.known.complete = True  # as for the forward
         step.loss = "backward", step.world.share(step.last, lambda: zlib.crc32(repr(begins).encode()))
-        assert isinstance(self.cells.start, RankStart)
-        for transport in (self.cells.transport, self.cells.start.transport):
-            assert isinstance(transport, Messages)
-            transport.follow(step.known)
+        assert isinstance(self.cells.transport, Messages)
+        self.cells.transport.follow(step.known)
 
     def backward(self) -> None:
         """Run the backwards; on the last stage's rank gradients have come to what the stages gave."""
@@ -128,8 +124,8 @@ class WholeCall:
         if step.world.rank != step.last:
             for route in filter(self._is_own, self._ways()):
                 cells.cells[route.source, route.microbatch].out_gradients = cells.transport.recv(route.back)
-        with step.entered(), cells.hooks_held_back():
-            step.perform(step.once(("backwards", len(step.sizes)), lambda: backwards(step.schedule)), cells)
+        with step.entered():
+            step.perform(step.backwards, cells, within=cells.hooks_held_back())
         with step.located():
             cells.hand_over()
         step.finish()

@@ -337,7 +337,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
                 value = step.stand_by()
             elif word.in_cells:
                 cell_loss, check = loss.found or (cast(train_cells.Loss, Elsewhere(word.wants)), None)
-                value = train_cells.run(step, cell_loss, check, None)
+                value = train_cells.run(step, cell_loss, check)
                 step.finish()
             else:
                 value = self._whole(step, target=target, loss_fn=loss_fn)

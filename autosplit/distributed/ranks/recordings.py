@@ -22,6 +22,7 @@ from autosplit.distributed.facts import (
     uses_of_state,
     warn_where_apart,
 )
+from autosplit.distributed.feed import pairs_of
 from autosplit.distributed.materialise import materialise
 from autosplit.distributed.messages import flattened
 from autosplit.distributed.ranks.guard import ModelGuard
@@ -29,7 +30,6 @@ from autosplit.distributed.ranks.parallelize import Parallelize
 from autosplit.distributed.ranks.tensors import TensorParallel
 from autosplit.distributed.ranks.wrapped import WrappedPart, wrapped_part
 from autosplit.distributed.replicas import stage_group
-from autosplit.distributed.start import pairs_of
 from autosplit.distributed.world import RECORDS, World, attempt
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Options, Sample

@@ -22,7 +22,7 @@ from weakref import WeakSet
 import torch
 
 from autosplit.distributed.facts import checksum, program_text
-from autosplit.distributed.messages import SHARED, Descriptions, Incoming, Sent, arrived
+from autosplit.distributed.messages import Descriptions, Incoming, Sent, arrived
 from autosplit.distributed.ranks.loss import ReadsHere
 from autosplit.distributed.ranks.prepared import is_checked
 from autosplit.distributed.ranks.recordings import RankRecordings
@@ -33,7 +33,7 @@ from autosplit.options import Sample
 from autosplit.recorded import FoundCall, Recorded
 from autosplit.runtime.lanes.threads import Turn
 from autosplit.runtime.lower.split import named_state
-from autosplit.runtime.ops import plus
+from autosplit.runtime.ops import SHARED, plus
 from autosplit.runtime.step.sums import Held
 from autosplit.runtime.transport import Message
 from autosplit.schedule.action import Action

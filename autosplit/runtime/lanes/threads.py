@@ -23,11 +23,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -36,10 +36,9 @@ import torch
 from autosplit.errors import DeviceError
 from autosplit.runtime.lanes.ambient import ThreadState
 from autosplit.schedule.action import Action, Schedule, describe
-from autosplit.schedule.entry import Receive, Route, Send
-from autosplit.schedule.order import step_order
+from autosplit.schedule.entry import Entry, Receive, Route, Send
 
-Act = Callable[[Action], None]
+Act = Callable[[Any], None]
 _NOTHING = contextlib.nullcontext()
 _JOIN_S = 5.0
 _POLL_S = 0.05
@@ -86,10 +85,10 @@ class StepCoordinator:
                     if self.stopped:
                         return
                 arrived.discard(need)
-            running[lane] = turn.action, time.monotonic()
+            running[lane] = turn.entry, time.monotonic()
             if self.stopped:  # asked last: who stops the coordinator sees every action that may still start
                 return
-            act(turn.action)
+            act(turn.entry)
             running[lane] = None
             for target in turn.tells:
                 self.inboxes[target].put(turn.number)
@@ -279,12 +278,12 @@ def _work(coordinator: StepCoordinator, lane: int, turns: Iterable[Turn], act: A
 
 
 class Turn(NamedTuple):
-    """One action of a lane, its number, the numbers of the actions that it waits for, and the lanes that it tells.
+    """One entry of a lane, its number, the numbers of the entries that it waits for, and the lanes that it tells.
 
-    A lane that has waited for an action once does not wait for it again.
+    A lane that has waited for an entry once does not wait for it again.
     """
 
-    action: Action
+    entry: Any
     number: int
     needs: tuple[int, ...]
     tells: tuple[int, ...]
@@ -294,37 +293,41 @@ Turns = tuple[tuple[Turn, ...], ...]
 """The turns of every lane, in order."""
 
 
-def turns(schedule: Schedule, sources: Sequence[AbstractSet[int]], loss_sources: Iterable[int] = ()) -> Turns:
-    """Return every lane's turns: the step's list (`step_order`), with what each action receives and sends.
+def turns(lists: Sequence[Sequence[Entry]]) -> Turns:
+    """Return every lane's turns: the entries of its list, with what each receives and sends.
 
-    ``sources`` and ``loss_sources`` are those of `step_order`. Only actions of other lanes are waited for; a lane's own
-    come in its own order. A need that the schedule does not contain (a backward's forward, in a schedule of backwards
-    only) counts as done.
+    A lane waits for what the action before a send has made; its own entries come in its own order.
     """
-    order = step_order(schedule, sources, loss_sources, receives="taken")
-    numbers = {action: number for number, action in enumerate(schedule)}
-    taker = {entry.route: lane for lane, entry in order if isinstance(entry, Receive)}
-    maker, last = dict[Route, int](), dict[int, Action]()
-    needs: dict[Action, dict[int, None]] = {action: {} for action in numbers}
-    tells: dict[Action, set[int]] = {action: set() for action in numbers}
-    pending: list[list[int]] = [[] for _ in schedule.lanes]
-    arrived: list[set[int]] = [set() for _ in schedule.lanes]
-    for lane, entry in order:
+    maker, taker, number = dict[Route, int](), dict[Route, int](), -1
+    for lane, entries in enumerate(lists):
+        for entry in entries:
+            if isinstance(entry, Receive):
+                taker[entry.route] = lane
+            elif isinstance(entry, Send):
+                maker[entry.route] = number
+            else:
+                number += 1
+    numbers = count()
+    return tuple(tuple(_turns(entries, numbers, maker, taker)) for entries in lists)
+
+
+def _turns(
+    entries: Sequence[Entry], numbers: Iterator[int], maker: Mapping[Route, int], taker: Mapping[Route, int]
+) -> list[Turn]:
+    pending, arrived, tells, lane = list[int](), set[int](), set[int](), list[Turn]()
+    for entry in entries:
         if isinstance(entry, Receive):
-            pending[lane].append(maker[entry.route])
+            pending.append(maker[entry.route])
         elif isinstance(entry, Send):
-            maker[entry.route] = numbers[last[lane]]
-            tells[last[lane]].add(taker[entry.route])
-        elif isinstance(entry, Action):
-            needs[entry] = dict.fromkeys(number for number in pending[lane] if number not in arrived[lane])
-            arrived[lane].update(needs[entry])
-            pending[lane].clear()
-            last[lane] = entry
-
-    def turn(action: Action) -> Turn:
-        return Turn(action, numbers[action], tuple(needs[action]), tuple(sorted(tells[action])))
-
-    return tuple(tuple(map(turn, lane)) for lane in schedule.lanes)
+            tells.add(taker[entry.route])
+            lane[-1] = lane[-1]._replace(tells=tuple(sorted(tells)))
+        else:
+            needs = tuple(dict.fromkeys(number for number in pending if number not in arrived))
+            lane.append(Turn(entry, next(numbers), needs, ()))
+            arrived.update(needs)
+            pending.clear()
+            tells.clear()
+    return lane
 
 
 def forwards(schedule: Schedule) -> Schedule:

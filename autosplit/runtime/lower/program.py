@@ -1,10 +1,11 @@
-"""The pipelined program: one fx graph that issues every cell of the step, in clock order.
+"""The pipelined program: one fx graph that performs the forwards of a step's list, entry by entry, in clock order.
 
-clock        0      1      2      3          y<stage>_<microbatch>
-stage 0    y0_0   y0_1   y0_2
-stage 1           y1_0   y1_1   y1_2         each cell: transfer, call the stage, record
+    1RECV_F0    y0_0_on1 = transfer(y0_0['1'], lanes[0], lanes[1], done0_0)    waits for the event that a send records
+    1F0         y1_0 = self.stage1(y0_0_on1)                                   y<stage>_<microbatch>
+    1SEND_F0    done1_0 = record(lanes[1])
 
-The order of cells is that of the plan's schedule; where a device holds several stages it takes turns with them.
+Between stages of one lane nothing is sent. What happens once per step comes before and behind the cells; in steps that
+keep a graph per cell it runs as programs of its own.
 """
 
 from __future__ import annotations
@@ -13,51 +14,37 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
-from autosplit.runtime.lower.layout import EPILOGUE, Slot
+from autosplit.runtime.lower.layout import EPILOGUE, Layout, Slot
 from autosplit.runtime.lower.split import Lowered
 from autosplit.runtime.lower.text import readable
 from autosplit.runtime.norms import update_statistics
-from autosplit.runtime.ops import OUT, CellContext, fork, merge, record, split, transfer
+from autosplit.runtime.ops import ENDING, OUT, SHARED, CellContext, fork, merge, record, split, transfer
 from autosplit.runtime.regions import Recomputed
-from autosplit.schedule.action import Action
+from autosplit.schedule.action import Action, Schedule
+from autosplit.schedule.entry import Entry, Receive, Route, Send
+from autosplit.schedule.order import in_clock_order, lane_lists
 from autosplit.trace.graph import INFO, LENGTH, NodeClass
 from autosplit.trace.recording.build import named
 
 STATE = "_model"
 
 
-def emit(lowered: Lowered, *, order: Sequence[Action], attributes: Mapping[str, str]) -> fx.Graph:
-    """Emit the program for forwards in an order in which they can be issued.
+def emit(lowered: Lowered, schedule: Schedule, *, attributes: Mapping[str, str]) -> fx.Graph:
+    """Emit the program for a schedule of forwards.
 
     ``attributes`` maps ``stage0``, ``shared0``, ``epilogue`` to the attribute names under which the modules will lie.
     """
-    program = _Program(lowered, attributes)
-    program.cells_and_end(order)
+    program = Program(lowered, attributes)
+    program.cells_and_end(in_clock_order(schedule, lane_lists(schedule, lowered.sources)))
     readable(program.graph)
     return program.graph
 
 
-def emit_setup(lowered: Lowered, parts: Mapping[str, nn.Module]) -> fx.GraphModule:
-    """Emit what happens once per step before the first cell, as a GraphModule of its own.
-
-    It returns ``(inputs, shared, kept)``: per stage the microbatches of its inputs, its shared bundle, and the values
-    that :func:`emit_ending` takes from here. ``parts`` are the modules of the program, on their lanes.
-    """
-    program = _Program(lowered, {name: name for name in parts})
-    kept = tuple(program.values[slot] for slot in ending_slots(lowered))
-    program.graph.output((program.splits, program.shared, kept))  # type: ignore[arg-type]
-    return _module(lowered, parts, program.graph)
-
-
-def emit_ending(lowered: Lowered, parts: Mapping[str, nn.Module]) -> fx.GraphModule:
-    """Emit what happens once per step behind the last cell: the merges and the epilogue; it returns the flat outputs.
-
-    It takes the program's own inputs, then ``kept`` of :func:`emit_setup`, then ``bundles``: per stage that gives the
-    caller something, what it gave for each microbatch.
-    """
-    return _module(lowered, parts, _Ending(lowered, {name: name for name in parts}).graph)
+def slots_of(layout: Layout, stage: int) -> list[Slot]:
+    """Return what a stage takes once per step: its shared nodes, and its cells."""
+    return [*layout.prologues[stage].takes, *layout.stages[stage].shared]
 
 
 def ending_slots(lowered: Lowered) -> list[Slot]:
@@ -76,15 +63,9 @@ def _from_beginning(value: fx.Node) -> bool:
     return info is not None and value.op != "placeholder" and info.node_class is NodeClass.SHARED
 
 
-def _module(lowered: Lowered, parts: Mapping[str, nn.Module], graph: fx.Graph) -> fx.GraphModule:
-    module = fx.GraphModule(nn.Module(), fx.Graph())
-    module.__dict__[STATE] = lowered.traced.root
-    module.__dict__.update(parts)
-    module.graph = graph
-    return module
+class Program:
+    """Emits a program, or the parts of one that run once per step (:mod:`autosplit.runtime.lower.once`)."""
 
-
-class _Program:
     def __init__(self, lowered: Lowered, attributes: Mapping[str, str]) -> None:
         self.lowered = lowered
         self.layout = lowered.layout
@@ -92,22 +73,35 @@ class _Program:
         self.graph = fx.Graph()
         self.values: dict[Slot, fx.Node] = {}
         self.done: dict[tuple[int, int], fx.Node] = {}
+        self.arrived: dict[Route, fx.Node] = {}
         self.cells: dict[tuple[int, int], fx.Node] = {}
+        self.splits: dict[int, fx.Node] = {}
+        self.shared: dict[int, Any] = {}
+        self.last_stage = len(self.layout.stages) - 1
         self._placeholders()
         self._begin()
 
     def _begin(self) -> None:
-        self._given()
-        self._prologues()
-        self.splits = {s: self._split(s) for s, stage in enumerate(self.layout.stages) if stage.inputs}
-        self.shared = {s: self._shared(s) for s, stage in enumerate(self.layout.stages) if stage.shared}
+        for stage in range(len(self.layout.stages)):
+            self._begin_stage(stage)
 
-    def cells_and_end(self, order: Sequence[Action]) -> None:
-        """Add every cell in this order, the merges, the epilogue and the output."""
-        self.last = max(action.microbatch for action in order)
-        for action in order:
-            if self.layout.stages[action.stage].nodes:
-                self._cell(action.stage, action.microbatch)
+    def _begin_stage(self, stage: int) -> None:
+        self._prologue(stage)
+        if self.layout.stages[stage].inputs:
+            self.splits[stage] = self._split(stage)
+        if self.layout.stages[stage].shared:
+            self.shared[stage] = self._shared(stage)
+
+    def cells_and_end(self, order: Sequence[Entry]) -> None:
+        """Add every entry in this order, the merges, the epilogue and the output."""
+        self.last = max(entry.microbatch for entry in order if isinstance(entry, Action))
+        for entry in order:
+            if isinstance(entry, Receive):
+                self._receive(entry.route)
+            elif isinstance(entry, Send):
+                self._send(entry.route)
+            elif isinstance(entry, Action) and self.layout.stages[entry.stage].nodes:
+                self._cell(entry.stage, entry.microbatch)
         for stage in self._giving():
             self._merge(stage, [self._item(self.cells[stage, m], OUT) for m in range(self.last + 1)])
         self._finish()
@@ -131,48 +125,50 @@ class _Program:
             named(self.graph, self.graph.placeholder(name), name) for name in ("sizes", "lanes", "state")
         )
 
-    def _given(self) -> None:
-        by_name: dict[str, fx.Node] = {node.name: new for node, new in self.inputs.items()}
-        for key, uses in self.layout.given.items():
-            if key not in by_name:
-                by_name[key] = self.graph.get_attr(f"{STATE}.{key}")
-            value = by_name[key]
-            if uses == 1:
-                self.values[Slot(key, 0)] = value
-            elif uses and any(node.name == key and node.meta[INFO].mutated for node in self.inputs):
+    def _value(self, slot: Slot) -> fx.Node:
+        """Return a value that the program holds; the uses of an input or a tied parameter are made at the first one."""
+        if slot not in self.values:
+            key, uses = slot.value, self.layout.given[slot.value]
+            node = next((node for node in self.inputs if node.name == key), None)
+            value = self.graph.get_attr(f"{STATE}.{key}") if node is None else self.inputs[node]
+            if uses == 1 or (node is not None and node.meta[INFO].mutated):
                 self.values.update({Slot(key, use): value for use in range(uses)})
-            elif uses:
+            else:
                 bundle = self._call(fork, (value, uses), f"{key.replace('.', '_')}_uses")
-                for use in range(uses):
-                    self.values[Slot(key, use)] = self._item(bundle, use)
+                self.values.update({Slot(key, use): self._item(bundle, use) for use in range(uses)})
+        return self.values[slot]
 
-    def _prologues(self) -> None:
-        for stage, module in enumerate(self.lowered.prologues):
-            if module is None:
-                continue
-            prologue = self.layout.prologues[stage]
-            bundle = tuple(self._placed(slot, stage) for slot in prologue.takes)
-            feeds: dict[str, Any] = {**self.lengths, "rows": self.rows, "shared": bundle}
-            if "key" in module.takes:
-                feeds["key"] = self._key(-1)
-            out = self.graph.call_module(self.attributes[f"shared{stage}"], tuple(feeds[name] for name in module.takes))
-            named(self.graph, out, f"shared{stage}_values")
-            for position, slot in enumerate(prologue.gives):
-                self.values[slot] = self._item(out, position)
+    def _prologue(self, stage: int) -> None:
+        module, prologue = self.lowered.prologues[stage], self.layout.prologues[stage]
+        if module is None:
+            return
+        bundle = tuple(self._taken(slot, stage) for slot in prologue.takes)
+        feeds: dict[str, Any] = {**self.lengths, "rows": self.rows, "shared": bundle}
+        if "key" in module.takes:
+            feeds["key"] = self._key(SHARED)
+        out = self.graph.call_module(self.attributes[f"shared{stage}"], tuple(feeds[name] for name in module.takes))
+        named(self.graph, out, f"shared{stage}_values")
+        for position, slot in enumerate(prologue.gives):
+            self.values[slot] = self._item(out, position)
+
+    def _taken(self, slot: Slot, stage: int) -> fx.Node:
+        """Return what a stage's shared nodes take."""
+        return self._placed(slot, stage)
 
     def _key(self, microbatch: int) -> fx.Node:
         return self.graph.call_function(CellContext, (self.state, microbatch))
 
-    def _home(self, slot: Slot) -> int | None:
+    def _home(self, slot: Slot, stage: int) -> int | None:
+        """Return on which stage's device a value lies that a stage takes; None: on the caller's."""
         return self.layout.home.get(slot.value)
 
     def _placed(self, slot: Slot, stage: int) -> fx.Node:
         """Return a program-level value on a stage's device."""
-        home = self._home(slot)
+        home, value = self._home(slot, stage), self._value(slot)
         if home == stage:
-            return self.values[slot]
+            return value
         source = self.lanes if home is None else home
-        moved = self._transfer((self.values[slot],), source, stage, f"{self.values[slot].name}_on{stage}")
+        moved = self._transfer((value,), source, stage, f"{slot.value.replace('.', '_')}_on{stage}")
         return self._item(moved, 0)
 
     def _transfer(self, bundle: Any, source: Any, target: int, name: str, *done: fx.Node) -> fx.Node:
@@ -183,19 +179,19 @@ class _Program:
         slots = self.layout.stages[stage].inputs
         placeholders = {node.name: node for node in self.inputs}
         dims = tuple(placeholders[slot.value].meta[INFO].tensors[0].batch_dim for slot in slots)
-        bundle = tuple(self.values[slot] for slot in slots)
+        bundle = tuple(self._value(slot) for slot in slots)
         changed = tuple(placeholders[slot.value].meta[INFO].mutated for slot in slots)
         private = (changed,) if any(changed) else ()
         return self._call(split, (bundle, self.sizes, dims, self._item(self.lanes, stage), *private), f"inputs{stage}")
 
-    def _shared(self, stage: int) -> fx.Node:
+    def _shared(self, stage: int) -> Any:
         """Send a stage, once per step, the shared values and tied parameters that it uses: one transfer per source."""
         slots = self.layout.stages[stage].shared
-        homes = [self._home(slot) for slot in slots]
+        homes = [self._home(slot, stage) for slot in slots]
         if len(set(homes)) == 1 and homes[0] != stage:
             source = self.lanes if homes[0] is None else homes[0]
-            return self._transfer(tuple(self.values[s] for s in slots), source, stage, f"given{stage}")
-        return tuple(self._placed(slot, stage) for slot in slots)  # type: ignore[return-value]
+            return self._transfer(tuple(self._value(s) for s in slots), source, stage, f"given{stage}")
+        return tuple(self._placed(slot, stage) for slot in slots)
 
     def _cell(self, stage: int, microbatch: int) -> None:
         layout, module = self.layout.stages[stage], self.lowered.stages[stage]
@@ -206,19 +202,30 @@ class _Program:
             feeds["key"] = self._key(microbatch)
         if layout.inputs:
             feeds["inputs"] = self._item(self.splits[stage], microbatch)
-        for source in sorted(layout.received):
-            bundle = self._item(self.cells[source, microbatch], str(stage))
-            name = f"y{source}_{microbatch}_on{stage}"
-            feeds[f"from{source}"] = self._transfer(bundle, source, stage, name, self.done[source, microbatch])
+        for source in layout.received:
+            route = Route(source, stage, microbatch)
+            feeds[f"from{source}"] = self.arrived.pop(route, None) or self._sent(route)
         flag: dict[str, Any] = {}
         if isinstance(self.lowered.runs[stage], Recomputed):
             flag["recompute"] = self.lowered.runs_again(stage, last=microbatch == self.last)
         args = tuple(feeds[name] for name in module.takes)
         cell = self.graph.call_module(self.attributes[f"stage{stage}"], args, flag)
         self.cells[stage, microbatch] = named(self.graph, cell, f"y{stage}_{microbatch}")
-        if set(layout.sent) - {OUT}:
-            lane = self._item(self.lanes, stage)
-            self.done[stage, microbatch] = self._call(record, (lane,), f"done{stage}_{microbatch}")
+
+    def _sent(self, route: Route) -> fx.Node:
+        return self._item(self.cells[route.source, route.microbatch], str(route.target))
+
+    def _send(self, route: Route) -> None:
+        """Record the event behind which what a cell sends is ready, once for all that it sends."""
+        source, _, microbatch, *_ = route
+        if (source, microbatch) not in self.done:
+            name = f"done{source}_{microbatch}"
+            self.done[source, microbatch] = self._call(record, (self._item(self.lanes, source),), name)
+
+    def _receive(self, route: Route) -> None:
+        source, target, microbatch, *_ = route
+        name, done = f"y{source}_{microbatch}_on{target}", self.done[source, microbatch]
+        self.arrived[route] = self._transfer(self._sent(route), source, target, name, done)
 
     def _giving(self) -> list[int]:
         """Return the stages that give the epilogue or the caller something."""
@@ -241,11 +248,10 @@ class _Program:
         if self.lowered.counts and self.lowered.epilogue_needs_counts:
             self._update()
         if module is not None:
-            last = len(self.lowered.stages) - 1
-            bundle = tuple(self._for_epilogue(slot, last) for slot in self.lowered.epilogue_inputs)
+            bundle = tuple(self._for_epilogue(slot, self.last_stage) for slot in self.lowered.epilogue_inputs)
             feeds: dict[str, Any] = {**self.lengths, "rows": self.rows, "values": bundle}
             if "key" in module.takes:
-                feeds["key"] = self._key(-2)
+                feeds["key"] = self._key(ENDING)
             out = self.graph.call_module(self.attributes["epilogue"], tuple(feeds[name] for name in module.takes))
             named(self.graph, out, "epilogue_values")
             self.epilogue = {n: self._item(out, i) for i, n in enumerate(self.lowered.epilogue_outputs)}
@@ -275,7 +281,7 @@ class _Program:
         if value.op == "placeholder":
             return self.inputs[value]
         if _from_beginning(value):
-            return self.values[self.layout.alias(value.name, OUT)]
+            return self._value(self.layout.alias(value.name, OUT))
         full = value.meta[INFO].node_class is NodeClass.FULL
         return self.epilogue[value.name] if full else self.values[Slot(value.name)]
 
@@ -285,14 +291,3 @@ class _Program:
         assert callable(node.target), "a size is an expression of operator functions"
         args = tuple(self._size(a) if isinstance(a, fx.Node) else a for a in node.args)
         return self.graph.call_function(node.target, args)
-
-
-class _Ending(_Program):
-    """The end of a program alone: what came before lies in two bundles."""
-
-    def _begin(self) -> None:
-        kept, bundles = (named(self.graph, self.graph.placeholder(n), n) for n in ("kept", "bundles"))
-        self.values.update({slot: self._item(kept, i) for i, slot in enumerate(ending_slots(self.lowered))})
-        for stage in self._giving():
-            self._merge(stage, self._item(bundles, stage))
-        self._finish()

@@ -61,6 +61,11 @@ class Lowered:
         """The names of what each stage takes, in order."""
         return tuple(stage.takes for stage in self.stages)
 
+    @cached_property
+    def sources(self) -> list[set[int]]:
+        """For each stage, the stages whose values it takes."""
+        return [set(stage.received) for stage in self.layout.stages]
+
     def runs_again(self, stage: int, *, last: bool) -> bool:
         """Tell whether all of a stage runs again in its backward; ``last``: for the last microbatch of a step."""
         again = isinstance(self.runs[stage], Recomputed)

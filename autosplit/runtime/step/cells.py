@@ -26,7 +26,7 @@ from autosplit.runtime.step.step import Pairs, Start, Step
 from autosplit.runtime.step.sums import Held, Sums, together
 from autosplit.runtime.transport import Message
 from autosplit.schedule.action import Action
-from autosplit.schedule.entry import Route
+from autosplit.schedule.entry import Entry, Route
 from autosplit.trace.scope import has_module_hooks
 from autosplit.weight_gradients import DeferredWeightGrads, Product, located, uses_at, uses_to_defer
 
@@ -117,10 +117,9 @@ class Cells:
         """The earlier stages that give a loss something."""
         return frozenset()
 
-    @property
-    def sources(self) -> list[set[int]]:
-        """For each stage, the stages whose values it takes."""
-        return [set(layout.received) for layout in self.layout.stages]
+    def listed(self, entries: Sequence[Entry]) -> Sequence[Entry]:
+        """Return the list of a lane or a rank, of actions and messages, with the entries that passes add for cells."""
+        return entries
 
     def act(self, action: Action) -> None:
         """Perform an action; an exception gets a note that says where it happened."""
@@ -362,7 +361,7 @@ class Cells:
         leaves = [tensor for pairs in by_stage for tensor, _ in pairs] + self.step.tensors
         if self.layout.home:  # of shared values, which parameters may stand behind
             leaves += self.lowered.traced.root.parameters()
-        with all_or_nothing(leaves):
+        with all_or_nothing(leaves), step.adding_gradients():
             self.start.hand_over(by_stage, self._hand)
 
     def _pairs(self, stage: int) -> Pairs:

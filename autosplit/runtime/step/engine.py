@@ -13,7 +13,6 @@ from torch import nn
 from autosplit.checks import choose
 from autosplit.errors import InputError
 from autosplit.runtime.lanes.lanes import Lane
-from autosplit.runtime.lanes.threads import LaneThreads
 from autosplit.runtime.loss import own_loss
 from autosplit.runtime.loss import parts as losses
 from autosplit.runtime.loss.outputs import Outputs, split_target, used_outputs
@@ -41,16 +40,14 @@ def train_step(
     reduction: str,
     proofs: Proofs,
     whole: Callable[[], Any],
-    threads: LaneThreads | None,
 ) -> torch.Tensor:
     """Run forward, loss and backward of a whole batch; see :meth:`PipelinedModule.train_step`.
 
     ``whole`` runs the ordinary program on the step; it is used where the loss needs the whole batch at once.
-    ``threads`` run the lanes at the same time; without them the caller's thread issues everything.
     """
     loss = find_loss(step, target=target, loss_fn=loss_fn, reduction=reduction, proofs=proofs, whole=whole)
     if loss is not None:
-        return train_cells.run(step, *loss, threads)
+        return train_cells.run(step, *loss)
     why = "the batch gives one microbatch" if len(step.sizes) == 1 else "the loss wants the whole batch at once"
     return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes, why=why, log=step.log)
 

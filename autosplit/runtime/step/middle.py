@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from autosplit.runtime.lanes.ambient import ThreadState, graph_is_kept, one_intra_op_thread
-from autosplit.runtime.lanes.threads import LaneThreads, Turns, backwards, forwards, turns
 from autosplit.runtime.ops import OUT
 from autosplit.runtime.step.cells import Cells, parameters
 from autosplit.runtime.step.leaves import held_back
@@ -31,20 +30,17 @@ _AGAIN = "create_graph=True runs the forward again on lanes='threads'; split wit
 Leaf = tuple[str, Any, torch.Tensor]
 
 
-def call(step: Step, threads: LaneThreads) -> Sequence[Any]:
+def call(step: Step) -> Sequence[Any]:
     """Run the pipe on its lanes' threads and return the model's flat outputs; they are part of the caller's graph."""
-    state, start = ThreadState.current(), step.start()
+    state, start = ThreadState.current(), step.start(ending=True)
     trained = parameters(step) if state.grad else {}
     leaves = _leaves(start, trained) if state.grad else []
     cells = Cells(step, start, trained, detached=bool(leaves))
-    if leaves:
-        flat = _Middle.apply(cells, threads, state, leaves, *(tensor for *_, tensor in leaves))
-    else:
-        flat = _forward(cells, threads, state)
+    tensors = [tensor for *_, tensor in leaves]
+    flat = iter(_Middle.apply(cells, state, leaves, *tensors) if leaves else _forward(cells, state))
     step.join_statistics()
-    tensors = iter(flat)
     bundles = {
-        stage: [tuple(next(tensors) for _ in slots) for _ in step.sizes] for stage, slots in _out_slots(step).items()
+        stage: [tuple(next(flat) for _ in slots) for _ in step.sizes] for stage, slots in _out_slots(step).items()
     }
     return step.end(start, bundles)
 
@@ -74,13 +70,8 @@ def _outputs(cells: Cells) -> list[torch.Tensor]:
     return [t for stage in _out_slots(cells.step) for m in range(count) for t in cells.cells[stage, m].sent[OUT]]
 
 
-def _turns(cells: Cells, kind: str) -> Turns:
-    pick = forwards if kind == "F" else backwards
-    return cells.step.once((kind, len(cells.step.sizes)), lambda: turns(pick(cells.step.schedule), cells.sources))
-
-
-def _forward(cells: Cells, threads: LaneThreads, state: ThreadState) -> list[torch.Tensor]:
-    threads.run(_turns(cells, "F"), cells.act, state)
+def _forward(cells: Cells, state: ThreadState) -> list[torch.Tensor]:
+    cells.step.perform(cells.step.forwards, cells, state)
     return _outputs(cells)
 
 
@@ -89,15 +80,14 @@ class _Middle(torch.autograd.Function):
     def forward(
         ctx: Any,
         cells: Cells,
-        threads: LaneThreads,
         state: ThreadState,
         leaves: list[Leaf],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.cells, ctx.threads, ctx.state, ctx.leaves = cells, threads, state, leaves
+        ctx.cells, ctx.state, ctx.leaves = cells, state, leaves
         ctx.versions = _versions(cells, tensors)
-        outputs = _forward(cells, threads, state)
+        outputs = _forward(cells, state)
         flat = tuple(tensor.detach() for tensor in outputs)
         ctx.mark_non_differentiable(*(f for f, o in zip(flat, outputs, strict=True) if not o.requires_grad))
         return flat
@@ -111,7 +101,7 @@ class _Middle(torch.autograd.Function):
                 "retain_graph=True in the first backward, or split with lanes='inline'"
             )
         if torch.is_grad_enabled():
-            return (None,) * 4 + tuple(_differentiable(ctx, gradients))
+            return (None,) * 3 + tuple(_differentiable(ctx, gradients))
         leaves: list[Leaf] = ctx.leaves
         cells.keep = graph_is_kept()
         if not cells.keep:
@@ -121,11 +111,11 @@ class _Middle(torch.autograd.Function):
         for stage, slots in _out_slots(cells.step).items():
             for microbatch in range(len(cells.step.sizes)):
                 cells.cells[stage, microbatch].out_gradients = [next(remaining) for _ in slots]
-        ctx.threads.run(_turns(cells, "B"), cells.act, ThreadState.current(), cells.hooks_held_back())
+        cells.step.perform(cells.step.backwards, cells, within=cells.hooks_held_back())
         totals = [together(cells.replicas(stage), (), cells.step.brought) for stage in range(cells.last + 1)]
         grads = tuple(_gradient(cells, totals, kind, key) for kind, key, _ in leaves)
         cells.clear()
-        return (None,) * 4 + grads
+        return (None,) * 3 + grads
 
 
 def _gradient(
@@ -160,12 +150,11 @@ def _differentiable(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Seque
 def _again(ctx: Any) -> list[torch.Tensor]:
     """Run all forwards again, in the caller's thread and graph, and return their outputs."""
     cells: Cells = ctx.cells
-    step = replace(cells.step, state=cells.step.state.again(), replicas=())  # others have copies of the parameters
+    step = replace(cells.step, state=cells.step.state.again(), threads=None, replicas=())  # these have other parameters
     again = Cells(step, cells.start, {}, detached=False)
     try:
         with _copied_buffers(cells.lowered.traced.root), ctx.state.autocast():
-            for action in cells.step.forwards():
-                again.act(action)
+            step.perform(step.forwards, again)
             return _outputs(again)
     finally:
         torch.clear_autocast_cache()  # the caller's autocast context, which would clear it, ended with the forward

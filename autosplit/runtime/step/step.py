@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
+from autosplit.runtime.lanes.ambient import ThreadState
 from autosplit.runtime.lanes.lanes import Lane
-from autosplit.runtime.lanes.threads import forwards
+from autosplit.runtime.lanes.threads import LaneThreads, backwards, forwards, turns
 from autosplit.runtime.norms import Moments
-from autosplit.runtime.ops import Bundle, CallState, enter, leave, on_lane, transfer
+from autosplit.runtime.ops import ENDING, Bundle, CallState, enter, leave, on_lane, transfer
 from autosplit.runtime.step.attributes import StandInAttributes
 from autosplit.runtime.step.sums import Held
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.transport import SharedMemory, Transport
-from autosplit.schedule.action import Action, Schedule
+from autosplit.schedule.action import Schedule
+from autosplit.schedule.entry import Entry, Receive, Route, Send
+from autosplit.schedule.order import in_clock_order, lane_lists
 
+_NOTHING = contextlib.nullcontext()
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors, and the gradients that they get."""
 
@@ -29,8 +34,8 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 class Step:
     """One call of the pipe: what to run, on what, in which schedule.
 
-    ``lowered`` are the pieces (`Lowered`); ``setup`` and ``ending`` the parts of the
-    program before the first cell and behind the last; ``locate`` adds a note to an exception of an action.
+    ``lowered`` are the pieces (`Lowered`); ``setup`` and ``ending`` make the parts of the program before the first cell
+    of some stages, and behind the last cell; ``locate`` adds a note to an exception of an action.
     """
 
     lowered: Any
@@ -57,12 +62,24 @@ class Step:
     """What runs the second replica of each stage that has one, the third, and so on."""
     apart: dict[Held, CallState] = field(default_factory=dict, kw_only=True)
     """The call's state for further replicas: with statistics of their own."""
+    threads: LaneThreads | None = field(default=None, kw_only=True)
+    """What runs the lanes at the same time; None: the calling thread performs everything."""
 
     @property
     def schedule(self) -> Schedule:
         """The plan's schedule for this call's microbatches."""
         count = len(self.sizes)
         return self.once(("schedule", count), lambda: self.planned(count))
+
+    @property
+    def forwards(self) -> Schedule:
+        """What a call of the pipe performs first."""
+        return self.once(("forwards", len(self.sizes)), lambda: forwards(self.schedule))
+
+    @property
+    def backwards(self) -> Schedule:
+        """What the backward of a call performs."""
+        return self.once(("backwards", len(self.sizes)), lambda: backwards(self.schedule))
 
     @property
     def held(self) -> list[Held]:
@@ -138,15 +155,52 @@ class Step:
                     moved = (self.brought(held, moment) for moment in seen[1:])
                     merged.parts[microbatch] = Moments(seen.values, *moved)
 
-    def perform(self, schedule: Schedule, cells: Any) -> None:
-        """Perform a schedule's actions in the calling thread; cells send and receive what their list says."""
-        for action in self.once(("order", schedule.name, schedule.microbatches), lambda: schedule.issue_order):
-            cells.act(action)
+    def perform(
+        self,
+        schedule: Schedule,
+        cells: Any,
+        state: ThreadState | None = None,
+        within: AbstractContextManager[Any] = _NOTHING,
+    ) -> None:
+        """Perform the list of a schedule: on the lanes' threads, in a thread ``state``, or in the calling thread.
+
+        ``within`` is entered for as long as that takes.
+        """
+        if self.threads is not None:
+            key = "turns", schedule.name, len(self.sizes), cells.loss_sources
+            lanes = self.once(key, lambda: turns(self._lists(schedule, cells)))
+            self.threads.run(lanes, partial(self.do, cells), state or ThreadState.current(), within)
+            return
+        with within:
+            entries = self.entries(schedule, cells)
+            for entry, before, after in zip(entries, (None, *entries), (*entries[1:], None), strict=False):
+                self.do(cells, entry, before, after)
+
+    def entries(self, schedule: Schedule, cells: Any) -> Sequence[Entry]:
+        """Return what the calling thread performs of a schedule; actions send and receive themselves."""
+
+        def made() -> Sequence[Entry]:
+            entries = in_clock_order(schedule, self._lists(schedule, cells))
+            return [entry for entry in entries if not isinstance(entry, (Send, Receive))]
+
+        return self.once(("entries", schedule.name, len(self.sizes)), made)
+
+    def _lists(self, schedule: Schedule, cells: Any) -> Sequence[Sequence[Entry]]:
+        """Return what each lane performs of a schedule."""
+        return [*map(cells.listed, lane_lists(schedule, self.lowered.sources, cells.loss_sources))]
+
+    def do(self, cells: Any, entry: Entry, before: Entry | None = None, after: Entry | None = None) -> None:
+        """Perform an entry that stands between two others."""
+        cells.act(entry)
 
     def transport(self, *, detached: bool) -> Transport:
         """Return what brings values from stage to stage."""
         asynchronous = any(self.lane_of(held).asynchronous for held in self.held)
         return SharedMemory(self.lane, self.log, detached=detached, asynchronous=asynchronous)
+
+    def adding_gradients(self) -> AbstractContextManager[None]:
+        """Add the gradients that come to parameters inside to those of other processes."""
+        return contextlib.nullcontext()
 
     def check_free(self, leaves: Sequence[torch.Tensor]) -> None:
         """Raise InputError for leaves under a loss, beside the outputs, that would not get their whole gradient."""
@@ -158,10 +212,6 @@ class Step:
     def outcome(self, make: Callable[[], Any]) -> Any:
         """Return what is made where the last stage runs."""
         return make()
-
-    def forwards(self) -> Sequence[Action]:
-        """Return the forwards of the schedule in the order in which one thread issues them."""
-        return forwards(self.schedule).issue_order
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what ``make`` made at the first call with this key."""
@@ -203,10 +253,21 @@ class Step:
         """Return how many processes have replicas of a stage."""
         return 1
 
-    def start(self) -> Start:
-        """Run what comes before the first cell, in the caller's thread and graph."""
+    def start(self, *, ending: bool) -> Start:
+        """Run what comes before the first cell, in the caller's thread; ``ending``: :meth:`end` follows.
+
+        Where all stages are here, that is in the caller's graph.
+        """
+        stages, slots = self.stages, self.lowered.layout.stages
+        graphs = stages if len(stages) < len(slots) else ()
         with self.located():
-            start = Start(*self.setup(*self.program_inputs()))
+            transport = self.transport(detached=torch.is_grad_enabled()) if graphs else None
+            run = self.once(("setup", ending), lambda: self.setup(stages, ending=ending))
+            start = replace(Start(*run(*self.program_inputs(), transport)), transport=transport, graphs=graphs)
+        homes = self.lowered.layout.home
+        for stage, bundle in start.shared.items() if graphs else ():
+            taken = zip(slots[stage].shared, bundle, strict=True)
+            start.home.update({id(value): homes[slot.value] for slot, value in taken if slot.value in homes})
         for replica in self.replicas:
             replica.refresh(self.lanes)
         return start
@@ -228,7 +289,7 @@ class Step:
     def end(self, start: Start, bundles: Mapping[int, Sequence[Bundle]]) -> Sequence[Any]:
         """Run what comes behind the last cell, on what the stages gave per microbatch; return the flat outputs."""
         with self.located():
-            return self.ending(*self.program_inputs(), start.kept, bundles)
+            return self.once("ending", self.ending)(*self.program_inputs(), start.kept, bundles)
 
     @contextlib.contextmanager
     def located(self) -> Iterator[None]:
@@ -240,25 +301,70 @@ class Step:
             raise
 
 
+Way = tuple[int, int, int]
+"""The home of values that go once per step, the stage that takes them, and whether that is before or behind cells."""
+
+
 @dataclass(frozen=True)
 class Start:
-    """What the cells begin with.
+    """What the cells of a process begin with, and the way back of the gradients.
+
+    Replicas of a stage do all this alike: what is lent comes from the first of a stage and goes to all of another.
 
     Attributes:
         inputs: per stage that takes any, its microbatches of the batch.
         shared: per stage that takes any, its shared values and tied parameters.
         kept: what the ending wants of the values that the setup made.
+        lent: by stage, what went to stages of other processes, and which way.
+        borrowed: by the stage of another process that made it, what came from there.
+        cut: by the stage whose shared nodes take them, or ``ENDING``, values of other stages of this process: the leaf
+            that stands for one there, the value, and its home.
         transport: what has brought some of them, and brings values from stage to stage; None: nothing yet.
+        graphs: the stages, ascending, where the shared nodes of each have a graph of their own; empty: there is one.
+        home: by the identity of a value that cells take, the stage that made it.
     """
 
     inputs: dict[int, Sequence[Bundle]]
     shared: dict[int, Bundle]
     kept: Bundle
-    transport: Transport | None = None
+    lent: dict[int, list[tuple[Way, Bundle]]]
+    borrowed: dict[int, list[tuple[Way, Bundle]]]
+    cut: dict[int, list[tuple[torch.Tensor, torch.Tensor, int]]]
+    transport: Any = None
+    graphs: Sequence[int] = ()
+    home: dict[int, int] = field(default_factory=dict)
 
     def hand_over(self, by_stage: Sequence[Pairs], backward: Callable[[Pairs], None]) -> None:
-        """Give tensors their gradients, listed by the stage that made these; ``backward`` does so for a list."""
-        pairs = [pair for stage in by_stage for pair in stage]
-        for stage in by_stage:
-            stage.clear()
-        backward(pairs)
+        """Give this process's tensors their gradients, listed by stage, and other processes those of what they lent.
+
+        ``backward`` gives a list of tensors theirs. Stages go in descending order: what was lent comes back, then the
+        stage's own backward runs.
+        """
+        waiting: dict[int, Pairs] = defaultdict(list)
+        back: dict[int, torch.Tensor] = {}
+        for stage, pairs in enumerate(by_stage):
+            for tensor, gradient in pairs:
+                home = self.home.get(id(tensor), stage) if self.graphs else 0
+                if home in self.borrowed:
+                    back[id(tensor)] = gradient
+                else:
+                    waiting[home].append((tensor, gradient))
+            pairs.clear()
+        self._pass_on(ENDING, waiting)
+        for stage in sorted({*(self.graphs or (0,)), *self.borrowed}, reverse=True):
+            for way, values in self.borrowed.get(stage, ()):
+                if any(value.requires_grad for value in values):
+                    self.transport.send(Route(*way).back, [back.get(id(value), value.grad) for value in values])
+            pairs = waiting.pop(stage, [])
+            for way, values in self.lent.get(stage, ()):
+                if any(value.requires_grad for value in values):
+                    came = self.transport.recv(Route(*way).back)
+                    pairs += [(v, g) for v, g in zip(values, came, strict=True) if g is not None]
+            if pairs:
+                backward(pairs)
+            self._pass_on(stage, waiting)
+
+    def _pass_on(self, stage: int, waiting: dict[int, Pairs]) -> None:
+        for leaf, value, home in self.cut.get(stage, ()):
+            if leaf is not value and leaf.grad is not None:
+                waiting[home].append((value, leaf.grad))

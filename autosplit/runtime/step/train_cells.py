@@ -15,8 +15,6 @@ from torch import fx
 
 from autosplit.backward import leaves_under
 from autosplit.errors import InputError
-from autosplit.runtime.lanes.ambient import ThreadState
-from autosplit.runtime.lanes.threads import LaneThreads, Turns, turns
 from autosplit.runtime.loss.outputs import Outputs, with_placeholders
 from autosplit.runtime.loss.own_loss import OwnLoss
 from autosplit.runtime.loss.parts import Parts
@@ -35,22 +33,17 @@ Loss = OwnLoss | Parts
 """What a microbatch adds to the loss: of all that stages give, by name, or of the model's output."""
 
 
-def run(step: Step, loss: Loss, check: WholeCheck | None, threads: LaneThreads | None) -> torch.Tensor:
+def run(step: Step, loss: Loss, check: WholeCheck | None) -> torch.Tensor:
     """Run a step in its schedule and return the loss of the batch; nothing reaches ``.grad`` before all has succeeded.
 
     ``loss`` is what each microbatch adds; ``check`` holds the sum against the loss of the whole batch.
-    ``threads`` run the lanes at the same time; without them the caller's thread issues everything.
     """
     with torch.inference_mode(False), torch.enable_grad():
         with step.entered() as used:
             if step.log is not None:
                 step.log.start(step.lanes, lane=step.lane, rows=step.sizes)
             cells = TrainCells(step, loss, check)
-            if threads is None:
-                with cells.hooks_held_back():
-                    step.perform(step.schedule, cells)
-            else:
-                threads.run(cells.turns(), cells.act, ThreadState.current(), cells.hooks_held_back())
+            step.perform(step.schedule, cells, within=cells.hooks_held_back())
             used += cells.results()
         used.clear()
         step.join_losses(cells)
@@ -69,7 +62,7 @@ class TrainCells(Cells):
     """The cells of a training step: the last stage's end in a loss."""
 
     def __init__(self, step: Step, loss: Loss, check: WholeCheck | None) -> None:
-        super().__init__(step, step.start(), self._trained(step), detached=True)
+        super().__init__(step, step.start(ending=False), self._trained(step), detached=True)
         self.loss = loss
         self.check = check
         self.losses: dict[int, torch.Tensor] = {}
@@ -105,11 +98,6 @@ class TrainCells(Cells):
         """Return the stages some of whose backwards are split."""
         key = "split", len(self.step.sizes)
         return self.step.once(key, lambda: {action.stage for action in self.step.schedule if action.kind == "I"})
-
-    def turns(self) -> Turns:
-        """Return the schedule as turns of the lanes; the last stage takes what the loss wants of any."""
-        key = "turns", len(self.step.sizes), self.loss_sources
-        return self.step.once(key, lambda: turns(self.step.schedule, self.sources, self.loss_sources))
 
     @property
     def loss_sources(self) -> frozenset[int]:
