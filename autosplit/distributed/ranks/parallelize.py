@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +18,6 @@ from autosplit.errors import InputError, TraceError, listed
 from autosplit.profile.stage_trace.stage_graph import block_paths
 from autosplit.recorded import PreparedStep
 from autosplit.trace.scope import Casts
-
-if TYPE_CHECKING:
-    from autosplit.distributed.ranks.wrapped import WrappedPart
 
 FSDP, ALWAYS = "fsdp", "always"
 
@@ -66,16 +63,10 @@ class Parallelize:
         """Return the paths of the modules that the graph calls."""
         return block_paths(model, [path for path, _ in model.named_modules()]) if self.whole else ()
 
-    def check(self, step: PreparedStep, model: nn.Module, wrapped: WrappedPart | None) -> None:
-        """Raise InputError where the part has given its parameters back, TraceError for what it may not do wrapped."""
-        if wrapped is not None and wrapped.given_back:
-            raise InputError("unsplit() gave the model plain parameters again, in the place of shards; split it anew")
-        if wrapped is not None:
-            wrapped.check_unchanged()
+    def check(self, step: PreparedStep, model: nn.Module) -> None:
+        """Raise TraceError for what a model may not do wrapped."""
         if step.recorded.changes_python:
             raise TraceError("the model's forward changes its Python state, which needs a pipe without parallelize=")
-        if wrapped is not None and wrapped.units is not None:
-            wrapped.units.note(step.lowered)
         blocks = self.blocks_of(model)
         taped = {node.name for node in step.lowered.tape} if step.state.tape is not None else set()
         for node, info in step.lowered.traced.compute_nodes():

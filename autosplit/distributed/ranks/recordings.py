@@ -177,8 +177,10 @@ class RankRecordings(Recordings):
 
     def check_wrapped(self, step: PreparedStep) -> None:
         """Raise InputError where the part has given its parameters back, TraceError for what it may not do wrapped."""
+        if self.part is not None:
+            self.part.check_step(step.lowered)
         if self.parallelize is not None:
-            self.parallelize.check(step, self.model, self.part)
+            self.parallelize.check(step, self.model)
 
     def _replicas(self, lowered: Lowered, stage_of: Mapping[str, int]) -> tuple[Replicas, ...]:
         """Return nothing: each of a stage's replicas is a rank, with modules of its own."""

@@ -26,6 +26,7 @@ from autosplit.distributed.units import Sharded, Units
 from autosplit.distributed.world import World, attempt
 from autosplit.errors import InputError, listed
 from autosplit.recorded import SHARED
+from autosplit.runtime.lower.split import Lowered
 from autosplit.runtime.optimizers import refuse
 from autosplit.tensor.part import PARTS
 from autosplit.trace.borrowed.holders import HOOK_TABLES, Holders
@@ -156,6 +157,14 @@ class WrappedPart:
             yield
         finally:
             unit.reshard()
+
+    def check_step(self, lowered: Lowered) -> None:
+        """Raise InputError where parameters were given back or set anew; else note what a step reads of its units."""
+        if self.given_back:
+            raise InputError("unsplit() gave the model plain parameters again, in the place of shards; split it anew")
+        self.check_unchanged()
+        if self.units is not None:
+            self.units.note(lowered)
 
     def check_unchanged(self) -> None:
         """Raise InputError where the model has other tensors than its part."""
