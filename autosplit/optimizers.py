@@ -41,7 +41,8 @@ class MasterWeights(Optimizer):
         params: parameters or groups of them, as the class takes them.
         options: further arguments of the class.
 
-    Raises InputError for an optimizer that calls the model in its step (``torch.optim.LBFGS``).
+    Raises InputError for an optimizer that calls the model in its step (``torch.optim.LBFGS``), and in a step for a
+    parameter in fp32 that has a master.
     """
 
     def __init__(self, optimizer: Callable[..., Optimizer], params: Any, **options: Any) -> None:
@@ -77,9 +78,14 @@ class MasterWeights(Optimizer):
 
     def _master(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return what is stepped of a parameter; a new value of the parameter is a new value of its master."""
+        master: torch.Tensor | None = self.state[parameter].get(MASTER) if parameter in self.state else None
         if not _is_narrow(parameter):
+            if master is not None:
+                raise InputError(
+                    f"a parameter of {parameter.dtype} {list(parameter.shape)} has a master weight from when it was in "
+                    f"bf16 or fp16, so its value is rounded; copy state[parameter][{MASTER!r}] to it and delete that"
+                )
             return parameter
-        master: torch.Tensor | None = self.state[parameter].get(MASTER)
         if master is None:
             return parameter.detach().to(torch.float32, copy=True)
         return torch.where(master.to(parameter.dtype) == parameter, master, parameter, out=master)

@@ -178,3 +178,16 @@ def test_a_stream_steps_masters(how: str) -> None:
     assert found == expected
     for one, other in zip(pipe.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_parameter_that_became_fp32_keeps_its_master() -> None:
+    model = net()
+    optimizer = MasterWeights(torch.optim.SGD, model.parameters(), lr=1e-3)
+    give(model.parameters(), 0)
+    optimizer.step()
+    masters = {parameter: optimizer.state[parameter].get("master") for parameter in model.parameters()}
+    model.float()
+    give(model.parameters(), 1)
+    with pytest.raises(InputError, match="has a master weight from when it was in bf16"):
+        optimizer.step()
+    assert all(optimizer.state[p].get("master") is master for p, master in masters.items())

@@ -177,8 +177,13 @@ def sharded(module: nn.Module, mesh: Any, policy: MixedPrecisionPolicy | None = 
 
 
 def _check_dtypes(module: nn.Module, what: str, ignored: Collection[nn.Parameter]) -> None:
-    """Raise InputError where parameters that are to be sharded together are trained in several dtypes."""
+    """Raise InputError where parameters to be sharded together are trained in several dtypes, or have a grad_dtype."""
     kept = {n: p for n, p in module.named_parameters() if not isinstance(p, DTensor) and p not in ignored}
+    if wide := [name for name, parameter in kept.items() if parameter.grad_dtype != parameter.dtype]:
+        raise InputError(
+            f"{listed(wide)} have a grad_dtype, which shards do not keep; leave it out, or give parameters in fp32 "
+            "and mp_policy="
+        )
     first = {p.dtype: f"{name!r} in {p.dtype}" for name, p in reversed(kept.items()) if p.requires_grad}
     if len(first) > 1:
         raise InputError(

@@ -343,8 +343,9 @@ class RankStream(Stream):
             said += f", random state {zlib.crc32(torch.get_rng_state().numpy().data)}"
         self._taken += 1
         return RankStreamStep(
-            **vars(super()._step(call, program, target)),
+            **vars(super()._step(call, program, target)) | {"reduce_dtype": self._pipe._reduce_dtype},
             world=self._world,
+            parallel=self._pipe._planned().parallel,
             ranks=self._recordings.ranks,
             timeout_s=self._timeout_s,
             minibatch=number,
