@@ -144,6 +144,12 @@ class Recurring(nn.Module):
         return self.lstm(value)[0]
 
 
+def wide_gradients() -> nn.Module:
+    model = Deep()
+    next(model.parameters()).grad_dtype = torch.float64
+    return model
+
+
 REFUSED: dict[str, tuple[Any, tuple[int, ...], Callable[[], nn.Module], str]] = {
     "a word": ("ddp", (2, 2), Deep, "parallelize is 'ddp'; give 'fsdp'"),
     "no replicas": ("fsdp", (4,), Deep, "the mesh has no dimension dp"),
@@ -153,6 +159,7 @@ REFUSED: dict[str, tuple[Any, tuple[int, ...], Callable[[], nn.Module], str]] = 
     "mixed precision": (in_bfloat16, (2, 2), Deep, "with mp_policy=, or torch.autocast"),
     "other ranks": (over_all, (2, 2), Deep, "its replicas are ranks"),
     "two dtypes": ("fsdp", (4, 1), lambda: Deep(Gain), "shards what lies in 'layers.0' together"),
+    "wide gradients": ("fsdp", (4, 1), wide_gradients, "have a grad_dtype"),
     "recurrent": ("fsdp", (4, 1), lambda: Deep(Recurring), "is of LSTM, whose kernel takes"),
     "dropout in blocks": (in_shards, (2, 2), lambda: Deep(lambda: nn.Dropout(0.5)), "draws random numbers"),
     "batch norm in blocks": (in_shards, (4, 1), lambda: Deep(lambda: nn.BatchNorm1d(LENGTH)), "the whole batch"),
