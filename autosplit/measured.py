@@ -208,6 +208,8 @@ def lane_memory(log: StepLog, schedule: Schedule) -> tuple[HeldBytes | None, ...
 
     Nothing where nobody counted.
     """
+    if not log.lanes:  # a replica without rows
+        return ()
     held: list[HeldBytes | None] = [None] * len(schedule.lanes)
     grown = {} if log.allocations is None else _allocated_bytes(log.allocations, schedule)
     for number, lane in _lanes(log, schedule).items():

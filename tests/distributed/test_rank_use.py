@@ -61,6 +61,16 @@ def fed(name: str) -> bool:
     return all(found)
 
 
+def timed_as_one_piece() -> tuple[str | None, bool]:
+    """Return why a step of one microbatch has no actions, and whether it was timed with its loss and gradients."""
+    training = TRAININGS["chain"]
+    batch = without_gradients(training.batch(8))
+    pipe = autosplit(training.make(), devices="torchrun", chunks=1, sample=Sample(*batch.args, **batch.kwargs))
+    step = pipe.profile_step(*batch.args, **batch.kwargs, target=training.target(batch, 0), loss_fn=training.loss)
+    counted = step.loss is not None and all(parameter.grad is not None for parameter in pipe.parameters())
+    return step.whole, counted and not step.bars
+
+
 def loop_of_ones_own(clip: float) -> list[str]:
     """Train by ``pipe(x)``, ``loss.backward()`` on every rank and clip; return what differs from the plain model."""
     plain = TRAININGS["rows that mix"].make()
@@ -138,6 +148,10 @@ def test_only_the_first_and_the_last_rank_are_called_with_the_batch(ranks: Pool,
 @pytest.mark.parametrize("clip", mostly_slow([0.05, 1e9], 0.05))
 def test_a_loop_of_the_users_own_on_every_rank(ranks: Pool, clip: float) -> None:
     assert ranks(2).run(loop_of_ones_own, clip) == [[], []]
+
+
+def test_a_step_of_one_microbatch_is_timed_as_one_piece(ranks: Pool) -> None:
+    assert ranks(2).run(timed_as_one_piece) == [("the batch gives one microbatch", True)] * 2
 
 
 def test_the_norm_has_the_bits_of_one_process(ranks: Pool) -> None:

@@ -340,7 +340,12 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
                 value = train_cells.run(step, cell_loss, check)
                 step.finish()
             else:
+                step.log = None  # the step has no actions, as in one process
+                if log is not None:
+                    log.start(step.lanes, whole=engine.why_whole(step))
                 value = self._whole(step, target=target, loss_fn=loss_fn)
+                if log is not None:
+                    log.finish(value)
             if step.scaled:
                 step.share_overflow()
         step.agreed.scaled = step.scaled

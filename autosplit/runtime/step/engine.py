@@ -48,8 +48,14 @@ def train_step(
     loss = find_loss(step, target=target, loss_fn=loss_fn, reduction=reduction, proofs=proofs, whole=whole)
     if loss is not None:
         return train_cells.run(step, *loss)
-    why = "the batch gives one microbatch" if len(step.sizes) == 1 else "the loss wants the whole batch at once"
-    return whole_step(whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes, why=why, log=step.log)
+    return whole_step(
+        whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes, why=why_whole(step), log=step.log
+    )
+
+
+def why_whole(step: Step) -> str:
+    """Return why a step whose loss is not made in cells runs as one piece."""
+    return "the batch gives one microbatch" if len(step.sizes) == 1 else "the loss wants the whole batch at once"
 
 
 def kind_of(proofs: Proofs, loss_fn: Any) -> Any:
