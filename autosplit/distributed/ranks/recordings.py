@@ -184,8 +184,7 @@ class RankRecordings(Recordings):
 
     def _replicas(self, lowered: Lowered, stage_of: Mapping[str, int]) -> tuple[Replicas, ...]:
         """Return nothing: each of a stage's replicas is a rank, with modules of its own."""
-        counts = [len(each) for each in self.ranks]
-        check_cells(lowered, counts)
+        check_cells(lowered, counts := [len(ranks) for ranks in self.ranks])
         check_ending(lowered, dict(self.model.named_parameters(remove_duplicate=False)), counts[-1])
         return ()
 
@@ -230,8 +229,7 @@ class RankRecordings(Recordings):
 
     def _trace(self, sample: Sample) -> Trace:
         """Record the model's forward; what rows it mixes is what rank 0 has found."""
-        blank = without_values(self.model) if self.sample is not None else contextlib.nullcontext()
-        with blank:
+        with without_values(self.model) if self.sample is not None else contextlib.nullcontext():
             return trace(
                 self.model,
                 self.sample or sample,
