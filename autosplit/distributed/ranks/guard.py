@@ -136,9 +136,9 @@ def check_average(model: nn.Module) -> None:
     """Raise InputError where a copy of the whole model asks for a rank's part, to take it for the whole.
 
     ``AveragedModel.update_parameters(pipe)`` and timm's ``ModelEma`` pair what they hold with that by its position,
-    and what asks is told by the frame that calls the pipe.
+    and what asks is told by the frame that calls the pipe, whose method waits for recordings in a frame in between.
     """
-    held = getattr(sys._getframe(2).f_locals.get("self"), "module", None)
+    held = getattr(sys._getframe(3).f_locals.get("self"), "module", None)
     if type(held) is type(model) and held is not model and _CALL not in held.__dict__:
         raise InputError(
             f"an average of all of {type(model).__name__}, which was made before autosplit(), would pair a rank's part "

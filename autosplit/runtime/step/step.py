@@ -340,16 +340,7 @@ class Start:
         ``backward`` gives a list of tensors theirs. Stages go in descending order: what was lent comes back, then the
         stage's own backward runs.
         """
-        waiting: dict[int, Pairs] = defaultdict(list)
-        back: dict[int, torch.Tensor] = {}
-        for stage, pairs in enumerate(by_stage):
-            for tensor, gradient in pairs:
-                home = self.home.get(id(tensor), stage) if self.graphs else 0
-                if home in self.borrowed:
-                    back[id(tensor)] = gradient
-                else:
-                    waiting[home].append((tensor, gradient))
-            pairs.clear()
+        waiting, back = self._by_home(by_stage)
         self._pass_on(ENDING, waiting)
         for stage in sorted({*(self.graphs or (0,)), *self.borrowed}, reverse=True):
             for way, values in self.borrowed.get(stage, ()):
@@ -363,6 +354,20 @@ class Start:
             if pairs:
                 backward(pairs)
             self._pass_on(stage, waiting)
+
+    def _by_home(self, by_stage: Sequence[Pairs]) -> tuple[dict[int, Pairs], dict[int, torch.Tensor]]:
+        """Take the pairs; return them by home, and gradients of what is borrowed by identity. No other name holds one."""
+        waiting: dict[int, Pairs] = defaultdict(list)
+        back: dict[int, torch.Tensor] = {}
+        for stage, pairs in enumerate(by_stage):
+            for tensor, gradient in pairs:
+                home = self.home.get(id(tensor), stage) if self.graphs else 0
+                if home in self.borrowed:
+                    back[id(tensor)] = gradient
+                else:
+                    waiting[home].append((tensor, gradient))
+            pairs.clear()
+        return waiting, back
 
     def _pass_on(self, stage: int, waiting: dict[int, Pairs]) -> None:
         for leaf, value, home in self.cut.get(stage, ()):

@@ -115,12 +115,13 @@ def is_on(tensor: torch.Tensor, data: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def borrowed(*models: nn.Module) -> Iterator[Holders]:
-    """Restore random states, attributes and what changed in tensors at the end; yield where Python state lives.
+    """Restore random states, attributes, gradients and what changed in tensors; yield where Python state lives.
 
     The tensors are buffers, tables with ``max_norm``, and those of :func:`attributes`.
     """
     tensors = [t for model in models for t in (*model.buffers(), *_renormed(model))]
-    with random_state(), attributes(*models) as holders, contents(tensors):
+    leaves = [parameter for model in models for parameter in model.parameters()]
+    with random_state(), attributes(*models) as holders, contents(tensors), gradients_aside(leaves):
         yield holders
 
 
