@@ -356,7 +356,7 @@ class Start:
             self._pass_on(stage, waiting)
 
     def _by_home(self, by_stage: Sequence[Pairs]) -> tuple[dict[int, Pairs], dict[int, torch.Tensor]]:
-        """Take the pairs; return them by home, and gradients of what is borrowed by identity. No other name holds one."""
+        """Take the pairs; return them by home, and by identity the gradients of what is borrowed. No name keeps one."""
         waiting: dict[int, Pairs] = defaultdict(list)
         back: dict[int, torch.Tensor] = {}
         for stage, pairs in enumerate(by_stage):
