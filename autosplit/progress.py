@@ -1,4 +1,4 @@
-"""Phases of long work: bars on a terminal, made by rich; entries of the logger ``autosplit`` elsewhere.
+"""Phases of long work: bars on a terminal, made by rich; else a line each, or entries of the logger ``autosplit``.
 
     with phase("measuring", total=len(nodes)):
         for done, node in enumerate(nodes):
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("autosplit")
 _BARS: ContextVar[Progress | None] = ContextVar("autosplit_bars", default=None)
+_LINES: ContextVar[_Lines | None] = ContextVar("autosplit_lines", default=None)
+_QUIET_S = 1.0
+"""Work that is done after so long is not told in lines."""
 _TASK: ContextVar[TaskID | None] = ContextVar("autosplit_task", default=None)
 
 
@@ -31,7 +34,9 @@ def phase(name: str, *, total: int | None = None, level: int = logging.DEBUG) ->
     """Show work of this name while the block or the decorated function runs; ``total``: what it counts up to."""
     shown = _BARS.get()
     if shown is None:
-        started = time.perf_counter()
+        started, told = time.perf_counter(), _LINES.get()
+        if told is not None:
+            told.begin(name)
         _LOG.log(level, "%s", name)
         yield
         _LOG.log(level, "%s: %.1f s", name, time.perf_counter() - started)
@@ -57,6 +62,35 @@ def shown(name: str) -> Iterator[None]:
     """Show work of this name and its phases while it lasts: on a terminal, or at level INFO of the log."""
     with bars(), phase(name, level=logging.INFO):
         yield
+
+
+class _Lines:
+    """The phases that have begun: each is told once on stderr, with the seconds until it began."""
+
+    def __init__(self) -> None:
+        self.started, self.told, self.waiting = time.perf_counter(), set[str](), list[str]()
+
+    def begin(self, name: str) -> None:
+        """Tell that a phase begins; those of the first second when it is over."""
+        if name in self.told:
+            return
+        since_s = time.perf_counter() - self.started
+        self.told.add(name)
+        self.waiting.append(f"{since_s:6.1f} s  {name}")
+        if since_s >= _QUIET_S:
+            print("\n".join(self.waiting), file=sys.stderr, flush=True)
+            self.waiting.clear()
+
+
+@contextmanager
+def lines() -> Iterator[None]:
+    """Tell each phase inside the block in a line of stderr, once; on a terminal show bars instead."""
+    token = _LINES.set(_Lines())
+    try:
+        with bars():
+            yield
+    finally:
+        _LINES.reset(token)
 
 
 @contextmanager

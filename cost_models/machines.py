@@ -48,6 +48,7 @@ class MachineSpec(Record):
         network: one device's way to another host; None on a single host.
         links: pairs whose link is another than the rules give, such as two cards with a bridge.
         notes: what else a reader should know.
+        taken: which devices were taken to be meant by short names, in words.
     """
 
     name: str = Field(min_length=1)
@@ -57,6 +58,7 @@ class MachineSpec(Record):
     network: LinkSpec | None = None
     links: tuple[PairLink, ...] = ()
     notes: str = ""
+    taken: tuple[str, ...] = Field(default=(), exclude=True)
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:

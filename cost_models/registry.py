@@ -19,11 +19,11 @@ from cost_models.specs import DeviceSpec, LinkSpec, Source, describe
 
 _SUFFIX = ".json"
 _MOST_DEVICES = 4096
-_COUNT = re.compile(r"\s*(\d+)\s*[x×]\s*(?=\S)")
+_COUNT = re.compile(r"\s*(\d+)\s*[xX×]\s*(?=\S)")
 _PART = re.compile(r"[a-z]{2,}(?=\d{3,})|[a-z]*\d+[a-z]*|[a-z]{2,}")
 _SAID_OF_MANY = frozenset(("nvidia", "amd", "tesla", "geforce", "instinct", "gpu", "dgx", "hgx"))
-_MOST_NEAR, _LEAST_LIKENESS = 5, 0.5
-_FORMS = 'a text such as "8xH100-SXM5-80GB", "2x8xH100-SXM5-80GB" (two hosts) or "2xA100-SXM4-80GB+2xL4-24GB"'
+_MOST_NEAR, _LEAST_LIKENESS = 3, 0.5
+_FORMS = 'a text such as "8xH100", "2x8xH100-SXM5-80GB" (two hosts) or "2xA100-SXM4-80GB+2xL4-24GB"'
 
 
 def names() -> list[str]:
@@ -39,16 +39,39 @@ def machine_names() -> list[str]:
 def device(name: str | Path) -> DeviceSpec:
     """Return the device called ``name``, or the one in the JSON file at the path ``name`` (it ends in ``.json``).
 
+    A shorter name means the usual device of that name: "H100" the H100-SXM5-80GB, "4090" the RTX4090-24GB.
+
     Raises ValueError when there is no such device or file, or when the file does not describe a device.
     """
     if str(name).endswith(_SUFFIX):
         return _device(_read_file(Path(name)), where=str(name))
-    if name not in names():
+    if (known := usual(str(name))) is None:
         raise ValueError(
-            f"there is no device {str(name)!r}{_meant(str(name), names())}; known devices: {', '.join(names())}; "
-            "or give the path of a JSON file with the fields of cost_models.DeviceSpec"
+            f"there is no device {str(name)!r}{_meant(str(name), names())}; autosplit devices and cost_models.names() "
+            "list all; or give the path of a JSON file with the fields of cost_models.DeviceSpec"
         )
-    return DeviceSpec.model_validate_json(_read_shipped("devices", str(name)))
+    return DeviceSpec.model_validate_json(_read_shipped("devices", known))
+
+
+def usual(name: str) -> str | None:
+    """Return the known device that a name means, whatever its case and dashes; None where it means none.
+
+    Parts may be left out from the end or the middle: of several devices it is the one on a board that servers have
+    (SXM), then the one with the most memory.
+    """
+    if name in names():
+        return name
+    meant = [known for known in names() if re.fullmatch(_short_form(known), _squashed(name))]
+    return max(meant, key=lambda known: ("-SXM" in known, device(known).memory_bytes or 0), default=None)
+
+
+def _short_form(known: str) -> str:
+    """Return a pattern of what a device may be called, without dashes: ``rtx4090``, ``4090``, ``h100 80gb sxm``."""
+    model, *board, memory = map(_squashed, known.split("-"))
+    lead = re.sub("^rtx", "(?:nvidia|geforce)?(?:rtx)?", model)
+    middle = "".join(f"(?:{part}?)?" for part in board)
+    size = f"(?:{memory.removesuffix('gb')}(?:gb?)?)?"
+    return f"{lead}(?:{middle}{size}|{size}{middle})"
 
 
 def machine(devices: str | Path | Sequence[str | Path | DeviceSpec]) -> MachineSpec:
@@ -70,7 +93,7 @@ def machine(devices: str | Path | Sequence[str | Path | DeviceSpec]) -> MachineS
     if not devices:
         raise ValueError(f"a machine has at least one device; give a list of names, or {_FORMS}")
     specs = [entry if isinstance(entry, DeviceSpec) else device(entry) for entry in devices]
-    return _assembled(specs)
+    return _assembled(specs).model_copy(update={"taken": _taken(list(map(str, devices)), specs)})
 
 
 def spread(machine: MachineSpec) -> MachineSpec:
@@ -82,7 +105,8 @@ def spread(machine: MachineSpec) -> MachineSpec:
     count = len(machine)
     if len(machine.host_devices) > 1 or len(kinds) > 1 or group is None or count <= group or count % group:
         return machine
-    return _assembled(machine.devices[:group], hosts=count // group)
+    hosts = _assembled(machine.devices[:group], hosts=count // group)
+    return hosts.model_copy(update={"taken": machine.taken})
 
 
 def find(name: str | Path) -> DeviceSpec | MachineSpec:
@@ -90,7 +114,7 @@ def find(name: str | Path) -> DeviceSpec | MachineSpec:
 
     Raises ValueError when it names neither.
     """
-    if name in names():
+    if usual(str(name)) is not None:
         return device(name)
     is_device_file = str(name).endswith(_SUFFIX) and Path(name).is_file() and _is_device(_read_file(Path(name)))
     return device(name) if is_device_file else machine(name)
@@ -115,7 +139,16 @@ def _machine_text(text: str) -> MachineSpec:
     if text in machine_names():
         return _machine(json.loads(_read_shipped("machines", text)), where=text, folder=None)
     specs, hosts = _layout(text, folder=None)
-    return _assembled(specs, hosts=hosts)
+    terms = text.split("+")
+    meant = [_named(_counts(term, text=text)[1], text=text, folder=None) for term in terms]
+    return _assembled(specs, hosts=hosts).model_copy(update={"taken": _taken(terms, meant)})
+
+
+def _taken(terms: Sequence[str], specs: Sequence[DeviceSpec]) -> tuple[str, ...]:
+    """Return which devices were taken to be meant by names that are not their own."""
+    pairs = dict.fromkeys(zip(terms, (spec.name for spec in specs), strict=True))
+    ours = [(term, name) for term, name in pairs if name in names() and _squashed(name) not in _squashed(term)]
+    return tuple(f"{term.strip()}: taken as {name}" for term, name in ours if not term.endswith(_SUFFIX))
 
 
 def _layout(text: str, *, folder: Path | None) -> tuple[list[DeviceSpec], int]:
@@ -147,12 +180,12 @@ def _counts(rest: str, *, text: str) -> tuple[list[int], str]:
 
 
 def _named(name: str, *, text: str, folder: Path | None) -> DeviceSpec:
-    if name.endswith(_SUFFIX) or name in names():
+    if name.endswith(_SUFFIX) or usual(name) is not None:
         return device(_beside(name, folder))
     of = "" if name == text else f" in {text!r}"
     raise ValueError(
-        f"there is no device {name!r}{of}{_meant(name, names())}; known devices: {', '.join(names())}; "
-        f"known machines: {', '.join(machine_names())}; write {_FORMS}, or give the path of a JSON file"
+        f"there is no device {name!r}{of}{_meant(name, names())}; autosplit devices lists all; write {_FORMS}, or give "
+        "the path of a JSON file"
     )
 
 
@@ -260,7 +293,7 @@ def nearest(name: str, *, among: Iterable[str]) -> list[str]:
     alike = {entry: _likeness("".join(parts), entry) for entry in known}
     most = max(shared.values(), default=0)
     closest = [entry for entry in known if shared[entry] == most and (most or alike[entry] >= _LEAST_LIKENESS)]
-    return sorted(closest, key=lambda entry: (-alike[entry], entry))[:_MOST_NEAR]
+    return sorted(closest, key=lambda entry: (-alike[entry], len(entry), entry))[:_MOST_NEAR]
 
 
 def _likeness(wanted: str, entry: str) -> float:

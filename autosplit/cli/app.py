@@ -34,7 +34,7 @@ from autosplit.progress import phase
 EXAMPLES = """Examples:
 
 \b
-  autosplit plan hf:config.json --devices 8xH100-SXM5-80GB
+  autosplit plan config.json --devices 8xH100
   autosplit plan nets.py:make --devices 2xL4-24GB --input "x=float32[64,3,224,224]" --html plan.html
   autosplit report nets.py:make --devices 4 --chunks 8 --input "x=float32[8,3,32,32]"
   autosplit devices

@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import re
+import shlex
 import shutil
 import sys
 import traceback
@@ -25,7 +26,7 @@ import typer
 from autosplit.checks import CUT, OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, RESERVE, SCHEDULES
 from autosplit.cli.inputs import MODEL_FORM
 from autosplit.errors import AutosplitError, InfeasibleError, InputError
-from autosplit.progress import bars
+from autosplit.progress import lines
 
 if TYPE_CHECKING:
     from autosplit.planning.plan.plan import Plan
@@ -200,6 +201,12 @@ def page_width() -> int | None:
     return shutil.get_terminal_size().columns if on_terminal() else None
 
 
+def typed() -> str | None:
+    """Return the command as it was typed, where this process is ``autosplit plan`` and nothing else."""
+    is_plan = Path(sys.argv[0]).name in ("autosplit", "__main__.py") and sys.argv[1:2] == ["plan"]
+    return f"autosplit {shlex.join(sys.argv[1:])}" if is_plan else None
+
+
 def tell(text: str) -> None:
     """Say something on stderr; stdout has the answer and nothing else."""
     typer.echo(text, err=True)
@@ -207,8 +214,8 @@ def tell(text: str) -> None:
 
 @contextlib.contextmanager
 def beside_stdout() -> Iterator[None]:
-    """Send what models print to stderr, and warnings with it, each as one line; on a terminal show progress there."""
-    with contextlib.redirect_stdout(sys.stderr), plain_warnings(), bars():
+    """Send what models print to stderr, and warnings with it, each as one line; show progress there."""
+    with contextlib.redirect_stdout(sys.stderr), plain_warnings(), lines():
         yield
 
 

@@ -14,7 +14,7 @@ import typer
 
 from autosplit.errors import InputError
 
-MODEL_FORM = "package.module:factory, file.py:factory or hf:config.json"
+MODEL_FORM = "package.module:factory, file.py:factory or config.json"
 DTYPES = "float32 float64 float16 bfloat16 complex64 complex128 bool int64 int32 int16 int8 uint8".split()
 INPUT_FORM = "NAME=dtype[shape], for example x=float32[8,3,32,32] or input_ids=int64[4,128]<50257"
 INPUT_FORMS = (
@@ -28,7 +28,7 @@ INPUT_HELP = (
 KWARGS_FORM = """a JSON object, for example --kwargs '{"width": 64, "layers": 12}'"""
 BATCH_DIMS_FORM = """a number, a JSON list such as [0, null], or an object such as {"x": 1, "mask": null}"""
 CONFIG_PREFIX = "hf:"
-"""What stands before the path of a transformers config in MODEL."""
+"""What may stand before the path of a transformers config in MODEL."""
 ROWS_PER_DEVICE = 4
 """The batch of a config's inputs where none is given: enough microbatches of a row to keep a pipeline busy."""
 
@@ -189,6 +189,8 @@ def check_target(target: str) -> None:
     source, _, name = target.rpartition(":")
     if not source or not name:
         saved = f"; a saved plan is shown by: autosplit report {target}" if is_plan_file(target) else ""
+        if saved and not Path(target).is_file():
+            raise InputError(f"MODEL: there is no file {target!r}; write {MODEL_FORM}")
         raise InputError(f"MODEL {target!r} names no factory; write {MODEL_FORM}{saved}")
     if source.endswith(".py") and not Path(source).is_file():
         raise InputError(f"MODEL: there is no file {source!r}; write {MODEL_FORM}")
@@ -201,7 +203,18 @@ def wants_labels(asked: bool | None, schedule: str) -> bool | None:
 
 def is_plan_file(target: str) -> bool:
     """Tell whether MODEL is the file of a saved plan."""
-    return target.endswith(".json") and not target.startswith(CONFIG_PREFIX)
+    return target.endswith(".json") and not with_prefix(target).startswith(CONFIG_PREFIX)
+
+
+def with_prefix(target: str) -> str:
+    """Return MODEL with the prefix of a config where it is the path of one, or of its folder."""
+    path = Path(target)
+    try:
+        data = json.loads((path / "config.json" if path.is_dir() else path).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return target
+    is_config = isinstance(data, dict) and not data.keys().isdisjoint(("model_type", "architectures"))
+    return f"{CONFIG_PREFIX}{target}" if is_config else target
 
 
 def read_config(target: str) -> dict[str, Any]:
@@ -280,6 +293,7 @@ class InputOptions:
 
     def spec(self, target: str, *, labels: bool | None = False, train: bool | None = None) -> ModelSpec:
         """Read the texts for a model; raises InputError for what cannot be read or does not go together."""
+        target = with_prefix(target)
         spec = ModelSpec(
             target,
             tuple(map(InputSpec.parse, self.inputs or ())),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autosplit.checks import EXPORTS, not_available
-from autosplit.cli.common import ANSWER_IS_NO, DONE, AsJson, complete, page_width, plain_warnings, tell
+from autosplit.cli.common import ANSWER_IS_NO, DONE, AsJson, complete, page_width, plain_warnings, tell, typed
 from autosplit.errors import InputError
 from autosplit.files import write_text
 
@@ -60,15 +60,17 @@ class OutputOptions:
 
         ``measured``: a recorded step, which they show too. Returns the exit code: 1 when the plan does not fit.
         """
+        from autosplit.report.next_steps import COMMAND
         from autosplit.report.sections import render
 
+        command = typed() or COMMAND
         form = "json" if self.as_json else "markdown" if self.as_markdown else "text"
         try:
             with plain_warnings():
                 for option, path in self._files():
-                    write_file(option, path, _text(plan, option, measured))
+                    write_file(option, path, _text(plan, option, measured, command))
         finally:
-            typer.echo(render(plan, form, width=page_width(), measured=measured))
+            typer.echo(render(plan, form, width=page_width(), measured=measured, command=command))
         return ANSWER_IS_NO if plan.fits is False else DONE
 
 
@@ -81,13 +83,13 @@ def _export(text: str) -> tuple[str, Path]:
     return form, Path(path)
 
 
-def _text(plan: Plan, option: str, measured: StepTimeline | None) -> str:
+def _text(plan: Plan, option: str, measured: StepTimeline | None, command: str) -> str:
     if option == "save":
         return plan.to_json() + "\n"
     if option == "html":
         from autosplit.report.page import page
 
-        return page(plan, measured=measured)
+        return page(plan, measured=measured, command=command)
     if option == "trace":
         from autosplit.report.trace_file import trace_text
 

@@ -52,6 +52,9 @@ Exit codes: 0 done; 1 done, and the plan does not fit; 2 bad usage or input.
 _SMALL_BYTES = 4 * 2**30
 """A model of at most so many bytes is made with values where it cannot be planned without."""
 
+_MIXED = "bf16_fp32_master"
+"""What the training of a config's model is planned in where nothing is said."""
+
 PaperDevices = Annotated[
     str,
     typer.Option(
@@ -114,6 +117,9 @@ def plan_command(
     outputs.check()
     wanted = False if loss is not None else wants_labels(labels, options.schedule)
     spec = inputs.spec(model, labels=wanted, train=train)
+    if precision is None and spec.is_config and options.pinned is None and options.schedule != "forward":
+        precision = _MIXED
+        common.tell(f"precision: {_MIXED}, bf16 with fp32 copies of the weights (--precision chooses another)")
     find = _find(smallest=smallest, largest_batch=largest_batch, pinned=options.pinned)
     if script is not None and (mesh is not None or replicas is not None):
         raise InputError("--script writes a program for a pipeline alone; leave --mesh and --replicas, or --script out")

@@ -19,8 +19,9 @@ from autosplit.planning.plan.record import Alternative, LaneCurve
 from autosplit.planning.timeline import StepTimeline
 from autosplit.report.beside import Beside, beside, measured_sections
 from autosplit.report.document import printable
+from autosplit.report.next_steps import COMMAND, next_steps
 from autosplit.report.prediction import changes, memory_words, needs_words, prediction, proof, verdicts
-from autosplit.report.sections import boundary_table, header, lists, stage_tables
+from autosplit.report.sections import REASONS, boundary_table, header, lists, stage_tables
 from autosplit.report.words import device_words, format_count, format_rate, recompute_words, schedule_words
 from autosplit.schedule.action import Action, Schedule
 from autosplit.units import format_bytes, format_seconds, plural
@@ -31,7 +32,7 @@ _READ = {"step_s", "bubble", "bottleneck_s", "stages", "transfers", "units", "fr
 """The plan's fields that the page's script reads."""
 
 
-def page(plan: Plan, *, measured: StepTimeline | None = None) -> str:
+def page(plan: Plan, *, measured: StepTimeline | None = None, command: str = COMMAND) -> str:
     """Return the page of ``plan`` as HTML text, with a recorded step beside it.
 
     What an older plan does not hold the page says instead.
@@ -62,12 +63,13 @@ def page(plan: Plan, *, measured: StepTimeline | None = None) -> str:
         style_hash=_hash(style),
         figures=_figures(plan, seen),
         facts=[*header(plan).facts, *prediction(plan).facts],
-        first=[*changes(plan), *lists(plan, "Reasons")],
+        first=[*changes(plan), *lists(plan, REASONS)],
         rest=[
             *stage_tables(plan, width=None),
             boundary_table(plan, width=None),
             *measured_sections(plan, seen),
             *lists(plan, "Whole modules", "Notes"),
+            *next_steps(plan, command),
         ],
         verdicts=list(verdicts(plan, width=None)),
         what=_what(plan),

@@ -8,7 +8,9 @@ Boundaries                one row per value that crosses a cut
 Prediction                imbalance, bubble, step time, proof, node classes, memory
 What would make it fit    changes, and what each costs
 Other plans               those that no other beats in both step and peak
-Reasons, Notes            why the plan is as it is, and what else the planner has to say
+Why this plan             and what the nearest others would cost
+Notes                     what else the planner has to say
+What to run next          commands, of a plan on paper
 Predicted beside measured a recorded step beside the predicted one, by device and by stage
 """
 
@@ -32,6 +34,7 @@ from autosplit.report.document import (
     room_beside,
     table_width,
 )
+from autosplit.report.next_steps import COMMAND, next_steps
 from autosplit.report.prediction import changes, frontier, meshes, prediction, shares, verdicts
 from autosplit.report.words import covers, fit_modules, format_count, repeats, shorten, size_words, some_numbers
 from autosplit.units import format_bytes, format_seconds, plural
@@ -39,14 +42,24 @@ from autosplit.units import format_bytes, format_seconds, plural
 NARROWEST_MODULES = 24
 BOUNDARY_ROWS = 24
 GRID_ROWS = 16
+REASONS = "Why this plan, and what others would cost"
 _PLAIN_SCHEDULES = ("gpipe", "1f1b", "forward")
 
 
 FORMS = ("text", "markdown", "json")
 
 
-def render(plan: Plan, form: str = "text", *, width: int | None = None, measured: StepTimeline | None = None) -> str:
+def render(
+    plan: Plan,
+    form: str = "text",
+    *,
+    width: int | None = None,
+    measured: StepTimeline | None = None,
+    command: str = COMMAND,
+) -> str:
     """Return the partition report of ``plan`` in one of `FORMS`; with a recorded step, beside that.
+
+    ``command`` is what made the plan, for what to run next.
 
     Lines of a text are at most ``width`` columns wide (120 when None) where that is 80 or more; markdown says what the
     text does, with all module names. Bytes are in binary units; times are per microbatch where the table says so and
@@ -58,12 +71,12 @@ def render(plan: Plan, form: str = "text", *, width: int | None = None, measured
             return plan.to_json()
         return json.dumps(plan.model_dump(mode="json") | {"recorded": recorded_fields(seen)}, indent=2, allow_nan=False)
     if form == "markdown":
-        return as_markdown(sections(plan, width=None, seen=seen))
+        return as_markdown(sections(plan, width=None, seen=seen, command=command))
     page = page_width(width)
-    return as_text(sections(plan, width=page, seen=seen), width=page)
+    return as_text(sections(plan, width=page, seen=seen, command=command), width=page)
 
 
-def sections(plan: Plan, *, width: int | None, seen: Beside | None = None) -> list[Section]:
+def sections(plan: Plan, *, width: int | None, seen: Beside | None = None, command: str = COMMAND) -> list[Section]:
     """Return the report of ``plan`` for a page of ``width`` columns of text; None: a page without a width."""
     return [
         header(plan),
@@ -76,13 +89,14 @@ def sections(plan: Plan, *, width: int | None, seen: Beside | None = None) -> li
         *changes(plan),
         *frontier(plan, width=width),
         *meshes(plan),
-        *lists(plan, "Reasons", "Whole modules", "Notes"),
+        *lists(plan, REASONS, "Whole modules", "Notes"),
+        *next_steps(plan, command),
     ]
 
 
 def lists(plan: Plan, *titles: str) -> Iterator[Section]:
     """Yield what the planner has to say under these titles."""
-    points = {"Reasons": plan.reasons, "Whole modules": plan.whole, "Notes": plan.notes}
+    points = {REASONS: plan.reasons, "Whole modules": plan.whole, "Notes": plan.notes}
     yield from (Section(title, points=points[title]) for title in titles if points[title])
 
 

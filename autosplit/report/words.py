@@ -28,7 +28,7 @@ def fit_modules(names: Iterable[str], *, width: int | None) -> str:
         if len(text) <= width:
             return text
     tail = f", +{len(parts) - 1} more" if len(parts) > 1 else ""
-    return (shorten(parts[0], width=width - len(tail)) + tail) if parts else "-"
+    return (clip(parts[0], width=width - len(tail)) + tail) if parts else "-"
 
 
 def covers(plan: Plan) -> list[list[str]]:

@@ -133,6 +133,25 @@ def test_the_model_is_on_meta_in_the_dtype_of_the_config_and_keeps_no_cache(writ
     assert build(written(), kwargs={"dtype": "float64"}, blank=True).embed.weight.dtype == torch.float64
 
 
+def test_a_config_needs_no_prefix_and_is_trained_with_fp32_copies(written: Callable[..., str], tmp_path: Path) -> None:
+    path = written(TINY | {"architectures": ["TinyForCausalLM"]}).removeprefix("hf:")
+    for target in (path, f"hf:{path}"):
+        result = CliRunner().invoke(cli.app, ["plan", target, "--devices", "l4", "--chunks", "1", "--json"])
+        assert result.exit_code == 0, result.output
+        assert Plan.model_validate_json(result.stdout).precision == "bf16_fp32_master"
+        assert "precision: bf16_fp32_master, bf16 with fp32 copies of the weights" in result.stderr
+    assert Plan.model_validate_json(result.stdout).machine == "1xL4-24GB"
+    asked = ["plan", path, "--devices", "l4", "--chunks", "1", "--precision", "bf16"]
+    pure = CliRunner().invoke(cli.app, asked).stdout
+    assert "trained in bf16 alone, without fp32 copies of the weights" in pure
+    forward = CliRunner().invoke(cli.app, [*asked[:-2], "--schedule", "forward", "--json"])
+    assert Plan.model_validate_json(forward.stdout).precision is None
+    report = ["report", path, "--devices", "cpu,cpu", "--chunks", "1"]
+    assert "is no plan" not in CliRunner().invoke(cli.app, report).output
+    nowhere = CliRunner().invoke(cli.app, ["plan", str(tmp_path / "none.json")])
+    assert "there is no file" in nowhere.stderr
+
+
 def test_nothing_that_would_be_fetched_reaches_transformers(written: Callable[..., str]) -> None:
     kernel = {"_attn_implementation": "somebody/kernel", "attn_implementation": "somebody/kernel"}
     entries = TINY | kernel | {"text_config": dict(kernel), "use_pretrained_backbone": True}

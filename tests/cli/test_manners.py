@@ -181,6 +181,23 @@ def test_a_path_that_cannot_be_written_is_said_before_the_model_is_made(tmp_path
     assert result.stderr == f"error: --html {str(tmp_path)!r}: is a folder; name a file in it\n"
 
 
+def test_long_work_is_told_in_a_line_per_phase_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work() -> str:
+        with progress.lines():
+            for name in ("tracing", "searching", "tracing", "pricing"):
+                with progress.phase(name):
+                    pass
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        return shown.err
+
+    assert work() == "", "work of less than a second is not told"
+    monkeypatch.setattr(progress, "_QUIET_S", 0.0)
+    assert [line.split("s  ")[1] for line in work().splitlines()] == ["tracing", "searching", "pricing"]
+
+
 def test_phases_are_logged_where_there_is_no_terminal(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "autosplit")
 

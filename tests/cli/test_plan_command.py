@@ -36,6 +36,17 @@ def test_the_table_is_that_of_the_devices_on_paper(run: Run) -> None:
     assert result.stdout.startswith(f"Partition of Mlp\n{SIZE}  devices    2: 2 x L4-24GB\n  chunks     4: 4 x 2 rows")
 
 
+def test_a_short_name_is_noted_and_what_to_run_next_stands_at_the_end(run: Run) -> None:
+    said = run(f"{NETS}:make_mlp", "--devices", "2xl4", "--chunks", "4", *X).stdout
+    assert "  - 2xl4: taken as L4-24GB\n" in said
+    last = said.partition("\nWhat to run next\n")[2]
+    assert "--script train.py: writes the program that trains by this plan" in last
+    bad = run(f"{NETS}:make_mlp", "--devices", "2xl4", "--chunks", "4", "--memory-limit", "9KiB", *X).stdout
+    last = bad.partition("\nWhat to run next\n")[2]
+    assert "the first of the changes above that is an option" in last
+    assert "--script" not in last
+
+
 def test_what_is_asked_for_is_in_the_plan(run: Run, tmp_path: Path) -> None:
     asked = ("--precision", "bf16", "--optimizer", "12", "--reserve", "1GiB", "--recompute", "block", "--json")
     devices = ("--devices", "A100-SXM4-80GB,L4-24GB", "--chunks", "4")

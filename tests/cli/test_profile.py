@@ -47,7 +47,7 @@ def test_the_table_is_printed(run: Run) -> None:
     assert lines[6] == "Costs by module, to depth 2"
     assert [line.split()[:2] for line in lines[9:13]] == [[f"layers.{i}", "micro"] for i in range(4)]
     assert "  parameters 1,088 in 4.25 KiB" in lines
-    assert result.stderr == "a factory that talks\n"
+    assert "a factory that talks\n" in result.stderr
 
 
 def test_json_has_every_node_and_every_figure(run: Run) -> None:

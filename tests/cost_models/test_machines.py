@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cost_models import HostSpec, LinkSpec, MachineSpec, Source, device, find, machine, machine_names, names
+from cost_models.registry import spread, usual
 
 GUESS = Source(status="prior", text="made up for a test")
 SOME = ("A100-SXM4-80GB", "H100-SXM5-80GB", "H200-SXM-141GB", "L4-24GB", "V100-SXM2-32GB", "H100-NVL-94GB", "cpu-lane")
@@ -118,12 +119,38 @@ def test_no_devices():
         machine([])
 
 
-def test_an_unknown_device_in_a_text_is_told_what_is_known():
+def test_an_unknown_device_in_a_text_is_told_the_nearest():
+    nearest = "H100-NVL-94GB, H100-PCIe-80GB, H100-SXM5-80GB; autosplit devices lists all"
     with pytest.raises(
-        ValueError, match=r"there is no device 'H100' in '2xL4-24GB\+8xH100', the nearest: H100-"
-    ) as got:
-        machine("2xL4-24GB+8xH100")
-    assert all(name in str(got.value) for name in (*names(), *machine_names()))
+        ValueError, match=rf"there is no device 'H1000' in '2xL4-24GB\+8xH1000', the nearest: {nearest}"
+    ):
+        machine("2xL4-24GB+8xH1000")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "taken"),
+    [
+        ("8xH100", "8xH100-SXM5-80GB", ("8xH100: taken as H100-SXM5-80GB",)),
+        ("8Xa100-80gb", "8xA100-SXM4-80GB", ("8Xa100-80gb: taken as A100-SXM4-80GB",)),
+        ("a100 40GB", "1xA100-SXM4-40GB", ("a100 40GB: taken as A100-SXM4-40GB",)),
+        ("2x4090+l4", "2xRTX4090-24GB+1xL4-24GB", ("2x4090: taken as RTX4090-24GB", "l4: taken as L4-24GB")),
+        ("2x8xH100-PCIe", "2x8xH100-PCIe-80GB", ("2x8xH100-PCIe: taken as H100-PCIe-80GB",)),
+        ("4xl40s-48gb", "4xL40S-48GB", ()),
+    ],
+)
+def test_a_short_name_is_the_usual_device_and_says_so(text: str, name: str, taken: tuple[str, ...]) -> None:
+    assert (machine(text).name, machine(text).taken) == (name, taken)
+    assert spread(machine(f"{text}")).taken == taken
+    assert "taken" not in machine(text).model_dump()
+
+
+def test_short_names_in_a_list_and_on_several_hosts() -> None:
+    mixed = machine(["H100", "L4-24GB"])
+    assert (mixed.name, mixed.taken) == ("1xH100-SXM5-80GB+1xL4-24GB", ("H100: taken as H100-SXM5-80GB",))
+    hosts = spread(machine("64xh100"))
+    assert (hosts.name, hosts.taken) == ("8x8xH100-SXM5-80GB", ("64xh100: taken as H100-SXM5-80GB",))
+    assert all(usual(known) == known for known in names())
+    assert usual("H1000") is usual("A10") is usual("") is None
 
 
 def write(path: Path, **fields: Any) -> Path:

@@ -60,7 +60,7 @@ def test_recompute_says_what_it_costs_and_saves() -> None:
     static = first.parameter_bytes + first.gradient_bytes + first.optimizer_bytes
     assert saved_bytes(plan) == [static + 2 * 5 * GIB - first.peak_bytes]
     assert reasons(plan) == (
-        f"recompute (block) on stage 0 costs {longer:.0%} of the step and saves 8.80 GiB on the fullest device",
+        f"stage 0 recomputes (block), which costs {longer:.0%} of the step and saves 8.80 GiB on the fullest device",
     )
 
 
@@ -135,11 +135,19 @@ def test_the_nearest_other_plans_are_compared() -> None:
         other(1.5, 2, chunks=8, recompute=("always",)),
     )
     assert reasons(plan.model_copy(update={"frontier": frontier})) == (
-        "8 chunks under 1f1b, recompute block would need 2.00 GiB less on the fullest device and take 25% longer",
-        "4 chunks under interleaved with 2 stages per device would be 10% faster, but may not fit: 8.00 GiB",
+        "with schedule interleaved x 2 stages per device: 10% faster, needs 8.00 GiB on the fullest device and may not "
+        "fit",
+        "with 8 microbatches and recompute block on every stage: 25% slower, needs 3.00 GiB on the fullest device, "
+        "2.00 GiB less",
+    )
+    again = tuple(make_stage(index, recompute="block") for index in range(2))
+    without = (other(0.9, 8, verdict="no"), other(1.0, 5, recompute=("block",)))
+    assert (
+        reasons(make_plan(stages=again, frontier=without))[-1]
+        == "without recompute: 10% faster, needs 8.00 GiB on the fullest device and does not fit"
     )
     several = other(0.9, 8, recompute=("except_last", "never", "block"), replayed=False)
     assert reasons(plan.model_copy(update={"frontier": (several, other(1.0, 5))})) == (
-        "4 chunks under 1f1b, recompute except_last, never and block would be 10% faster, but fits by the solver's "
-        "formula alone: 8.00 GiB",
+        "with recompute except_last on 1 stage and block on 1 stage: 10% faster, needs 8.00 GiB on the fullest device, "
+        "which fits by formula alone",
     )

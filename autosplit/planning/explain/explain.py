@@ -153,9 +153,15 @@ def answered(paper: OnPaper, space_of: Callable[[OnPaper], Space], *, find: str)
 
 def assumed(plan: Plan, paper: OnPaper) -> Plan:
     """Return the plan with notes on what nobody said: what stands for the loss, and whose values decided."""
-    notes = []
+    notes: list[str | None] = [] if paper.options.machine is None else list(paper.options.machine.taken)
     if paper.options.loss is None and plan.schedule != "forward":
         notes.append(note_on_no_loss(paper.recorded.trace.graph))
+    if plan.schedule != "forward" and (plan.precision or plan.dtype) in ("bf16", "bfloat16", "float16"):
+        notes.append(
+            f"trained in {plan.precision or plan.dtype} alone, without fp32 copies of the weights: an update of less "
+            'than about 1/256 of a weight is lost; precision="bf16_fp32_master" keeps them, for 12 bytes per parameter '
+            "more under Adam"
+        )
     if paper.by_values:
         notes.append(
             "the forward decides by values, so the model and inputs were taken with theirs: other values may take "

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from autosplit.partition.problem import recompute_fraction
 from autosplit.planning.explain.verdicts import DeviceVerdict, binding, device_verdicts
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Alternative
+from autosplit.planning.plan.record import Alternative, recompute_of
 from autosplit.planning.timeline import host_step, simulated
 from autosplit.schedule.action import Action
-from autosplit.units import format_bytes, format_seconds
+from autosplit.units import format_bytes, format_seconds, plural
 
 _LESS_WORK = 0.9
 """A stage with less than this share of the mean load is said to have less work than the others."""
@@ -39,7 +40,8 @@ def _recompute(plan: Plan) -> Iterator[str]:
     kinds = sorted({stage.recompute for stage in again})
     saved = max(saved_bytes(plan), default=0)
     saves = f" and saves {format_bytes(saved)} on the fullest device" if saved > 0 else ""
-    yield f"recompute ({', '.join(kinds)}) on {where} costs {cost:.0%} of the step{saves}"
+    does = "recomputes" if len(again) == 1 or where == "every stage" else "recompute"
+    yield f"{where} {does} ({', '.join(kinds)}), which costs {cost:.0%} of the step{saves}"
 
 
 def without_recompute(plan: Plan) -> Plan:
@@ -145,17 +147,15 @@ def _tradeoffs(plan: Plan) -> Iterator[str]:
     others = [other for other in plan.frontier if not _same(plan, other)]
     smaller = [other for other in others if other.peak_bytes < peak and other.step_s > plan.step_s * (1 + _NOTABLE)]
     faster = [other for other in others if other.step_s < plan.step_s * (1 - _NOTABLE)]
-    if smaller:
-        best = min(smaller, key=lambda other: other.step_s)
-        yield (
-            f"{setting(best)} would need {format_bytes(peak - best.peak_bytes)} less on the fullest device and take "
-            f"{best.step_s / plan.step_s - 1:.0%} longer"
-        )
     if faster and plan.verdict != "no":
         best = max(faster, key=lambda other: other.step_s)
-        gain = 1 - best.step_s / plan.step_s
-        but = {"no": "does not fit", "borderline": "may not fit", "fits": "fits by the solver's formula alone"}
-        yield f"{setting(best)} would be {gain:.0%} faster, but {but[best.verdict]}: {format_bytes(best.peak_bytes)}"
+        but = {"no": " and does not fit", "borderline": " and may not fit", "fits": ", which fits by formula alone"}
+        needs = f"needs {format_bytes(best.peak_bytes)} on the fullest device{but[best.verdict]}"
+        yield f"{differs(plan, best)}: {1 - best.step_s / plan.step_s:.0%} faster, {needs}"
+    if smaller:
+        best = min(smaller, key=lambda other: other.step_s)
+        needs = f"{format_bytes(best.peak_bytes)} on the fullest device, {format_bytes(peak - best.peak_bytes)} less"
+        yield f"{differs(plan, best)}: {best.step_s / plan.step_s - 1:.0%} slower, needs {needs}"
 
 
 def _same(plan: Plan, other: Alternative) -> bool:
@@ -163,14 +163,30 @@ def _same(plan: Plan, other: Alternative) -> bool:
     return this == (other.chunks, other.schedule, other.virtual_stages, other.replicas, set(other.recompute))
 
 
-def setting(other: Alternative) -> str:
-    """Return what another plan chose, in words: ``8 chunks under 1f1b, recompute block``."""
-    each = f" with {other.virtual_stages} stages per device" if other.virtual_stages > 1 else ""
-    each = f" with replicas {list(other.replicas)}" if other.replicas else each
-    kinds = list(dict.fromkeys(other.recompute))
-    listed = " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
-    again = "" if kinds == ["never"] else f", recompute {listed}"
-    return f"{other.chunks} chunks under {other.schedule}{each}{again}"
+def differs(plan: Plan, other: Alternative) -> str:
+    """Return what another plan chose otherwise: ``with 8 microbatches and recompute block``, ``without recompute``."""
+    ways = []
+    if other.chunks != plan.chunks:
+        ways.append(f"{other.chunks} microbatches")
+    if (other.schedule, other.virtual_stages) != (plan.schedule, plan.virtual_stages):
+        each = f" x {other.virtual_stages} stages per device" if other.virtual_stages > 1 else ""
+        ways.append(f"schedule {other.schedule}{each}")
+    if other.replicas != plan.replicas:
+        ways.append(f"replicas {list(other.replicas)}" if other.replicas else "a device for each stage")
+    counts, without = Counter(other.recompute), ""
+    if recompute_of(other.recompute) != recompute_of([stage.recompute for stage in plan.stages]):
+        if set(counts) == {"never"}:
+            without = "without recompute"
+        elif len(counts) == 1:
+            ways.append(f"recompute {other.recompute[0]} on every stage")
+        else:
+            parts = [f"{kind} on {plural(count, 'stage')}" for kind, count in counts.most_common() if kind != "never"]
+            ways.append(f"recompute {_and(parts)}")
+    return " and ".join(filter(None, (without, f"with {_and(ways)}" if ways else ""))) or "with another cut"
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _named(noun: str, indices: Sequence[int]) -> str:
@@ -227,7 +243,8 @@ def _helps(plan: Plan, full: DeviceVerdict, sizes: Sequence[int], held_bytes: in
     smaller = [other for other in plan.frontier if other.peak_bytes < peak]
     if smaller:
         best = min(smaller, key=lambda other: (other.verdict == "no", other.step_s))
-        yield f"{setting(best)}, {format_bytes(peak - best.peak_bytes)} less on the fullest device by the plan"
+        less = format_bytes(peak - best.peak_bytes)
+        yield f"the same model {differs(plan, best)}: {less} less on the fullest device by the plan"
     if any(plan.stages[stage].recompute != "always" for stage in full.stages):
         yield "recompute='always' or 'block', which keeps less from forward to backward"
     if max(planned) > 1:

@@ -1,0 +1,37 @@
+"""What to run next: the commands that lead from a plan on paper to a plan that fits, and to a training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from shlex import quote
+
+from autosplit.planning.plan.plan import Plan
+from autosplit.report.document import Section
+
+COMMAND = "autosplit plan MODEL ..."
+"""Stands for the command that made a plan, where it is not known."""
+_PLANNED = ("recompute", "chunks", "schedule", "devices", "optimizer", "precision")
+"""The arguments of changes that any command takes."""
+
+
+def next_steps(plan: Plan, command: str) -> Iterator[Section]:
+    """Yield what to run next after ``command`` has planned on paper; nothing for devices that are there."""
+    if plan.machine is not None and plan.schedule != "forward":
+        yield Section("What to run next", points=tuple(_commands(plan, command)))
+
+
+def _commands(plan: Plan, command: str) -> Iterator[str]:
+    change = next((change for change in plan.changes if set(change.arguments) <= set(_PLANNED)), None)
+    if change is not None:
+        options = " ".join(f"--{name} {quote(str(value))}" for name, value in change.arguments.items())
+        yield f"{command} {options}: the first of the changes above that is an option, planned in full"
+    if plan.verdict == "no":
+        return
+    if plan.mesh is None:
+        yield f"{command} --script train.py: writes the program that trains by this plan, and says how to start it"
+        yield 'in Python: plan.save("plan.json"), there autosplit(model, plan="plan.json", devices=..., sample=batch)'
+        return
+    if plan.mesh.runtime == "autosplit":
+        dimensions = f'"dp": {plan.mesh.dp}, "tp": {plan.mesh.tp}, "pp": {plan.mesh.pp}'
+        yield f'in Python under torchrun: autosplit(model, mesh={{{dimensions}}}, plan="plan.json", sample=batch)'
+    yield f"{command} --export torchtitan:job.toml --export megatron:arguments.txt: the same degrees for other tools"
