@@ -47,7 +47,7 @@ def format_seconds(seconds: float) -> str:
 
 def plural(count: int, noun: str) -> str:
     """Return a number and its noun: ``"1 row"``, ``"2 rows"``, ``"3 microbatches"``."""
-    more = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    more = f"{noun}es" if noun.endswith(("ch", "sh")) else f"{noun}s"
     return f"{count} {noun if count == 1 else more}"
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autosplit.planning.explain.verdicts import DeviceVerdict, binding, device_verdicts
+from autosplit.planning.plan.fields import MeshAlternative
 from autosplit.planning.plan.plan import Plan
 from autosplit.report.document import Section, column, room_beside, table_width
 from autosplit.report.words import clip, format_rate, numbers, recompute_words, schedule_words, size_words
@@ -198,18 +199,36 @@ def frontier(plan: Plan, *, width: int | None) -> Iterator[Section]:
 
 
 def meshes(plan: Plan) -> Iterator[Section]:
-    """Yield other meshes that the search weighed, the fastest first."""
-    if not plan.meshes:
-        return
-    shown = plan.meshes[:MESH_ROWS]
+    """Yield other meshes that were planned, the fastest first, and those that their lower bounds rule out."""
+    planned = [row for row in plan.meshes if not row.bound]
+    if planned:
+        yield _planned_meshes(plan, planned)
+    small = [row for row in plan.meshes if row.bound and row.verdict == "no"]
+    slow = [row for row in plan.meshes if row.bound and row.verdict != "no"]
+    texts = {
+        "parameters, gradients and optimizer state alone are more than a device has": small,
+        "by the lower bounds of their steps no better than the plan": slow,
+    }
+    points = tuple(f"{plural(len(rows), 'mesh')}, {why}: {_some(rows)}" for why, rows in texts.items() if rows)
+    if points:
+        yield Section("Meshes that were not searched", points=points)
+
+
+def _some(rows: Sequence[MeshAlternative]) -> str:
+    more = f", and {len(rows) - MESH_ROWS} more" if len(rows) > MESH_ROWS else ""
+    return "; ".join(str(row.mesh) for row in rows[:MESH_ROWS]) + more
+
+
+def _planned_meshes(plan: Plan, rows: Sequence[MeshAlternative]) -> Section:
+    shown = rows[:MESH_ROWS]
     columns = (
         column("mesh", shown, lambda row: str(row.mesh), align="left"),
-        column("step", shown, lambda row: f"{'>' * (row.verdict is None)}{format_seconds(row.step_s)}"),
+        column("step", shown, lambda row: format_seconds(row.step_s)),
         column("against this plan", shown, lambda row: f"{row.step_s / plan.step_s - 1:+.0%}" if plan.step_s else ""),
-        column("verdict", shown, lambda row: row.verdict or "not searched", align="left"),
+        column("verdict", shown, lambda row: row.verdict or "-", align="left"),
     )
-    left = [f"and {len(plan.meshes) - len(shown)} more"] if len(plan.meshes) > len(shown) else []
-    yield Section("Other meshes", columns=columns, below=(*left, ">: a lower bound"))
+    left = (f"and {len(rows) - len(shown)} more",) if len(rows) > len(shown) else ()
+    return Section("Other meshes that were planned", columns=columns, below=left)
 
 
 def _range(row: DeviceVerdict) -> str:

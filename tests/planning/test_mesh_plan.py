@@ -13,7 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autosplit import InputError, Plan, PlanError, plan
-from autosplit.planning.plan.fields import MeshDegrees
+from autosplit.parallel import Parallel
+from autosplit.planning.parallel.reasons import Weighed, simplest
+from autosplit.planning.plan.fields import MeshAlternative, MeshDegrees
+from autosplit.report.prediction import meshes
 from autosplit.report.sections import header
 from tests.planning.llama import Llama
 
@@ -198,11 +201,34 @@ def test_the_best_mesh_says_why() -> None:
     found = _llama(mesh="auto", schedule="1f1b", recompute="never", layers=2)
     assert found.mesh is not None
     assert (found.mesh.dp, found.mesh.tp, found.mesh.pp) == (8, 1, 1)
-    assert found.reasons[0].startswith("pure data parallel (dp=8, tp=1, pp=1, ZeRO-")
-    assert "% faster than the best other mesh" in found.reasons[0]
+    assert found.reasons[0].startswith("plain data parallelism alone is enough (dp=8, tp=1, pp=1, ZeRO-1): ")
+    assert " the best other mesh" in found.reasons[0]
     assert "and fits" in found.reasons[0]
     assert len({(own.mesh.dp, own.mesh.tp, own.mesh.pp) for own in found.meshes}) >= 6
     assert [own.step_s for own in found.meshes] == sorted(own.step_s for own in found.meshes)
+
+
+def test_the_simplest_mesh_within_the_error_is_chosen() -> None:
+    plain, sharded, both = Parallel(8), Parallel(8, zero=3), Parallel(4, tp=2, zero=3)
+    assert simplest([Weighed(0, 1.0, both), Weighed(0, 1.03, sharded), Weighed(0, 1.2, plain)]) == 1
+    assert simplest([Weighed(0, 1.0, both), Weighed(0, 1.04, sharded)]) == 0
+    assert simplest([Weighed(1, 1.0, plain), Weighed(0, 9.0, both)]) == 1
+    assert simplest([Weighed(0, 1.01, plain), Weighed(0, 1.0, plain)]) == 1
+
+
+def test_bounds_are_no_plans(given: Plan) -> None:
+    """What was not searched stands in a list of its own, and older files' bounds are read as such."""
+    rows = [MeshAlternative(mesh=given.mesh, step_s=1.0, verdict=verdict) for verdict in ("fits", "no", None)]
+    assert [row.bound for row in rows] == [False, False, True]
+    small = MeshAlternative(mesh=given.mesh, step_s=0.1, verdict="no", bound=True)
+    shown = given.model_copy(update={"meshes": (small, *rows)})
+    assert MeshAlternative.model_validate_json(small.model_dump_json()) == small
+    planned, left = meshes(shown)
+    assert planned.columns[-1].cells == ("fits", "no")
+    assert [point.split(":")[0] for point in left.points] == [
+        "1 mesh, parameters, gradients and optimizer state alone are more than a device has",
+        "1 mesh, by the lower bounds of their steps no better than the plan",
+    ]
 
 
 def test_a_batch_that_no_mesh_holds() -> None:

@@ -9,7 +9,7 @@ from itertools import groupby
 from autosplit.partition.problem import recompute_fraction
 from autosplit.planning.explain.verdicts import DeviceVerdict, binding, device_verdicts
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Alternative, recompute_of
+from autosplit.planning.plan.record import Alternative, StagePlan, Unit, recompute_of
 from autosplit.planning.timeline import host_step, simulated
 from autosplit.schedule.action import Action
 from autosplit.units import format_bytes, format_seconds, plural
@@ -21,13 +21,15 @@ _FULL = 0.9
 _LONG_LINK = 0.5
 """A transfer is long that takes this share of the forward that waits for it."""
 _NOTABLE = 0.01
+_SKEWED = 0.05
+"""An even cut is worth a word that would shorten the step by so much."""
 _WORTH = 1.05
 """The host binds where waiting for it makes a step so many times as long."""
 
 
 def reasons(plan: Plan) -> tuple[str, ...]:
     """Return what is to be said about a plan, from what it holds; nothing about what it does not hold."""
-    return (*_recompute(plan), *_uneven(plan), *_links(plan), *_host(plan), *_tradeoffs(plan))
+    return (*_recompute(plan), *_uneven(plan), *_skewed(plan), *_links(plan), *_host(plan), *_tradeoffs(plan))
 
 
 def _recompute(plan: Plan) -> Iterator[str]:
@@ -96,6 +98,51 @@ def _uneven(plan: Plan) -> Iterator[str]:
         has, is_ = ("has", "it is") if len(devices) == 1 else ("have", "they are")
         numbers = f"{needs} of {format_bytes(capacity)}, most of it {term}"
         yield f"{who} {has} {less} less work than the mean: {is_} full ({numbers})"
+
+
+def _skewed(plan: Plan) -> Iterator[str]:
+    """Yield what an even cut would take, where the plan's fits by stages of uneven work."""
+    full = max(device.share for device in device_verdicts(plan))
+    if plan.replicas or full < _FULL or plan.verdict == "no" or len(plan.stages) < 2:
+        return
+    count, even = len(plan.stages), plan.model_copy(update={"stages": _even(plan)})
+    even_s = plan.step_s - simulated(plan).step_s + simulated(even).step_s
+    if even_s < plan.step_s * (1 - _SKEWED):
+        needs = _even_bytes(plan)
+        room = "" if needs is None else f", and need about {format_bytes(needs)} on the fullest device"
+        yield (
+            f"{count} stages of uneven work are what makes it fit: evenly cut the step would take about "
+            f"{format_seconds(even_s)}, {1 - even_s / plan.step_s:.0%} less{room}"
+        )
+
+
+def _even(plan: Plan) -> tuple[StagePlan, ...]:
+    """Return the stages with the mean of their times."""
+    times = ("forward_s", "backward_s", "weight_s")
+    means = {name: sum(getattr(stage, name) for stage in plan.stages) / len(plan.stages) for name in times}
+    return tuple(stage.model_copy(update=means) for stage in plan.stages)
+
+
+def _even_bytes(plan: Plan) -> int | None:
+    """Return what the fullest device needs where units go to stages of even work, by the formula of `saved_bytes`.
+
+    None where the plan has no units, and where stages recompute.
+    """
+    if not plan.units or any(stage.recompute != "never" for stage in plan.stages):
+        return None
+    held, total_s = plan.schedule_for(len(plan.microbatch_rows)).in_flight, sum(map(_unit_s, plan.units))
+    before_s, needs, transient = 0.0, Counter[int](), Counter[int]()
+    for unit in plan.units:
+        stage = min(int(len(plan.stages) * (before_s + _unit_s(unit) / 2) / total_s), len(plan.stages) - 1)
+        lane = plan.stages[stage].lane
+        needs[lane] += unit.static_bytes + held[stage] * unit.kept_bytes
+        transient[lane] = max(transient[lane], unit.transient_bytes)
+        before_s += _unit_s(unit)
+    return max(needs[lane] + transient[lane] for lane in needs)
+
+
+def _unit_s(unit: Unit) -> float:
+    return unit.forward_s + unit.backward_s
 
 
 def _span(texts: Sequence[str]) -> str:

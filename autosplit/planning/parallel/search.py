@@ -22,7 +22,7 @@ from autosplit.options import Options
 from autosplit.parallel import Parallel, check_zero, place
 from autosplit.planning.explain.reasons import reasons
 from autosplit.planning.paper import OnPaper, search_space, stand_ins
-from autosplit.planning.parallel.reasons import mesh_reasons
+from autosplit.planning.parallel.reasons import Weighed, mesh_reasons, simplest
 from autosplit.planning.plan.fields import MeshAlternative, MeshDegrees
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.formulate import state_bytes
@@ -203,7 +203,9 @@ class MeshSearch:
                     f"runtime={self.request.runtime!r} runs interleaved in rounds of pp microbatches, and pp divides "
                     f"none of chunks={counts}; give chunks= that it divides, or schedule='1f1b'"
                 )
-        return self.best
+        if self.best.rank[0] > 1:
+            return self.best
+        return self.weighed[simplest([Weighed(e.rank[0], e.step_s, e.mesh.parallel) for e in self.weighed])]
 
     @property
     def best(self) -> _Found:
@@ -293,7 +295,9 @@ class MeshSearch:
             for entry in self.weighed
         ]
         known += [
-            MeshAlternative(mesh=_degrees_of(mesh), step_s=mesh.bound_s, verdict="no" if mesh.fullness > 1 else None)
+            MeshAlternative(
+                mesh=_degrees_of(mesh), step_s=mesh.bound_s, bound=True, verdict="no" if mesh.fullness > 1 else None
+            )
             for mesh in self.left
         ]
         return sorted(known, key=lambda other: other.step_s)

@@ -65,12 +65,14 @@ class MeshDegrees(FrozenFields):
 
 
 class MeshAlternative(FrozenFields):
-    """The best plan found for other degrees, by its figures; a step that is not replayed is a lower bound."""
+    """The best plan found for other degrees, by its figures; of those that were not searched, a lower bound."""
 
     mesh: MeshDegrees
     step_s: Seconds
     verdict: Verdict | None
-    """None: only a lower bound of its step is known, which is longer than the plan's."""
+    """None: not searched. Of a bound "no": what it holds of states alone is more than a device has."""
+    bound: bool = Field(default_factory=lambda fields: fields["verdict"] is None)
+    """Whether ``step_s`` is no plan's, but a lower bound of all plans for these degrees; older files say it of some."""
 
 
 class Change(FrozenFields):
