@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from autosplit.checks import BATCH_NORM, FEED, FIND, MACHINE, OUTPUTS, RESERVE, TORCHRUN, choose, resolve_machine
+from autosplit.adapters import check_adapters
+from autosplit.checks import (
+    BATCH_NORM,
+    FEED,
+    FIND,
+    MACHINE,
+    MASTERS,
+    OUTPUTS,
+    RESERVE,
+    TORCHRUN,
+    choose,
+    resolve_machine,
+)
 from autosplit.errors import InputError
 from autosplit.options import Options, Sample, resolve_compile, resolve_devices, resolve_lanes, resolve_rng
 from autosplit.parallel import Parallel
@@ -249,6 +261,8 @@ def plan(
     fsdp_reshard: str = "never",
     mp_policy: Any = None,
     reduce_dtype: Any = None,
+    lora: Any = None,
+    base: str | None = None,
     find: str = "best",
     plan: Plan | str | Path | None = None,
     processes: bool = False,
@@ -290,6 +304,10 @@ def plan(
         fsdp_reshard: as in `autosplit`, under ``zero=3``. "never": parameters and gradients of a stage are whole for
             a step; "always": those of two of its blocks.
         mp_policy, reduce_dtype: as in `autosplit`, on a mesh of its runtime; a policy in bf16, and under ``zero=3``.
+        lora: adapters that are trained in the place of the model, as PEFT adds them: text such as
+            "r=16,targets=q_proj+v_proj", or ``targets=all-linear``; ``alpha=`` and ``dropout=`` too. A model that has
+            them already is planned as it is.
+        base: how the frozen linear weights are kept, but for the head: "nf4" or "int8", as by bitsandbytes.
         find: "best": the best plan for these devices and this batch; "smallest": for the fewest devices of this kind
             that surely hold the model; "largest_batch": for the largest batch that surely fits, in ``chunks``
             microbatches (auto: as many as are best for the sample).
@@ -316,6 +334,9 @@ def plan(
     precision, like = in_dtypes(mesh, zero, runtime, fsdp_reshard, reduce_dtype, mp_policy, precision)
     spec = spread(spec) if degrees is not None else spec
     others = {"mesh": mesh, "virtual_stages": virtual_stages, "find": find, "plan": plan, "processes": processes}
+    adapters = check_adapters(lora, base, precision=precision, schedule=schedule)
+    if adapters is not None and precision in MASTERS:
+        precision = "bf16"  # adapters are in fp32: they are their own master weights
     each, schedule = dealt(replicas, spec.devices, schedule=schedule, recompute=recompute, others=others)
     choices = partial(chosen, precision=precision, **_named(_CHOICES, locals()))
     asked = choices(devices=degrees.pp if isinstance(degrees, Parallel) else len(each or spec)) | {"replicas": each}
@@ -324,7 +345,7 @@ def plan(
     check_room(options)
 
     with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
-        paper = prepare(model, given_sample(model, sample), options, loss_fn=loss_fn)
+        paper = prepare(model, given_sample(model, sample), options, loss_fn=loss_fn, adapters=adapters)
         meshes = partial(MeshRequest, paper, spec, choices, zero=zero, free_chunks=chunks == "auto")
         request = None if degrees is None else meshes(degrees, runtime=runtime, like=like)
         if pinned is not None:

@@ -36,6 +36,7 @@ from benchmarks.memory_subject import (
     held_by,
     recomputed,
     traces,
+    trained,
 )
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
@@ -92,7 +93,7 @@ def predicted_step(subject: Subject, way: Way, *, optimizers: Sequence[str]) -> 
     schedule = build("gpipe", stages=1, microbatches=1)
     found = {}
     for name in optimizers:
-        finish = optimizer_changes(bytes_of(subject.model.parameters()), name=name, foreach=False)
+        finish = optimizer_changes(bytes_of(trained(subject.model)), name=name, foreach=False)
         static = StaticBytes(parameters=parameters, optimizer=_state_bytes(subject, name))
         [device] = replay(schedule, {0: stage}, [static], finish={0: finish})
         found[name] = device.peak_bytes
@@ -101,9 +102,9 @@ def predicted_step(subject: Subject, way: Way, *, optimizers: Sequence[str]) -> 
 
 def _state_bytes(subject: Subject, name: str) -> tuple[int, ...]:
     """Return the bytes of what an optimizer keeps: Adam's step counts, fp32 scalars on the host, among it."""
-    trained = bytes_of(subject.model.parameters())
-    counts = (4,) * len(trained) if name in ("adam", "adamw") else ()
-    return trained * OPTIMIZER_COPIES[name] + counts
+    sizes = bytes_of(trained(subject.model))
+    counts = (4,) * len(sizes) if name in ("adam", "adamw") else ()
+    return sizes * OPTIMIZER_COPIES[name] + counts
 
 
 def measured_step(family: Family, way: Way, *, optimizers: Sequence[str]) -> dict[str, int]:
@@ -136,8 +137,8 @@ def _tensors(entry: Mapping[str, object]) -> list[Tensor]:
 
 def _with_state(model: Training, name: str) -> torch.optim.Optimizer:
     """Return an optimizer that has stepped once, on gradients of zeros."""
-    optimizer = OPTIMIZERS[name](model.parameters(), lr=1e-4)
-    for parameter in model.parameters():
+    optimizer = OPTIMIZERS[name](trained(model), lr=1e-4)
+    for parameter in trained(model):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     model.zero_grad(set_to_none=True)

@@ -120,6 +120,11 @@ def bytes_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that an optimizer updates."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def held_by(modules: Iterable[nn.Module]) -> tuple[int, ...]:
     """Return the bytes of each parameter and buffer of some modules."""
     found = list(modules)

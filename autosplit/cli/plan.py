@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autosplit.adapters import BASES, check_adapters
 from autosplit.checks import MACHINE, check_replicas, resolve_machine
 from autosplit.cli import common
 from autosplit.cli.inputs import ROWS_PER_DEVICE, InputOptions, InputSpec, ModelSpec, wants_labels
@@ -40,6 +41,7 @@ EXAMPLES = """Examples:
                             --input "input_ids=int64[1024,2048]<50257"
   autosplit plan my.gpt:GPT --devices 8x8xH100-SXM5-80GB --mesh dp=8,tp=2,pp=4 --runtime megatron \\
                             --input "input_ids=int64[1024,2048]<50257"
+  autosplit plan hf:config.json --devices 1xL4-24GB --lora r=16,targets=all-linear --base nf4 --precision bf16
   autosplit plan my.gpt:GPT --chunks 16 --largest-batch --input "input_ids=int64[16,1024]<50257" --markdown
   autosplit plan nets.py:Detector --input "batch.x=float32[64,3,32,32]" --input "pair[0]=bool[64]" --input "act='relu'"
 
@@ -87,6 +89,16 @@ PlanRuntime = Annotated[
     str, typer.Option("--runtime", help="Whose training on a mesh is planned: autosplit, megatron or torchtitan.")
 ]
 FsdpReshard = Annotated[str, typer.Option(help="Of gathered parameters under ZeRO-3: never or always let go of.")]
+LoraText = Annotated[
+    str | None,
+    typer.Option("--lora", metavar="TEXT", help="Train adapters alone: r=16,targets=q_proj+v_proj, or all-linear."),
+]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        help=f"How the frozen linear weights are kept: {', '.join(BASES)}.", autocompletion=common.complete(*BASES)
+    ),
+]
 PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto.")]
 
 
@@ -111,6 +123,8 @@ def plan_command(
     replicas: Replicas = None,
     runtime: PlanRuntime = "autosplit",
     fsdp_reshard: FsdpReshard = "never",
+    lora: LoraText = None,
+    base: Base = None,
     script: Script = None,
 ) -> int:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
@@ -123,6 +137,8 @@ def plan_command(
     find = _find(smallest=smallest, largest_batch=largest_batch, pinned=options.pinned)
     if script is not None and (mesh is not None or replicas is not None):
         raise InputError("--script writes a program for a pipeline alone; leave --mesh and --replicas, or --script out")
+    if script is not None and (lora, base) != (None, None):
+        raise InputError("--script adds no adapters; plan without --script, and add them by peft before autosplit()")
     if script is not None:
         pinned = None if options.pinned is None else options.pinned.precision
         if (precision or pinned) == "fp8":
@@ -137,7 +153,8 @@ def plan_command(
     stages = degrees.pp if isinstance(degrees, Parallel) else len(check_replicas(each, devices=len(machine)) or machine)
     choices = options.choices(stages, chunks=common.number_or_word(chunks), precision=precision)
     choices |= {"mesh": mesh, "zero": common.number_or_word(zero), "replicas": each, "runtime": runtime}
-    choices["fsdp_reshard"] = fsdp_reshard
+    check_adapters(lora, base, precision=precision, schedule=options.schedule)
+    choices |= {"fsdp_reshard": fsdp_reshard, "lora": lora, "base": base}
     with common.beside_stdout():
         planned, specs = _planned(spec, machine=machine, loss=loss, find=find, processes=processes, **choices)
         if script is not None:

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from autosplit.adapters import Adapters
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Options, Sample
+from autosplit.planning.adapters import adapt
 from autosplit.planning.paper_loss import paper_loss
 from autosplit.planning.profiled.problem import RecordedModel
 from autosplit.planning.search.sweep import Space, Sweep
@@ -39,7 +41,8 @@ _SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 4))
 class OnPaper:
     """What is planned: the model or its twin, the recording of it, and what was asked for.
 
-    ``by_values``: the forward depends on values, so that the model's own were used.
+    ``by_values``: the forward depends on values, so that the model's own were used. ``adapters``: what the recorded
+    twin has that the model does not.
     """
 
     recorded: RecordedModel
@@ -47,6 +50,7 @@ class OnPaper:
     sample: Sample
     loss_fn: Any
     by_values: bool
+    adapters: Adapters | None = None
 
     def of(self, options: Options) -> OnPaper:
         """Return the recording under other options."""
@@ -67,14 +71,18 @@ def stand_ins(machine: MachineSpec) -> tuple[torch.device, ...]:
     )
 
 
-def prepare(model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any = None) -> OnPaper:
-    """Record a model on paper, in the precision that is asked for; the model stays as it is.
+def prepare(
+    model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any = None, adapters: Adapters | None = None
+) -> OnPaper:
+    """Record a model on paper, in the precision that is asked for and with adapters; the model stays as it is.
 
     Raises TraceError where no graph can follow it, InputError for a model without parameters, a sample whose batch
     cannot be told, or a loss that cannot be called on the output.
     """
     dtype = _DTYPES.get(options.precision or "")
-    twin, blank = _twin(model, dtype), _blank(sample, dtype)
+    twin, blank = _twin(model, dtype, always=adapters is not None), _blank(sample, dtype)
+    if adapters is not None:
+        adapt(twin, adapters, compute=AUTOCASTS.get(options.precision or ""))
     whole_norms = options.batch_norm == "full"
     try:
         traced = trace(twin, blank, batch_dims=options.batch_dims, whole_norms=whole_norms)
@@ -84,7 +92,7 @@ def prepare(model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any 
                 f"{type(model).__name__} has no parameters, so there is nothing to train or to cut; autosplit() runs "
                 "such models"
             ) from refusal
-        if has_meta(model) or twin is model:
+        if has_meta(model) or twin is model or adapters is not None:
             raise
         if dtype is not None and any(t.is_floating_point() and t.dtype != dtype for t in model.parameters()):
             raise TraceError(
@@ -99,7 +107,7 @@ def prepare(model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any 
         if loss_fn is not None:
             options = replace(options, loss=paper_loss(loss_fn, traced.graph))
     by_values = twin is model and not has_meta(model)
-    return OnPaper(RecordedModel(twin, traced), options, sample if by_values else blank, loss_fn, by_values)
+    return OnPaper(RecordedModel(twin, traced), options, sample if by_values else blank, loss_fn, by_values, adapters)
 
 
 def search_space(options: Options, *, rows: int, free_chunks: bool) -> Space:
@@ -128,9 +136,12 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _twin(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Return a model of the same structure on meta; the model itself where it has no tensors, or is that already."""
-    if all(tensor.is_meta and _kind(tensor, dtype) == tensor.dtype for tensor in _tensors(model)):
+def _twin(model: nn.Module, dtype: torch.dtype | None, *, always: bool) -> nn.Module:
+    """Return a model of the same structure on meta; the model itself where it has no tensors, or is that already.
+
+    ``always``: a new one, to be changed.
+    """
+    if not always and all(tensor.is_meta and _kind(tensor, dtype) == tensor.dtype for tensor in _tensors(model)):
         return model
     lazy = next(
         (name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)), None

@@ -145,7 +145,11 @@ def model_words(plan: Plan) -> str:
     dtype = "" if plan.dtype is None else f" in {plan.dtype}"
     precision = f"{dtype}, as the model is" if plan.precision is None else f", precision {plan.precision}"
     rows = "" if plan.sequence is None else f", rows of {plural(plan.sequence, 'token')}"
-    return f"{format_count(plan.parameters)} parameters{precision}{rows}"
+    count = f"{format_count(plan.parameters)} parameters"
+    if plan.frozen:
+        count = f"trained {format_count(plan.parameters - plan.frozen)} of {count}"
+    kept = "".join(f", {name} {value}" for name, value in (("LoRA", plan.lora), ("base", plan.base)) if value)
+    return f"{count}{precision}{kept}{rows}"
 
 
 def _traced(plan: Plan) -> str:

@@ -173,7 +173,8 @@ def assumed(plan: Plan, paper: OnPaper) -> Plan:
             f"{answers[0].name}); where sizes do not decide them, it is planned for finite values and for masks that "
             "hide something"
         )
-    return plan.model_copy(update={"notes": (*plan.notes, *(note for note in notes if note is not None))})
+    asked = {} if paper.adapters is None else paper.adapters.words
+    return plan.model_copy(update=asked | {"notes": (*plan.notes, *(note for note in notes if note is not None))})
 
 
 def _fewer_microbatches(plan: Plan, paper: OnPaper, space: Space) -> Iterator[str]:

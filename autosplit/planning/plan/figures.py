@@ -70,9 +70,9 @@ def tokens_per_row(inputs: FlatInputs) -> int | None:
 
 
 def parameter_dtype(traced: TracedGraph) -> str | None:
-    """Return the dtype of most of the model's parameters; None without any."""
+    """Return the dtype of most of the model's parameters, quantised ones left out; None without any."""
     elements: Counter[str] = Counter()
-    for parameter in traced.root.parameters():
+    for parameter in filter(torch.is_floating_point, traced.root.parameters()):
         elements[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
     return max(elements, key=lambda name: elements[name]) if elements else None
 

@@ -85,6 +85,8 @@ class StagePlan(FrozenFields):
     """Qualified names of the modules in whose forward the stage's nodes run, in model order."""
     parameters: Size
     """Number of trainable and frozen parameter elements whose home is this stage."""
+    trained: Size | None = None
+    """Number of the trainable ones; older files have none."""
     forward_s: Seconds
     backward_s: Seconds
     recompute: Literal["never", "always", "except_last", "block"] = "never"
@@ -245,6 +247,10 @@ class PlanRecord(FrozenFields):
     class_flops: dict[str, float]
     """Share of the forward FLOPs in each node class."""
     measured: bool
+    lora: str | None = None
+    """The adapters that were planned for, in text form; None: none, or the model's own."""
+    base: str | None = None
+    """How frozen linear weights are kept ("nf4", "int8"); None: as they are."""
     dtype: str | None = None
     """What most of the model's parameters are in; older files have none, as likewise the next three."""
     sequence: Count | None = None
@@ -295,6 +301,11 @@ class PlanRecord(FrozenFields):
     def parameters(self) -> int:
         """Number of parameter elements."""
         return sum(stage.parameters for stage in self.stages)
+
+    @property
+    def frozen(self) -> int:
+        """Number of parameter elements that are not trained; 0 in older files."""
+        return sum(0 if stage.trained is None else stage.parameters - stage.trained for stage in self.stages)
 
     @computed_field  # type: ignore[prop-decorator]
     @property

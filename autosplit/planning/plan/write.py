@@ -181,6 +181,7 @@ class Writer:
             nodes=tuple(names),
             modules=tuple(covered_modules(self.model, names)),
             parameters=sum(self.case.whole.state[s.name].elements for s in parameters),
+            trained=sum(self.case.whole.state[s.name].elements for s in parameters if s.trainable),
             forward_s=seconds["F"][index],
             backward_s=seconds["B"][index],
             recompute=self.recompute[index],

@@ -21,6 +21,9 @@ from autosplit.trace.graph import INFO, TracedGraph
 from cost_models.specs import DeviceSpec
 from cost_models.work import CostModel
 
+_IN_BYTE = {"Params4bit": 2}
+"""How many elements of a weight an element of its tensor is, by the parameter's class: bitsandbytes packs two."""
+
 
 def profile(
     traced: TracedGraph,
@@ -146,7 +149,7 @@ def _state(traced: TracedGraph) -> dict[str, StateProfile]:
     return {
         name: StateProfile(
             name=name,
-            elements=tensors[name].numel(),
+            elements=tensors[name].numel() * _IN_BYTE.get(type(tensors[name]).__name__, 1),
             bytes=tensors[name].numel() * tensors[name].element_size(),
             trainable=tensors[name].requires_grad,
             is_parameter=name in parameters,
