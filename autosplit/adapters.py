@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from autosplit.checks import choose
+from autosplit.checks import MASTERS, choose
 from autosplit.errors import InputError
 
 BASES = ("nf4", "int8")
@@ -37,7 +37,13 @@ class Lora:
     @classmethod
     def parse(cls, text: str) -> Lora:
         """Read ``r=16,targets=q_proj+v_proj,alpha=32,dropout=0.05``; InputError for what cannot be read."""
-        readers: dict[str, Callable[[str], Any]] = {"r": int, "targets": _targets, "alpha": float, "dropout": float, "dtype": str}
+        readers: dict[str, Callable[[str], Any]] = {
+            "r": int,
+            "targets": _targets,
+            "alpha": float,
+            "dropout": float,
+            "dtype": str,
+        }
         try:
             pairs = [entry.split("=", 1) for entry in text.replace(" ", "").split(",")]
             given: dict[str, Any] = {name: readers[name](value) for name, value in pairs}
@@ -72,10 +78,13 @@ class Adapters:
         return {"lora": None if self.lora is None else str(self.lora), "base": self.base}
 
 
-def check_adapters(lora: Any, base: Any, *, precision: str | None, schedule: Any) -> Adapters | None:
-    """Return what is asked for; None for nothing. InputError where it cannot be read or does not go together."""
+def check_adapters(lora: Any, base: Any, precision: str | None, schedule: Any) -> tuple[Adapters | None, str | None]:
+    """Return what is asked for (None for nothing), and the precision: adapters in fp32 are their own master weights.
+
+    Raises InputError where it cannot be read or does not go together.
+    """
     if lora is None and base is None:
-        return None
+        return None, precision
     choose("base", base, (None, *BASES))
     if not isinstance(lora, Lora | str | None):
         raise InputError(f"lora={lora!r} is no text; write {LORA_FORM}")
@@ -83,4 +92,5 @@ def check_adapters(lora: Any, base: Any, *, precision: str | None, schedule: Any
         raise InputError(f"base={base!r} freezes the model, so nothing trains; give lora= too, or schedule='forward'")
     if precision == "fp8":
         raise InputError("precision='fp8' trains products in fp8, which a frozen base has none of; give 'bf16'")
-    return Adapters(Lora.parse(lora) if isinstance(lora, str) else lora, base)
+    adapters = Adapters(Lora.parse(lora) if isinstance(lora, str) else lora, base)
+    return adapters, "bf16" if precision in MASTERS else precision

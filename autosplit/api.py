@@ -14,9 +14,7 @@ from autosplit.adapters import check_adapters
 from autosplit.checks import (
     BATCH_NORM,
     FEED,
-    FIND,
     MACHINE,
-    MASTERS,
     OUTPUTS,
     RESERVE,
     TORCHRUN,
@@ -26,7 +24,16 @@ from autosplit.checks import (
 from autosplit.errors import InputError
 from autosplit.options import Options, Sample, resolve_compile, resolve_devices, resolve_lanes, resolve_rng
 from autosplit.parallel import Parallel
-from autosplit.planning.asked import check_room, dealt, degrees_of, given_sample, in_dtypes, replicas_asked
+from autosplit.planning.asked import (
+    check_room,
+    dealt,
+    degrees_of,
+    followed,
+    given_sample,
+    in_dtypes,
+    of_plan,
+    replicas_asked,
+)
 from autosplit.planning.explain.explain import answered, assumed
 from autosplit.planning.paper import OnPaper, prepare, search_space, stand_ins
 from autosplit.planning.parallel.search import MeshRequest, plan_mesh
@@ -327,16 +334,14 @@ def plan(
         PlanError: the plan is of another model or number of devices, or has a node where it cannot run.
     """
     _check_module(model)
-    pinned = _followed(plan, find=find, processes=processes)
-    devices, precision, processes = _of_plan(pinned, devices, precision, processes)
+    pinned = followed(plan, find=find, processes=processes)
+    devices, precision, processes = of_plan(pinned, devices, precision, processes)
     spec = resolve_machine(devices)
     degrees = degrees_of(mesh, zero, runtime, fsdp_reshard, len(spec), schedule=schedule, find=find, pinned=pinned)
     precision, like = in_dtypes(mesh, zero, runtime, fsdp_reshard, reduce_dtype, mp_policy, precision)
     spec = spread(spec) if degrees is not None else spec
     others = {"mesh": mesh, "virtual_stages": virtual_stages, "find": find, "plan": plan, "processes": processes}
-    adapters = check_adapters(lora, base, precision=precision, schedule=schedule)
-    if adapters is not None and precision in MASTERS:
-        precision = "bf16"  # adapters are in fp32: they are their own master weights
+    adapters, precision = check_adapters(lora, base, precision, schedule)
     each, schedule = dealt(replicas, spec.devices, schedule=schedule, recompute=recompute, others=others)
     choices = partial(chosen, precision=precision, **_named(_CHOICES, locals()))
     asked = choices(devices=degrees.pp if isinstance(degrees, Parallel) else len(each or spec)) | {"replicas": each}
@@ -360,26 +365,6 @@ def _searched(paper: OnPaper, mesh: MeshRequest | None, *, find: str, free_chunk
         return plan_mesh(mesh)
     rows = paper.recorded.rows
     return answered(paper, lambda case: search_space(case.options, rows=rows, free_chunks=free_chunks), find=find)
-
-
-def _followed(plan: Plan | str | Path | None, *, find: str, processes: bool) -> Plan | None:
-    """Return the plan that is followed; nothing is searched then."""
-    choose("find", find, FIND)
-    choose("processes", processes, (False, True))
-    if plan is not None and find != "best":
-        raise InputError(f"find={find!r} searches, plan= is followed as it is; give one of them")
-    pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    if processes and pinned is not None and pinned.replicas:
-        raise InputError(f"the plan has stages with {list(pinned.replicas)} replicas; leave processes= out")
-    return pinned
-
-
-def _of_plan(pinned: Plan | None, devices: Any, precision: str | None, processes: bool) -> tuple[Any, str | None, bool]:
-    """Return devices, precision and processes; those that are not given are the plan's."""
-    if pinned is None:
-        return devices, precision, processes
-    devices = (pinned.machine if devices == MACHINE else None) or devices
-    return devices, pinned.precision if precision is None else precision, processes or pinned.processes
 
 
 def _check_module(model: Any) -> None:

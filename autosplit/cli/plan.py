@@ -41,7 +41,7 @@ EXAMPLES = """Examples:
                             --input "input_ids=int64[1024,2048]<50257"
   autosplit plan my.gpt:GPT --devices 8x8xH100-SXM5-80GB --mesh dp=8,tp=2,pp=4 --runtime megatron \\
                             --input "input_ids=int64[1024,2048]<50257"
-  autosplit plan hf:config.json --devices 1xL4-24GB --lora r=16,targets=all-linear --base nf4 --precision bf16
+  autosplit plan config.json --devices 1xL4 --lora r=16,targets=all-linear --base nf4
   autosplit plan my.gpt:GPT --chunks 16 --largest-batch --input "input_ids=int64[16,1024]<50257" --markdown
   autosplit plan nets.py:Detector --input "batch.x=float32[64,3,32,32]" --input "pair[0]=bool[64]" --input "act='relu'"
 
@@ -132,8 +132,9 @@ def plan_command(
     wanted = False if loss is not None else wants_labels(labels, options.schedule)
     spec = inputs.spec(model, labels=wanted, train=train)
     if precision is None and spec.is_config and options.pinned is None and options.schedule != "forward":
-        precision = _MIXED
-        common.tell(f"precision: {_MIXED}, bf16 with fp32 copies of the weights (--precision chooses another)")
+        frozen = (lora, base) != (None, None)
+        precision, means = ("bf16", "the frozen base") if frozen else (_MIXED, "bf16 with fp32 copies of the weights")
+        common.tell(f"precision: {precision}, {means} (--precision chooses another)")
     find = _find(smallest=smallest, largest_batch=largest_batch, pinned=options.pinned)
     if script is not None and (mesh is not None or replicas is not None):
         raise InputError("--script writes a program for a pipeline alone; leave --mesh and --replicas, or --script out")
@@ -153,7 +154,7 @@ def plan_command(
     stages = degrees.pp if isinstance(degrees, Parallel) else len(check_replicas(each, devices=len(machine)) or machine)
     choices = options.choices(stages, chunks=common.number_or_word(chunks), precision=precision)
     choices |= {"mesh": mesh, "zero": common.number_or_word(zero), "replicas": each, "runtime": runtime}
-    check_adapters(lora, base, precision=precision, schedule=options.schedule)
+    check_adapters(lora, base, precision, options.schedule)
     choices |= {"fsdp_reshard": fsdp_reshard, "lora": lora, "base": base}
     with common.beside_stdout():
         planned, specs = _planned(spec, machine=machine, loss=loss, find=find, processes=processes, **choices)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from autosplit.checks import FSDP_RESHARD, check_replicas, choose
+from autosplit.checks import FIND, FSDP_RESHARD, MACHINE, check_replicas, choose
 from autosplit.errors import InputError
 from autosplit.options import Options, Sample
 from autosplit.parallel import Parallel, check_mesh, check_zero
@@ -176,3 +177,23 @@ def in_dtypes(
     choose("reduce_dtype", reduce_dtype, (None, torch.float32) if ours else (None,))
     wide = torch.float32 in (reduce_dtype, getattr(policy, "reduce_dtype", None))
     return precision, Parallel(by_units=reshard == "always", sum_bytes=4 * wide, shard_bytes=4 * (policy is not None))
+
+
+def followed(plan: Plan | str | Path | None, *, find: str, processes: bool) -> Plan | None:
+    """Return the plan that is followed; nothing is searched then."""
+    choose("find", find, FIND)
+    choose("processes", processes, (False, True))
+    if plan is not None and find != "best":
+        raise InputError(f"find={find!r} searches, plan= is followed as it is; give one of them")
+    pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if processes and pinned is not None and pinned.replicas:
+        raise InputError(f"the plan has stages with {list(pinned.replicas)} replicas; leave processes= out")
+    return pinned
+
+
+def of_plan(pinned: Plan | None, devices: Any, precision: str | None, processes: bool) -> tuple[Any, str | None, bool]:
+    """Return devices, precision and processes; those that are not given are the plan's."""
+    if pinned is None:
+        return devices, precision, processes
+    devices = (pinned.machine if devices == MACHINE else None) or devices
+    return devices, pinned.precision if precision is None else precision, processes or pinned.processes

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from autosplit.planning.explain.verdicts import binding
+from autosplit.planning.plan.fields import LaneCurve
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Alternative, LaneCurve
+from autosplit.planning.plan.record import Alternative
 from autosplit.planning.timeline import StepTimeline
 from autosplit.report.beside import Beside, beside, measured_sections
 from autosplit.report.document import printable

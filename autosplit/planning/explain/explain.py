@@ -156,7 +156,8 @@ def assumed(plan: Plan, paper: OnPaper) -> Plan:
     notes: list[str | None] = [] if paper.options.machine is None else list(paper.options.machine.taken)
     if paper.options.loss is None and plan.schedule != "forward":
         notes.append(note_on_no_loss(paper.recorded.trace.graph))
-    if plan.schedule != "forward" and (plan.precision or plan.dtype) in ("bf16", "bfloat16", "float16"):
+    alone = paper.adapters is None and plan.schedule != "forward"
+    if alone and (plan.precision or plan.dtype) in ("bf16", "bfloat16", "float16"):
         notes.append(
             f"trained in {plan.precision or plan.dtype} alone, without fp32 copies of the weights: an update of less "
             'than about 1/256 of a weight is lost; precision="bf16_fp32_master" keeps them, for 12 bytes per parameter '

@@ -75,6 +75,24 @@ class MeshAlternative(FrozenFields):
     """Whether ``step_s`` is no plan's, but a lower bound of all plans for these degrees; older files say it of some."""
 
 
+class LaneCurve(FrozenFields):
+    """What one device holds over a step: at the fullest moment of each of its actions, in order, the bytes by kind.
+
+    Every tuple has one entry per action and a last one for the optimizer's step.
+    """
+
+    parameter_bytes: tuple[Count, ...]
+    gradient_bytes: tuple[Count, ...]
+    optimizer_bytes: tuple[Count, ...]
+    activation_bytes: tuple[Count, ...]
+    transient_bytes: tuple[Count, ...]
+
+    @property
+    def kinds(self) -> tuple[tuple[int, ...], ...]:
+        """The bytes by kind, from what stays to what passes."""
+        return tuple(values for _, values in self)
+
+
 class Change(FrozenFields):
     """What would make a plan fit that does not, or fit better, and its price."""
 

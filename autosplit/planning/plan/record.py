@@ -15,6 +15,7 @@ from autosplit.planning.plan.fields import (
     Change,
     Count,
     FrozenFields,
+    LaneCurve,
     MeshAlternative,
     MeshDegrees,
     Seconds,
@@ -158,24 +159,6 @@ class Unit(FrozenFields):
     sent_bytes: Count
     block: Count | None = None
     """Units of one number are recomputed together under "block"; None is a block of its own."""
-
-
-class LaneCurve(FrozenFields):
-    """What one device holds over a step: at the fullest moment of each of its actions, in order, the bytes by kind.
-
-    Every tuple has one entry per action and a last one for the optimizer's step.
-    """
-
-    parameter_bytes: tuple[Count, ...]
-    gradient_bytes: tuple[Count, ...]
-    optimizer_bytes: tuple[Count, ...]
-    activation_bytes: tuple[Count, ...]
-    transient_bytes: tuple[Count, ...]
-
-    @property
-    def kinds(self) -> tuple[tuple[int, ...], ...]:
-        """The bytes by kind, from what stays to what passes."""
-        return tuple(values for _, values in self)
 
 
 class Alternative(FrozenFields):

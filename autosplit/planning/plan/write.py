@@ -19,14 +19,13 @@ from autosplit.partition.solve import Partition
 from autosplit.planning.memory import Cut, PeakRange, fullest_moments, peak_ranges
 from autosplit.planning.parallel.update import update_s
 from autosplit.planning.plan.diff import entries_that_differ
-from autosplit.planning.plan.fields import MeshDegrees
+from autosplit.planning.plan.fields import LaneCurve, MeshDegrees
 from autosplit.planning.plan.figures import model_flops, overhead_s, parameter_dtype, peak_flops_per_s, tokens_per_row
 from autosplit.planning.plan.notes import notes_of
 from autosplit.planning.plan.plan import FITS, Plan
 from autosplit.planning.plan.record import (
     Boundary,
     Fingerprint,
-    LaneCurve,
     PlanRecord,
     StageMemory,
     StagePlan,
