@@ -35,7 +35,8 @@ class OpWork(BaseModel):
 
     ``kind`` names a class of operations that reach a similar share of a device's peak, one of ``KINDS``, and after a
     dot what a finer model may tell apart; a cost model that does not know the refinement takes the class, and one that
-    does not know the class takes ``other``. ``launches`` counts the kernels: 0 for a view.
+    does not know the class takes ``other``. ``launches`` counts the kernels: 0 for a view. ``sides``: batch, rows,
+    columns and inner length of a product; heads of all rows, queries, keys and width of attention; none: not known.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
@@ -45,6 +46,7 @@ class OpWork(BaseModel):
     bytes: int = Field(ge=0)
     dtype: DType
     launches: int = Field(default=1, ge=0)
+    sides: tuple[int, int, int, int] | None = None
 
     @property
     def base_kind(self) -> str:

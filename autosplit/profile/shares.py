@@ -30,6 +30,7 @@ class NodeShare:
         held: the part of its results and of what only it saves for the backward.
         forward, backward: the collectives that its passes wait for.
         whole: the value that it has whole in its passes only, of which the rank keeps its part; "" for none.
+        inner: whether its product sums over the side that ranks share, as that of row products.
     """
 
     work: float = 1.0
@@ -37,6 +38,7 @@ class NodeShare:
     forward: tuple[Collective, ...] = ()
     backward: tuple[Collective, ...] = ()
     whole: str = ""
+    inner: bool = False
 
 
 @dataclass(frozen=True)

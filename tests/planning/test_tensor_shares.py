@@ -144,7 +144,7 @@ def test_without_positions_ranks_sum() -> None:
     """A table of features has no positions to share: under sequence parallelism too a row product is summed."""
     graph, _ = _recorded(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), torch.zeros(4, 32))
     shares = _shares(graph, 2, sequence=True)
-    assert shares.of("2#0") == NodeShare(0.5, 1.0, (Collective("all_reduce", "2#0"),))
+    assert shares.of("2#0") == NodeShare(0.5, 1.0, (Collective("all_reduce", "2#0"),), inner=True)
 
 
 def test_positions_are_not_shared_where_heads_are_whole(llama: tuple[TracedGraph, Profile]) -> None:

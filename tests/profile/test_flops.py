@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autosplit.profile.node_costs.ledger import Ledger, Operation
 from autosplit.profile.node_costs.shadow import shadow
+from autosplit.profile.node_costs.work import work_of
 from benchmarks.families import families
 
 UNCOUNTED = (
@@ -38,6 +39,23 @@ def counted(run: Callable[[], object]) -> tuple[int, list[Operation]]:
 
 def total(operations: list[Operation]) -> int:
     return sum(operation.flops for operation in operations)
+
+
+def test_causal_attention_computes_about_half_of_its_products():
+    """FLOPs stay those of all products, by which utilisation is counted; times count the tiles up to the diagonal."""
+
+    def listed(length, *, causal):
+        query, key, value = (torch.empty(1, 2, length, 64, requires_grad=True) for _ in range(3))
+        with Ledger() as ledger:
+            F.scaled_dot_product_attention(query, key, value, is_causal=causal).sum().backward()
+        return [operation for operation in ledger.operations if "attention" in operation.name]
+
+    with FakeTensorMode():
+        whole, half, short = listed(4096, causal=False), listed(4096, causal=True), listed(128, causal=True)
+    assert [operation.sides for operation in half] == [(2, 4096, 4096, 64)] * 2
+    assert [operation.flops for operation in half] == [operation.flops for operation in whole]
+    assert [operation.computed for operation in whole + short] == [1.0] * 4
+    assert [work_of(operation).flops / operation.flops for operation in half] == [pytest.approx(33 / 64)] * 2
 
 
 @pytest.mark.parametrize("name", families())

@@ -42,7 +42,8 @@ def shares_of(plan: TensorPlan, traced: TracedGraph, *, sequence: bool) -> Tenso
         held |= (node.name, "reduce_scatter") in moved and (node.name, "all_reduce") not in moved
         whole = node.share == 1 and node.name in positions  # as the first layer's residual stream may be in the plan
         parts = fraction if whole else node.share, fraction if held or whole else 1.0
-        nodes[node.name] = NodeShare(*parts, whole=gathered.get(key, ""))
+        inner = gives.get(node.name) is PARTIAL
+        nodes[node.name] = NodeShare(*parts, whole=gathered.get(key, ""), inner=inner)
     for each in sent:
         # Sums are waited for behind what makes them, gathers in front of what takes them: beside products.
         at = each.node if gives.get(each.node) is PARTIAL or each.users[0] not in nodes else each.users[0]

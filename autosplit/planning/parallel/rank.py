@@ -81,14 +81,15 @@ class _Rank:
         for name, node in costs.nodes.items():
             for storage in node.outputs:
                 self.held.setdefault(storage, shares.of(name).held)
-        self._known: dict[tuple[int, float, bool], _Ran] = {}
+        self._known: dict[tuple[int, float, int, bool], _Ran] = {}
 
     def node(self, node: NodeProfile) -> NodeProfile:
         """Return a rank's part of a node; of a loss that it computes too, as much as the rank has of the result."""
         share, eighth, before = self.shares.of(node.name), node.name in self.fp8, self.costs.before_loss
         bare = before if before is not None and before.name == node.name else node
-        forward, forward_s = self._ran(bare.forward_operations, share.work, fp8=eighth)
-        backward, backward_s = self._ran(bare.backward_operations, share.work, fp8=eighth)
+        side = _shared_side(bare.forward_operations, inner=share.inner)
+        forward, forward_s = self._ran(bare.forward_operations, share.work, side, fp8=eighth)
+        backward, backward_s = self._ran(bare.backward_operations, share.work, side, fp8=eighth)
         loss, loss_s = self._made(node.forward_operations[len(bare.forward_operations) :], share.held)
         back, back_s = self._made(node.backward_operations[len(bare.backward_operations) :], share.held)
         by_storage, later = dict.fromkeys(node.saved, share.held), share.work if bare is node else share.held
@@ -117,17 +118,33 @@ class _Rank:
         state = self.costs.state.get(name)
         return self.costs.input_bytes[name] if state is None else state.bytes
 
-    def _ran(self, operations: tuple[Operation, ...], share: float, *, fp8: bool) -> _Ran:
+    def _ran(self, operations: tuple[Operation, ...], share: float, side: int, *, fp8: bool) -> _Ran:
         """Return a rank's part of some operations, and how long they take; nodes of repeated blocks share lists."""
-        key = id(operations), share, fp8
+        key = id(operations), share, side, fp8
         if key not in self._known:
-            self._known[key] = self._made(operations, share, fp8=fp8)
+            self._known[key] = self._made(operations, share, side, fp8=fp8)
         return self._known[key]
 
-    def _made(self, operations: tuple[Operation, ...], share: float, *, fp8: bool = False) -> _Ran:
-        scaled = [replace(op, flops=round(op.flops * share), bytes=round(op.bytes * share)) for op in operations]
+    def _made(self, operations: tuple[Operation, ...], share: float, side: int = 0, *, fp8: bool = False) -> _Ran:
+        scaled = [_part(operation, share, side) for operation in operations]
         scaled = [each for operation in scaled for each in (_in_fp8(operation) if fp8 else (operation,))]
         return tuple(scaled), sum(self.model.seconds(work_of(each)) for each in scaled)
+
+
+def _shared_side(operations: Sequence[Operation], *, inner: bool) -> int:
+    """Return the length of the side that ranks share of a forward's product: its columns, or what it sums over."""
+    return next((op.sides[2 + inner] for op in operations if op.sides is not None and op.sides[0] == 1), 0)
+
+
+def _part(operation: Operation, share: float, side: int) -> Operation:
+    """Return a rank's part of an operation: of many products or heads some, of one a part of its shared side."""
+    sides = operation.sides
+    if sides is not None and share < 1:
+        lengths = list(sides)
+        at = 0 if sides[0] > 1 else lengths.index(side if side in sides[1:] else max(lengths))
+        lengths[at] = max(1, round(lengths[at] * share))
+        sides = (lengths[0], lengths[1], lengths[2], lengths[3])
+    return replace(operation, flops=round(operation.flops * share), bytes=round(operation.bytes * share), sides=sides)
 
 
 def _in_fp8(operation: Operation) -> Sequence[Operation]:

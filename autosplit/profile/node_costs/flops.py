@@ -126,6 +126,36 @@ def _convolution_backward(*args: Any, out_val: Any, **named: Any) -> int:
     return int(2 * swept.numel() * (weight.numel() // weight.shape[0]) * (bool(mask[0]) + bool(mask[1])))
 
 
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_addmm_activation": 1}
+"""Products, and the place of the first operand."""
+_CAUSAL_TILE = 128
+"""Queries that a kernel of attention takes at once (FlashAttention-2, arXiv 2307.08691, section 3.3: 64 or 128)."""
+
+
+def sides_of(name: str, args: Sequence[Any]) -> tuple[int, int, int, int] | None:
+    """Return the sides of a product or of attention as `cost_models.OpWork` has them."""
+    if "attention" in name and "_scaled_dot" in name:
+        query, key = args["backward" in name :][:2]
+        rows, heads, length, width = query.shape
+        return rows * heads, length, key.shape[2], width
+    if (first := _PRODUCTS.get(name)) is None:
+        return None
+    left, right = args[first : first + 2]
+    return (left.shape[0] if left.dim() == 3 else 1), left.shape[-2], right.shape[-1], left.shape[-1]
+
+
+def causal_part(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sides: Sequence[int] | None) -> float:
+    """Return the part of attention's FLOPs that its kernel computes: all, or the tiles of keys up to each query's."""
+    names = [argument.name for argument in func._schema.arguments] if "attention" in func._opname else []
+    if sides is None or "is_causal" not in names:
+        return 1.0
+    at, (_, queries, keys, _) = names.index("is_causal"), sides
+    if not (args[at] if at < len(args) else kwargs.get("is_causal", False)):
+        return 1.0
+    ends = [min(keys, end + _CAUSAL_TILE) for end in range(0, queries, _CAUSAL_TILE)]
+    return sum(ends) / (len(ends) * keys)
+
+
 _LOOKUPS = frozenset(
     "embedding index index_select gather take _unsafe_index nll_loss_forward nll_loss2d_forward".split()
 )

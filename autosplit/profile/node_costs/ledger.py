@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.profile.node_costs.flops import flat_tensors, flop_formulas, moved_bytes
+from autosplit.profile.node_costs.flops import causal_part, flat_tensors, flop_formulas, moved_bytes, sides_of
 from autosplit.profile.stage_trace.engine import in_place_on_zeros, summed_in_place
 from autosplit.profile.workspaces import Workspace, true_results, workspace
 from autosplit.trace.shapes.shape_rules import new_tensor
@@ -30,12 +30,17 @@ class Storage:
 
 @dataclass(frozen=True)
 class Operation:
-    """One aten call that computes: its name, FLOPs, bytes read and written, and the dtype it computes in."""
+    """One aten call that computes: its name, FLOPs, bytes read and written, and the dtype it computes in.
+
+    ``sides``: see `cost_models.OpWork`. ``computed``: the part of the FLOPs that its kernel does not leave out.
+    """
 
     name: str
     flops: int
     bytes: int
     dtype: torch.dtype
+    sides: tuple[int, int, int, int] | None = None
+    computed: float = 1.0
 
 
 class Ledger(TorchDispatchMode):
@@ -161,5 +166,6 @@ class Ledger(TorchDispatchMode):
         flops = int(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0
         moved = results + list(flat_tensors(args))
         if moved and func._opname not in _FREE:
-            size = moved_bytes(func, args, results)
-            self.operations.append(Operation(func._opname, flops, size, moved[0].dtype))
+            sides, size = sides_of(func._opname, args), moved_bytes(func, args, results)
+            part = causal_part(func, args, kwargs or {}, sides)
+            self.operations.append(Operation(func._opname, flops, size, moved[0].dtype, sides, part))

@@ -66,9 +66,10 @@ def work_of(operation: Operation) -> OpWork:
     """Return what a cost model wants to know of an operation."""
     return OpWork(
         kind=kind_of(operation.name, flops=operation.flops),
-        flops=operation.flops,
+        flops=round(operation.flops * operation.computed),
         bytes=operation.bytes,
         dtype=_arithmetic(operation.dtype),
+        sides=operation.sides,
     )
 
 
