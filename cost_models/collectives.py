@@ -7,23 +7,22 @@
      └────┴────┴─network┴────┴────┘
 ```
 
-Four algorithms are weighed, and the fastest is taken, as NCCL does (``src/graph/tuning.cc``):
+Weighed are two algorithms, each by three protocols, and the fastest is taken, as NCCL does (``src/graph/tuning.cc``):
 
 - *ring*: every device sends to its neighbour. The traffic between two islands is spread over all devices of an island.
 - *tree*: two pipelined binary trees, for all-reduces: as many bytes, a latency that grows with the logarithm.
-- *hierarchical*: inside the islands first, between them on a part of the bytes, and inside again.
+- *protocols*: those with little latency have little bandwidth, so that small messages are far from a link's bandwidth.
 
-Bandwidths are those of the links times `REACHED`. Rabenseifner 2004 and Thakur et al. 2005 derive the formulas;
-Sanders et al. 2009 the two trees.
+Rabenseifner 2004 and Thakur et al. 2005 derive the formulas; Sanders et al. 2009 the two trees.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cost_models.machines import MachineSpec
 from cost_models.specs import LinkSpec
@@ -31,9 +30,39 @@ from cost_models.specs import LinkSpec
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 REACHED = 0.8
-"""The part of a link's bandwidth that large collectives reach: a prior, about what nccl-tests show of NVLink and IB."""
-_STEP_S = 3e-6
-"""What one step of a collective takes beside its link's latency when kernels wait for each other: a prior."""
+"""The part of a link's bandwidth that large collectives reach inside an island: all-gathers of 8 GiB reach 235 GB/s of
+A100's 300, 366 of H200's 450, 682 of B200's 900 (stas00/ml-engineering, network/README.md, 744d01e)."""
+_NETWORK, _PER_DOUBLING = 0.97, 0.965
+"""The same between islands, and what each doubling of their number leaves of it: reduce-scatters of 4, 8, 16, 32, 64
+and 128 hosts of H100 reach 360, 345, 320, 300, 280 and 260 GB/s of 400 (NVIDIA/nccl, issue 1229)."""
+BESIDE = 0.2
+"""How much longer work takes beside a collective, as a part of the collective's time: its kernels keep 24 of the 132
+multiprocessors of an H100, a product beside them took 1.7 times as long (forums.developer.nvidia.com, topic 337991)."""
+
+
+class _Protocol(NamedTuple):
+    """How much of a link's bandwidth a protocol of NCCL has, and what it takes once and for each step, in seconds.
+
+    Figures: ``baseLat`` and ``hwLat`` of ``src/graph/tuning.cc`` at 01afd20; trees of the last protocol are as rings.
+    """
+
+    share: float
+    base_s: float
+    inner_s: float
+    outer_s: float
+    tree_inner_s: float
+    tree_outer_s: float
+
+
+_PROTOCOLS = (
+    _Protocol(0.25, 4e-6, 0.85e-6, 2.7e-6, 0.94e-6, 5e-6),  # LL
+    _Protocol(0.92, 10e-6, 1.9e-6, 4e-6, 1.2e-6, 8.5e-6),  # LL128
+    _Protocol(1.0, 8.4e-6, 3.4e-6, 9.6e-6, 28e-6, 50e-6),  # Simple
+)
+_TYPICAL_S = 5e-6, 1e-5
+"""The latencies of links that the steps above are for: of an inner and an outer one; others in proportion."""
+_TREE = 0.9
+"""The part of a ring's bandwidth that trees have (``src/graph/tuning.cc``)."""
 
 
 @dataclass(frozen=True)
@@ -63,39 +92,41 @@ class Group:
             return 0.0
         if kind == "all_to_all":  # of its part each device keeps one part
             return self.seconds("all_gather", byte_count / self.size)
-        ways = [self._ring(kind, byte_count)]
-        if kind == "all_reduce":
-            ways.append(self._tree(byte_count))
-        if self.islands > 1 and self.each > 1:
-            ways.append(self._hierarchical(kind, byte_count))
-        return min(ways)
+        return min(self._ways(kind, byte_count))
 
-    def _ring(self, kind: Kind, byte_count: float) -> float:
-        passes, steps = _passes(kind), self.size - 1
-        slowest_s = max(self._byte_s(*route) for route in self._ways())
-        return passes * (steps * self._latency_s() + steps / self.size * byte_count * slowest_s)
+    def _ways(self, kind: Kind, byte_count: float) -> Iterator[float]:
+        """Yield how long each algorithm takes by each protocol."""
+        byte_s, passes = self._byte_s(), _passes(kind)
+        inner, outer = self._latencies()
+        hops, steps = passes * (self.islands - 1), passes * (self.size - 1)
+        depth = 2 * math.ceil(math.log2(self.islands))
+        for protocol in _PROTOCOLS:
+            latency_s = (steps - hops) * protocol.inner_s * inner + hops * protocol.outer_s * outer
+            yield protocol.base_s + latency_s + steps / self.size * byte_count * byte_s / protocol.share
+            if kind == "all_reduce":
+                inside_s = 2 * (self.each - 1) * protocol.tree_inner_s * inner
+                latency_s = inside_s + depth * protocol.tree_outer_s * outer
+                yield protocol.base_s + latency_s + 2 * byte_count * byte_s / (protocol.share * _TREE)
 
-    def _tree(self, byte_count: float) -> float:
-        depth = 2 * math.ceil(math.log2(self.size))
-        slowest_s = max(self._byte_s(*route) for route in self._ways())
-        return depth * self._latency_s() + 2 * byte_count * slowest_s
+    def _byte_s(self) -> float:
+        """Return what a byte takes on the slowest link of a ring; between islands it has all of an island's links."""
+        inner = 0.0 if self.inner is None else 1 / (REACHED * self.inner.bandwidth_bytes_per_s)
+        if self.outer is None:
+            return inner
+        reached = _NETWORK * _PER_DOUBLING ** math.log2(self.islands)
+        return max(inner, 1 / (reached * self.outer.bandwidth_bytes_per_s * self.each))
 
-    def _hierarchical(self, kind: Kind, byte_count: float) -> float:
-        inside, between = Group(1, self.each, self.inner, None), Group(self.islands, 1, None, self.outer)
-        within: Kind = "all_gather" if kind == "all_gather" else "reduce_scatter"
-        inner_s = _passes(kind) * inside.seconds(within, byte_count)
-        return inner_s + between.seconds(kind, byte_count / self.each)
+    def _latencies(self) -> tuple[float, float]:
+        """Return the links' latencies over typical ones."""
+        links = zip((self.inner, self.outer), _TYPICAL_S, strict=True)
+        inner, outer = (0.0 if link is None else link.latency_s / typical_s for link, typical_s in links)
+        return inner, outer
 
-    def _ways(self) -> list[tuple[LinkSpec, int]]:
-        """Return the kinds of links that a ring takes, and how many of them carry its traffic side by side."""
-        inner = [] if self.inner is None else [(self.inner, 1)]
-        return [*inner, (self.outer, self.each)] if self.outer is not None else inner
 
-    def _byte_s(self, link: LinkSpec, beside: int) -> float:
-        return 1 / (REACHED * link.bandwidth_bytes_per_s * beside)
-
-    def _latency_s(self) -> float:
-        return _STEP_S + max(link.latency_s for link, _ in self._ways()) / 2
+def longer_s(collective_s: float, work_s: float) -> float:
+    """Return how much longer than alone work takes with collectives beside it: it is slower, and waits for the rest."""
+    slower_s = BESIDE * min(collective_s, work_s)
+    return slower_s + max(0.0, collective_s - work_s - slower_s)
 
 
 def _passes(kind: Kind) -> int:

@@ -70,7 +70,8 @@ def _speed(plan: Plan) -> Iterator[tuple[str, str]]:
         return
     rows = f"{format_rate(plan.rows_per_s)} rows/s"
     speed = rows if plan.tokens_per_s is None else f"{format_rate(plan.tokens_per_s)} tokens/s ({rows})"
-    used = "" if plan.mfu is None else f", {plan.mfu:.1%} model FLOPs utilisation (MFU, causal attention counted in full)"
+    counted = "model FLOPs utilisation (MFU, causal attention counted in full)"
+    used = "" if plan.mfu is None else f", {plan.mfu:.1%} {counted}"
     yield "speed", f"{speed}{used}"
 
 

@@ -49,9 +49,7 @@ def test_an_architecture_has_its_own_shares_with_sources():
 
 def test_wider_heads_and_fp8_have_their_own_rates():
     def seconds(kind, dtype, width):
-        work = OpWork(
-            kind=kind, flops=10**12, bytes=0, dtype=dtype, launches=0, sides=(4096, 8192, 8192, width)
-        )
+        work = OpWork(kind=kind, flops=10**12, bytes=0, dtype=dtype, launches=0, sides=(4096, 8192, 8192, width))
         return Roofline(H100).seconds(work)
 
     assert seconds("attention", "bf16", 64) > seconds("attention", "bf16", 128)

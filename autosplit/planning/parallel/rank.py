@@ -17,7 +17,7 @@ from autosplit.profile.node_costs.ledger import Operation
 from autosplit.profile.node_costs.work import kind_of, work_of
 from autosplit.profile.shares import Collective, TensorShares
 from autosplit.profile.types import NodeProfile, Profile, StateProfile
-from cost_models.collectives import Group
+from cost_models.collectives import Group, longer_s
 from cost_models.work import CostModel
 
 _FP8 = torch.float8_e4m3fn
@@ -158,7 +158,8 @@ def with_gathers(costs: Profile, *, placed: Placed, blocks: Mapping[str, int]) -
     """Return a rank's profile with the waits for what data-parallel ranks shard of each block's parameters.
 
     Under ZeRO-3 a block's parameters are gathered in both passes, those of the next block already beside it; from
-    ZeRO-2 on its gradients are scattered in every backward. What the block's own work does not hide is waited for.
+    ZeRO-2 on its gradients are scattered in every backward. What the block's own work does not hide is waited for, and
+    the work itself takes longer beside them.
     """
     nodes, state = costs.nodes, costs.state
     parallel, group = placed.parallel, placed.dp
@@ -182,9 +183,8 @@ def with_gathers(costs: Profile, *, placed: Placed, blocks: Mapping[str, int]) -
         scatter_s = group.seconds("reduce_scatter", summed[block])
         gather_s = group.seconds("all_gather", count) if parallel.zero == 3 else 0.0
         first, whole = members[block][0], 2 * count if parallel.zero == 3 else 0
-        waits = [gather_s - sum(node.forward_s for node in members[block])]
-        waits.append(gather_s + scatter_s - sum(node.backward_s for node in members[block]))
-        forward_s, backward_s = (max(0.0, wait) for wait in waits)
+        forward_s = longer_s(gather_s, sum(node.forward_s for node in members[block]))
+        backward_s = longer_s(gather_s + scatter_s, sum(node.backward_s for node in members[block]))
         changed[first.name] = replace(
             first,
             forward_s=first.forward_s + forward_s,

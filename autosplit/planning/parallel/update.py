@@ -11,6 +11,7 @@ The lists of a mesh have gathers, sums and updates where its runtime has them, a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import repeat
 
 from autosplit.options import Options
@@ -23,7 +24,7 @@ from autosplit.schedule.entry import Entry, Send, Unshard, Update
 from autosplit.schedule.order import lane_lists, with_updates
 from autosplit.schedule.simulate import Timeline, TransferTime
 from autosplit.schedule.simulate_lists import simulate_lists
-from cost_models.collectives import group_of
+from cost_models.collectives import BESIDE, group_of
 
 _REACHED = 0.8
 """The part of a device's memory bandwidth that an update reaches: `cost_models.roofline`'s for optimizers."""
@@ -44,7 +45,8 @@ def update_s(
     if not schedule.has_backward:
         return 0.0
     if options.placed is not None:
-        return max(0.0, _RankLists(timeline, transfers, states, options).end_s - timeline.step_s)
+        lists = _RankLists(timeline, transfers, states, options)
+        return max(0.0, lists.end_s - timeline.step_s) + lists.slower_s
     ends_s = [0.0] * schedule.stages
     for action, end_s in zip(schedule.issue_order, timeline.ends_s, strict=True):
         ends_s[action.stage] = max(end_s, ends_s[action.stage])
@@ -101,9 +103,21 @@ class _RankLists:
         for producer, consumer in self.sent_s:
             sources[consumer].add(producer)
         lists = map(self.parallel.entries, lane_lists(schedule, sources), schedule.marks or repeat(()))
-        buckets_s = {stage: self._buckets_s(stage) for stage in range(schedule.stages)}
-        spans = simulate_lists(map(with_updates, lists), seconds=self._seconds, buckets_s=buckets_s)
+        spans = simulate_lists(map(with_updates, lists), seconds=self._seconds, buckets_s=self.buckets_s)
         return max(span.end_s for device in spans for span in device)
+
+    @cached_property
+    def buckets_s(self) -> dict[int, list[float]]:
+        """How long the sum of each bucket takes, by stage."""
+        return {stage: self._buckets_s(stage) for stage in range(self.timeline.schedule.stages)}
+
+    @property
+    def slower_s(self) -> float:
+        """How much longer the last backward of a stage takes beside its sums, at most."""
+        if self.parallel.scatters or not self.sums_beside:
+            return 0.0
+        backward_s = self.timeline.seconds["B"]
+        return max(BESIDE * min(sum(sums_s), backward_s[stage]) for stage, sums_s in self.buckets_s.items())
 
     def _seconds(self, entry: Entry) -> float:
         if isinstance(entry, Action):
@@ -116,6 +130,11 @@ class _RankLists:
             return self._gathered_s(entry.stage)
         return self._updated_s(entry.stage) if isinstance(entry, Update) else 0.0
 
+    @property
+    def sums_beside(self) -> bool:
+        """Whether gradients are added up beside the last backward, in buckets."""
+        return not self.parallel.whole or self.parallel.rules.beside
+
     def _trained(self, stage: int) -> list[StateProfile]:
         return [state for state in self.states.get(stage, ()) if state.is_parameter and state.trainable]
 
@@ -123,7 +142,7 @@ class _RankLists:
         """Return how long the sum of each bucket takes, of the last parameters first; of shards each is one."""
         parallel = self.parallel
         sizes = [parallel.sum_of(state) for state in reversed(self._trained(stage))]
-        if not parallel.whole or parallel.rules.beside:
+        if self.sums_beside:
             sizes = [*buckets_of(sizes, bucket_bytes=parallel.rules.bucket_bytes)]
         return [self.group.seconds("reduce_scatter" if parallel.zero else "all_reduce", size) for size in sizes]
 
