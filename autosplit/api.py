@@ -273,6 +273,7 @@ def plan(
     find: str = "best",
     plan: Plan | str | Path | None = None,
     processes: bool = False,
+    network: str | None = None,
 ) -> Plan:
     """Plan the training of a model on devices that do not have to be there; nothing is allocated.
 
@@ -323,6 +324,8 @@ def plan(
             are left out; nothing is searched.
         processes: plan for one process per device, as ``autosplit(devices="torchrun")`` runs it: each issues its own
             device's kernels, values are sent, messages on their way take memory, and NCCL keeps some of each device.
+        network: what each host has to reach others, shared by its devices: "100Gbit", "8x400Gbit" or "12.5GB/s". None:
+            the machine's own.
 
     Returns:
         The plan, also where it does not fit: `Plan.verdict` is then "no".
@@ -336,7 +339,7 @@ def plan(
     _check_module(model)
     pinned = followed(plan, find=find, processes=processes)
     devices, precision, processes = of_plan(pinned, devices, precision, processes)
-    spec = resolve_machine(devices)
+    spec = resolve_machine(devices, network=network)
     degrees = degrees_of(mesh, zero, runtime, fsdp_reshard, len(spec), schedule=schedule, find=find, pinned=pinned)
     precision, like = in_dtypes(mesh, zero, runtime, fsdp_reshard, reduce_dtype, mp_policy, precision)
     spec = spread(spec) if degrees is not None else spec

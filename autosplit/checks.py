@@ -186,11 +186,24 @@ def check_precision(precision: Any) -> str | None:
     return checked
 
 
-def resolve_machine(devices: Any) -> MachineSpec:
+def resolve_machine(devices: Any, *, network: str | None = None) -> MachineSpec:
     """Return the machine that is planned for: a text, a machine file, or a list of names of devices, files or specs.
 
-    Raises DeviceError for a name that is not known, with the nearest ones.
+    ``network`` is what each of its hosts has, such as "100Gbit". Raises DeviceError for a name that is not known, with
+    the nearest ones, and for a network that is no speed or has one host.
     """
+    machine = _machine_of(devices)
+    if network is None:
+        return machine
+    from cost_models.registry import networked
+
+    try:
+        return networked(machine, str(network))
+    except ValueError as error:
+        raise DeviceError(str(error)) from error
+
+
+def _machine_of(devices: Any) -> MachineSpec:
     import cost_models
 
     if isinstance(devices, cost_models.MachineSpec):

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cost_models.machines import HostSpec, MachineSpec, direct_link
+from cost_models.networks import with_network
 from cost_models.specs import DeviceSpec, LinkSpec, Source, describe
 
 _SUFFIX = ".json"
@@ -79,8 +80,9 @@ def machine(devices: str | Path | Sequence[str | Path | DeviceSpec]) -> MachineS
 
     ``devices`` is the text form of a machine, a list of devices on one host, each a name, the path of a device file or
     a spec, or the path of a machine file (it ends in ``.json``). The text form is ``<devices>x<name>``,
-    ``<hosts>x<devices>x<name>``, or several kinds on one host joined by ``+``. ``machine(text).name`` is the text form
-    again. A machine that comes with the package has its host's figures; any other has round numbers to plan with.
+    ``<hosts>x<devices>x<name>``, or several kinds on one host joined by ``+``; ``@400Gbit`` behind it is the network of
+    each host. ``machine(text).name`` is the text form again. A machine that comes with the package has its host's
+    figures; any other has round numbers to plan with.
 
     Raises:
         ValueError: a text that has no such form, an unknown device, or a file that describes no machine.
@@ -135,7 +137,18 @@ def identify(driver_name: str) -> DeviceSpec | None:
     return next((spec for spec in map(device, names()) if driver_name in spec.driver_names), None)
 
 
+def networked(machine: MachineSpec, speed: str) -> MachineSpec:
+    """Return a machine of several hosts with another network between them: "100Gbit", of each host.
+
+    Raises ValueError for a text that is no speed, and for a machine of one host.
+    """
+    return with_network(spread(machine), speed, unknown=network())
+
+
 def _machine_text(text: str) -> MachineSpec:
+    text, at, speed = text.partition("@")
+    if at:
+        return networked(_machine_text(text), speed)
     if text in machine_names():
         return _machine(json.loads(_read_shipped("machines", text)), where=text, folder=None)
     specs, hosts = _layout(text, folder=None)

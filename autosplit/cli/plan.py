@@ -99,6 +99,9 @@ Base = Annotated[
         help=f"How the frozen linear weights are kept: {', '.join(BASES)}.", autocompletion=common.complete(*BASES)
     ),
 ]
+Network = Annotated[
+    str | None, typer.Option(metavar="SPEED", help="Of each host to others: 100Gbit, 8x400Gbit or 12.5GB/s.")
+]
 PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto.")]
 
 
@@ -125,6 +128,7 @@ def plan_command(
     fsdp_reshard: FsdpReshard = "never",
     lora: LoraText = None,
     base: Base = None,
+    network: Network = None,
     script: Script = None,
 ) -> int:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
@@ -148,7 +152,7 @@ def plan_command(
                 "convert its model by torchao.float8.convert_to_float8_training, or leave --script out"
             )
         outputs = _with_plan(outputs, script=script, spec=spec, schedule=options.schedule, find=find)
-    machine = resolve_machine(_devices(devices, options.pinned))
+    machine = resolve_machine(_devices(devices, options.pinned), network=network)
     degrees = check_mesh(mesh, devices=len(machine))
     each = replicas if replicas in (None, "auto") else [common.number_or_word(word) for word in common.words(replicas)]
     stages = degrees.pp if isinstance(degrees, Parallel) else len(check_replicas(each, devices=len(machine)) or machine)
