@@ -324,8 +324,7 @@ def plan(
             are left out; nothing is searched.
         processes: plan for one process per device, as ``autosplit(devices="torchrun")`` runs it: each issues its own
             device's kernels, values are sent, messages on their way take memory, and NCCL keeps some of each device.
-        network: what each host has to reach others, shared by its devices: "100Gbit", "8x400Gbit" or "12.5GB/s". None:
-            the machine's own.
+        network: what each host has to others, such as "400Gbit", shared by its devices; None: the machine's own.
 
     Returns:
         The plan, also where it does not fit: `Plan.verdict` is then "no".
