@@ -318,7 +318,7 @@ def plan(
         base: how the frozen linear weights are kept, but for the head: "nf4" or "int8", as by bitsandbytes.
         find: "best": the best plan for these devices and this batch; "smallest": for the fewest devices of this kind
             that surely hold the model; "largest_batch": for the largest batch that surely fits, in ``chunks``
-            microbatches (auto: as many as are best for the sample).
+            microbatches (auto: as many as are best for the sample); "largest_sequence": for the most tokens in a row.
         plan: a `Plan` or the path of a saved one, also one that was edited: its cut, schedule and chunks are checked on
             the model and costed for the devices, optimizer and precision that are given, or the plan's own where they
             are left out; nothing is searched.

@@ -45,8 +45,8 @@ MASTERS = ("bf16_fp32_master", "fp8")
 """The precisions whose optimizer updates fp32 weights beside the model's own in bf16."""
 CUT = ("modules", "operations")
 """Where cuts fall: between modules where that costs less than 2% of the step, or between any two operations."""
-FIND = ("best", "smallest", "largest_batch")
-"""What a plan on paper answers: the best for these devices, the fewest devices, the largest batch."""
+FIND = ("best", "smallest", "largest_batch", "largest_sequence")
+"""What a plan on paper answers: the best for these devices, the fewest devices, the largest batch, the longest rows."""
 EXPORTS = ("torch-csv", "torchtitan", "megatron")
 """The forms in which other tools take a plan: torch's schedule, torchtitan's modules, Megatron's layout."""
 

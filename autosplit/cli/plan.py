@@ -66,6 +66,7 @@ PaperDevices = Annotated[
 ]
 Smallest = Annotated[bool, typer.Option("--smallest", help="Find the fewest devices of this kind that hold it.")]
 LargestBatch = Annotated[bool, typer.Option("--largest-batch", help="Find the largest batch that fits.")]
+LargestSequence = Annotated[bool, typer.Option("--largest-sequence", help="Find the longest rows that fit.")]
 Loss = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="file.py:function or package.module:function of the output, or it and a target."),
@@ -119,6 +120,7 @@ def plan_command(
     precision: common.Precision = None,
     smallest: Smallest = False,
     largest_batch: LargestBatch = False,
+    largest_sequence: LargestSequence = False,
     train: common.Mode = None,
     processes: Processes = False,
     mesh: Mesh = None,
@@ -139,7 +141,8 @@ def plan_command(
         frozen = (lora, base) != (None, None)
         precision, means = ("bf16", "the frozen base") if frozen else (_MIXED, "bf16 with fp32 copies of the weights")
         common.tell(f"precision: {precision}, {means} (--precision chooses another)")
-    find = _find(smallest=smallest, largest_batch=largest_batch, pinned=options.pinned)
+    asked = {"smallest": smallest, "largest_batch": largest_batch, "largest_sequence": largest_sequence}
+    find = _find([name for name, given in asked.items() if given], pinned=options.pinned)
     if script is not None and (mesh is not None or replicas is not None):
         raise InputError("--script writes a program for a pipeline alone; leave --mesh and --replicas, or --script out")
     if script is not None and (lora, base) != (None, None):
@@ -175,8 +178,9 @@ def _with_plan(outputs: OutputOptions, *, script: Path, spec: ModelSpec, schedul
         raise InputError("--script writes the inputs that --input gives, and none is given; give one for each input")
     if schedule == "forward":
         raise InputError("--script writes a training, and schedule forward has none; leave one of them out")
-    if find == "largest_batch":
-        raise InputError("--script trains on the inputs that are given; plan the largest batch first, then give it")
+    if find in ("largest_batch", "largest_sequence"):
+        what = find.partition("_")[2]
+        raise InputError(f"--script trains on the inputs that are given; plan the largest {what} first, then give it")
     named = replace(outputs, save=outputs.save or script.with_suffix(".json"))
     named.check()
     return named
@@ -209,13 +213,13 @@ def _devices(text: str, pinned: Plan | None) -> str | list[str]:
     return parts if len(parts) > 1 else parts[0]
 
 
-def _find(*, smallest: bool, largest_batch: bool, pinned: Plan | None) -> str:
-    if smallest and largest_batch:
-        raise InputError("--smallest and --largest-batch are two questions; ask one of them")
-    if pinned is not None and (smallest or largest_batch):
-        option = "--smallest" if smallest else "--largest-batch"
-        raise InputError(f"{option} searches, --plan is followed as it is; give one of them")
-    return "smallest" if smallest else "largest_batch" if largest_batch else "best"
+def _find(asked: Sequence[str], *, pinned: Plan | None) -> str:
+    options = [f"--{name.replace('_', '-')}" for name in asked]
+    if len(options) > 1:
+        raise InputError(f"{options[0]} and {options[1]} are two questions; ask one of them")
+    if pinned is not None and options:
+        raise InputError(f"{options[0]} searches, --plan is followed as it is; give one of them")
+    return asked[0] if asked else "best"
 
 
 def _planned(

@@ -90,7 +90,12 @@ def test_a_batch_that_cannot_fit_at_all_is_said() -> None:
     [
         ("1xH100-SXM5-80GB+1xL4-24GB", {}, DeviceError, "has devices of 2 kinds; name one, such as 8xH100-SXM5-80GB"),
         ("2xH100-SXM5-80GB", {"recompute": ["never", "block"]}, InputError, "a recompute per stage is made for one"),
-        ("2xH100-SXM5-80GB", {"find": "fewest"}, InputError, "valid: 'best', 'smallest', 'largest_batch'"),
+        (
+            "2xH100-SXM5-80GB",
+            {"find": "fewest"},
+            InputError,
+            "valid: 'best', 'smallest', 'largest_batch', 'largest_sequence'",
+        ),
     ],
 )
 def test_what_cannot_be_searched_is_said(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from autosplit.checks import resolve_machine
 from autosplit.errors import DeviceError, InputError
 from autosplit.planning.explain.changes import Request, changes, device_counts, least, tried
+from autosplit.planning.explain.extremes import Extreme, largest_sequence
 from autosplit.planning.explain.reasons import reasons
 from autosplit.planning.explain.verdicts import binding, device_verdicts
 from autosplit.planning.paper import OnPaper, stand_ins
@@ -24,15 +25,6 @@ _GUESSES, _GRAINS = 4, 128
 """How many guesses for the largest batch use the cuts of least memory; the batch is found to about 1 / _GRAINS."""
 
 SpaceOf = Callable[[OnPaper], Space]
-
-
-@dataclass(frozen=True)
-class Extreme:
-    """The plan at the edge, what it was made for, and what is just beyond: in words."""
-
-    plan: Plan
-    paper: OnPaper
-    words: str
 
 
 def _fits(plan: Plan) -> bool:
@@ -92,13 +84,13 @@ def largest_batch(paper: OnPaper, space: Space) -> Extreme:
     beyond = least(lambda each: not _fits(plan(each * grain)), guess=near // grain + 1, low=low, high=high)
     if beyond is None:
         return Extreme(plan(high * grain), paper, f"{high * grain * chunks} rows still fit")
-    binds, most = _binds(plan(beyond * grain)), (beyond - 1) * grain
+    most, full = (beyond - 1) * grain, _binds(plan(beyond * grain))
     if beyond == low:
-        words = f"not even {low * grain * chunks} rows in {_microbatches(chunks)} fit: {binds}"
+        words = f"not even {low * grain * chunks} rows in {_microbatches(chunks)} fit: {full}"
         return Extreme(plan(low * grain), paper, words)
     rows = f"{'about ' * (grain > 1)}{most * chunks} rows, {most} in each"
     words = (
-        f"the largest batch that fits in {_microbatches(chunks)} is {rows}: with {beyond * grain}, {binds}; more "
+        f"the largest batch that fits in {_microbatches(chunks)} is {rows}: with {beyond * grain}, {full}; more "
         "microbatches of as many rows need hardly more memory"
     )
     return Extreme(plan(most), paper, words)
@@ -140,12 +132,15 @@ _ROOM = 0.8
 
 
 def answered(paper: OnPaper, space_of: Callable[[OnPaper], Space], *, find: str) -> Plan:
-    """Return the best plan, or the one for the fewest devices or for the largest batch, with its explanation."""
+    """Return the best plan, or the one at the edge that is asked for, with its explanation."""
     if find == "best":
         request = Request(paper, space_of(paper), paper.recorded.rows)
         best = explained(request.plan(), request)
         return best.model_copy(update={"notes": (*best.notes, *_fewer_microbatches(best, paper, request.space))})
-    edge = smallest(paper, space_of) if find == "smallest" else largest_batch(paper, space_of(paper))
+    if find == "largest_sequence":
+        edge = largest_sequence(paper, space_of)
+    else:
+        edge = smallest(paper, space_of) if find == "smallest" else largest_batch(paper, space_of(paper))
     request = Request(edge.paper, space_of(edge.paper), sum(edge.plan.microbatch_rows))
     plan = explained(edge.plan, request)
     return plan.model_copy(update={"reasons": (edge.words, *plan.reasons)})
