@@ -18,6 +18,7 @@ from autosplit.checks import (
     OUTPUTS,
     RESERVE,
     TORCHRUN,
+    check_price,
     choose,
     resolve_machine,
 )
@@ -274,6 +275,7 @@ def plan(
     plan: Plan | str | Path | None = None,
     processes: bool = False,
     network: str | None = None,
+    price: float | str | None = None,
 ) -> Plan:
     """Plan the training of a model on devices that do not have to be there; nothing is allocated.
 
@@ -283,7 +285,7 @@ def plan(
             of names from `cost_models`, in pipeline order.
         chunks: how many microbatches to cut the batch into; "auto": what makes the step shortest and fits.
         sample: a batch of the size of a step: a tensor, a tuple, a dict or a `Sample`, also of meta tensors.
-        batch_dims: as in `autosplit`.
+        batch_dims, virtual_stages, cut: as in `autosplit`.
         loss_fn: ``loss_fn(output)`` or ``loss_fn(output, target)``, counted on the last stage; the target is taken to
             be class indices where these fit, else like the output. None: the first floating output, which is the loss
             of a model that makes one (transformers, given labels), else its mean; a note says so. The command line
@@ -292,16 +294,13 @@ def plan(
         precision: what the training runs in: "fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master" (bf16 weights
             and gradients; fp32 weights count as state of the optimizer), "fp8" (as that, and blocks' products with
             parameters in fp8), or None: as the model is.
-        schedule: as in `autosplit`; "auto" searches.
-        virtual_stages: as in `autosplit`.
+        schedule, recompute: as in `autosplit`; "auto" searches.
         replicas: how many devices each stage has, such as ``[2, 1, 1]``: they take microbatches in turn under 1f1b, and
             sum the stage's gradients. "auto": those with which the slowest stage is fastest (PipeDream), where that
             makes the step shorter. None: one each.
-        recompute: as in `autosplit`; "auto" searches.
         memory_limit: bytes per device, or text such as "70GiB"; by default what the device has for tensors.
         reserve: what each device keeps free: bytes, text such as "2GiB", or "3%" of the device, which does not count
             under a ``memory_limit``. Plans keep out of it where they can; a peak that reaches into it is borderline.
-        cut: as in `autosplit`.
         mesh: how many ranks share the model by data (dp), tensor (tp) and pipeline (pp) parallelism: degrees such as
             ``{"dp": 8, "tp": 2, "pp": 4}``, or "auto": those with the shortest step that fit. The sample is the global
             batch; rows, bytes and times of the plan's stages are one rank's. None: a pipeline over all devices.
@@ -316,15 +315,15 @@ def plan(
             "r=16,targets=q_proj+v_proj", or ``targets=all-linear``; ``alpha=`` and ``dropout=`` too. A model that has
             them already is planned as it is.
         base: how the frozen linear weights are kept, but for the head: "nf4" or "int8", as by bitsandbytes.
-        find: "best": the best plan for these devices and this batch; "smallest": for the fewest devices of this kind
-            that surely hold the model; "largest_batch": for the largest batch that surely fits, in ``chunks``
-            microbatches (auto: as many as are best for the sample); "largest_sequence": for the most tokens in a row.
+        find: "best": the best plan for these devices and this batch; or the one for the "smallest" number of these
+            devices, for the "largest_batch" (in ``chunks`` microbatches) or "largest_sequence" that surely fits.
         plan: a `Plan` or the path of a saved one, also one that was edited: its cut, schedule and chunks are checked on
             the model and costed for the devices, optimizer and precision that are given, or the plan's own where they
             are left out; nothing is searched.
         processes: plan for one process per device, as ``autosplit(devices="torchrun")`` runs it: each issues its own
             device's kernels, values are sent, messages on their way take memory, and NCCL keeps some of each device.
         network: what each host has to others, such as "400Gbit", shared by its devices; None: the machine's own.
+        price: US dollars per device and hour, such as 2.1 or "2.10/h"; None: list prices, where they are known.
 
     Returns:
         The plan, also where it does not fit: `Plan.verdict` is then "no".
@@ -336,7 +335,7 @@ def plan(
         PlanError: the plan is of another model or number of devices, or has a node where it cannot run.
     """
     _check_module(model)
-    pinned = followed(plan, find=find, processes=processes)
+    pinned, usd = followed(plan, find=find, processes=processes), check_price(price)
     devices, precision, processes = of_plan(pinned, devices, precision, processes)
     spec = resolve_machine(devices, network=network)
     degrees = degrees_of(mesh, zero, runtime, fsdp_reshard, len(spec), schedule=schedule, find=find, pinned=pinned)
@@ -357,8 +356,8 @@ def plan(
         request = None if degrees is None else meshes(degrees, runtime=runtime, like=like)
         if pinned is not None:
             own_options = request.options(degrees) if request and isinstance(degrees, Parallel) else paper.options
-            return assumed(recosted(paper.recorded.model, paper.recorded.trace, own_options, pinned), paper)
-        return assumed(_searched(paper, request, find=find, free_chunks=chunks == "auto"), paper)
+            return assumed(recosted(paper.recorded.model, paper.recorded.trace, own_options, pinned), paper, price=usd)
+        return assumed(_searched(paper, request, find=find, free_chunks=chunks == "auto"), paper, price=usd)
 
 
 def _searched(paper: OnPaper, mesh: MeshRequest | None, *, find: str, free_chunks: bool) -> Plan:

@@ -50,6 +50,7 @@ FIND = ("best", "smallest", "largest_batch", "largest_sequence")
 EXPORTS = ("torch-csv", "torchtitan", "megatron")
 """The forms in which other tools take a plan: torch's schedule, torchtitan's modules, Megatron's layout."""
 
+_MOST_PRICE = 1e6
 _PART = 4
 """Characters from which on a part of a valid name stands for it: ``fp16`` for ``amp_fp16``."""
 _LEAST_BYTES = 2**20
@@ -159,6 +160,18 @@ def _bytes(name: str, value: Any) -> int:
     if size > _MOST_BYTES:
         raise InputError(f"{name}={value!r} is more than 1024 PiB; give what one device has, such as '70GiB'")
     return size
+
+
+def check_price(price: Any) -> float | None:
+    """Return US dollars per device and hour from a number or a text such as "2.10/h"; None is none."""
+    text = str(price).strip().removeprefix("$").removesuffix("/h").strip()
+    try:
+        value = None if price is None else float(text)
+    except ValueError:
+        value = 0.0
+    if value is not None and not 0 < value < _MOST_PRICE:
+        raise InputError(f"price={price!r}: give US dollars per device and hour, such as 2.1 or '2.10/h'")
+    return value
 
 
 def check_recompute(recompute: Any, *, stages: int) -> tuple[str, ...] | None:

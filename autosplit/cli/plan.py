@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autosplit.adapters import BASES, check_adapters
-from autosplit.checks import MACHINE, check_replicas, resolve_machine
+from autosplit.checks import MACHINE, check_price, check_replicas, resolve_machine
 from autosplit.cli import common
 from autosplit.cli.inputs import ROWS_PER_DEVICE, InputOptions, InputSpec, ModelSpec, wants_labels
 from autosplit.cli.outputs import OutputOptions, check_path, write_file
@@ -67,6 +67,10 @@ PaperDevices = Annotated[
 Smallest = Annotated[bool, typer.Option("--smallest", help="Find the fewest devices of this kind that hold it.")]
 LargestBatch = Annotated[bool, typer.Option("--largest-batch", help="Find the largest batch that fits.")]
 LargestSequence = Annotated[bool, typer.Option("--largest-sequence", help="Find the longest rows that fit.")]
+PricePerHour = Annotated[
+    str | None,
+    typer.Option("--price", metavar="USD/h", help="Per device and hour, such as 2.10/h (default: list prices)."),
+]
 Loss = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="file.py:function or package.module:function of the output, or it and a target."),
@@ -121,6 +125,7 @@ def plan_command(
     smallest: Smallest = False,
     largest_batch: LargestBatch = False,
     largest_sequence: LargestSequence = False,
+    price: PricePerHour = None,
     train: common.Mode = None,
     processes: Processes = False,
     mesh: Mesh = None,
@@ -137,24 +142,20 @@ def plan_command(
     outputs.check()
     wanted = False if loss is not None else wants_labels(labels, options.schedule)
     spec = inputs.spec(model, labels=wanted, train=train)
-    if precision is None and spec.is_config and options.pinned is None and options.schedule != "forward":
-        frozen = (lora, base) != (None, None)
-        precision, means = ("bf16", "the frozen base") if frozen else (_MIXED, "bf16 with fp32 copies of the weights")
-        common.tell(f"precision: {precision}, {means} (--precision chooses another)")
+    frozen = (lora, base) != (None, None)
+    if precision is None and options.pinned is None:
+        precision = default_precision(spec, schedule=options.schedule, frozen=frozen)
     asked = {"smallest": smallest, "largest_batch": largest_batch, "largest_sequence": largest_sequence}
     find = _find([name for name, given in asked.items() if given], pinned=options.pinned)
-    if script is not None and (mesh is not None or replicas is not None):
-        raise InputError("--script writes a program for a pipeline alone; leave --mesh and --replicas, or --script out")
-    if script is not None and (lora, base) != (None, None):
-        raise InputError("--script adds no adapters; plan without --script, and add them by peft before autosplit()")
     if script is not None:
-        pinned = None if options.pinned is None else options.pinned.precision
-        if (precision or pinned) == "fp8":
+        if mesh is not None or replicas is not None or frozen:
             raise InputError(
-                "--script writes no training in fp8, for which torch has no modules; write one with --precision bf16, "
-                "convert its model by torchao.float8.convert_to_float8_training, or leave --script out"
+                "--script adds no adapters; plan without --script, and add them by peft before autosplit()"
+                if frozen
+                else "--script writes a program for a pipeline alone; leave --mesh and --replicas, or --script out"
             )
-        outputs = _with_plan(outputs, script=script, spec=spec, schedule=options.schedule, find=find)
+        kept = precision or (None if options.pinned is None else options.pinned.precision)
+        outputs = _with_plan(outputs, script=script, spec=spec, schedule=options.schedule, find=find, precision=kept)
     machine = resolve_machine(_devices(devices, options.pinned), network=network)
     degrees = check_mesh(mesh, devices=len(machine))
     each = replicas if replicas in (None, "auto") else [common.number_or_word(word) for word in common.words(replicas)]
@@ -162,7 +163,7 @@ def plan_command(
     choices = options.choices(stages, chunks=common.number_or_word(chunks), precision=precision)
     choices |= {"mesh": mesh, "zero": common.number_or_word(zero), "replicas": each, "runtime": runtime}
     check_adapters(lora, base, precision, options.schedule)
-    choices |= {"fsdp_reshard": fsdp_reshard, "lora": lora, "base": base}
+    choices |= {"fsdp_reshard": fsdp_reshard, "price": check_price(price), "lora": lora, "base": base}
     with common.beside_stdout():
         planned, specs = _planned(spec, machine=machine, loss=loss, find=find, processes=processes, **choices)
         if script is not None:
@@ -171,9 +172,25 @@ def plan_command(
     return outputs.answer(planned)
 
 
-def _with_plan(outputs: OutputOptions, *, script: Path, spec: ModelSpec, schedule: str, find: str) -> OutputOptions:
+def default_precision(spec: ModelSpec, *, schedule: str, frozen: bool = False) -> str | None:
+    """Return the precision in which a config's model is trained where nothing is said, and say so; else None."""
+    if not spec.is_config or schedule == "forward":
+        return None
+    precision, means = ("bf16", "the frozen base") if frozen else (_MIXED, "bf16 with fp32 copies of the weights")
+    common.tell(f"precision: {precision}, {means} (--precision chooses another)")
+    return precision
+
+
+def _with_plan(
+    outputs: OutputOptions, *, script: Path, spec: ModelSpec, schedule: str, find: str, precision: str | None
+) -> OutputOptions:
     """Return the outputs with the file of the plan that a program reads; InputError where none can be written."""
     check_path("script", script)
+    if precision == "fp8":
+        raise InputError(
+            "--script writes no training in fp8, for which torch has no modules; write one with --precision bf16, "
+            "convert its model by torchao.float8.convert_to_float8_training, or leave --script out"
+        )
     if not spec.inputs and not spec.is_config:
         raise InputError("--script writes the inputs that --input gives, and none is given; give one for each input")
     if schedule == "forward":

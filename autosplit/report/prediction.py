@@ -8,7 +8,7 @@ from autosplit.planning.explain.verdicts import DeviceVerdict, binding, device_v
 from autosplit.planning.plan.fields import MeshAlternative
 from autosplit.planning.plan.plan import Plan
 from autosplit.report.document import Section, column, room_beside, table_width
-from autosplit.report.words import clip, format_rate, numbers, recompute_words, schedule_words, size_words
+from autosplit.report.words import clip, format_rate, format_usd, numbers, recompute_words, schedule_words, size_words
 from autosplit.units import format_bytes, format_seconds, plural
 
 COLLAPSED_SHARE = 0.5
@@ -44,6 +44,7 @@ def prediction(plan: Plan) -> Section:
     facts = (
         ("step", f"{step}, {proof(plan)}" if steps else step),
         *_speed(plan),
+        *price(plan),
         ("imbalance", f"{ratio} (slowest {unit} over the mean; the slowest is {unit} {slowest})"),
         ("bottleneck", bottleneck if steps else f"{bottleneck}, {proof(plan)}"),
         *_classes(plan),
@@ -73,6 +74,14 @@ def _speed(plan: Plan) -> Iterator[tuple[str, str]]:
     counted = "model FLOPs utilisation (MFU, causal attention counted in full)"
     used = "" if plan.mfu is None else f", {plan.mfu:.1%} {counted}"
     yield "speed", f"{speed}{used}"
+
+
+def price(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what the tokens and an hour of all devices cost."""
+    if plan.price is not None:
+        tokens = plan.price.usd_per_billion_tokens
+        per_tokens = "" if tokens is None else f"{format_usd(tokens)} per 1B tokens, "
+        yield "price", f"{per_tokens}{format_usd(plan.price.usd_per_hour)} per hour ({plan.price.source})"
 
 
 def _classes(plan: Plan) -> Iterator[tuple[str, str]]:

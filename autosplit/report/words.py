@@ -122,6 +122,11 @@ def format_rate(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.3g}"
 
 
+def format_usd(amount: float) -> str:
+    """Return US dollars: ``"$0.44"``, ``"$31.9"``, ``"$1,250"``."""
+    return f"${amount:.2f}" if amount < 10 else f"${amount:.1f}" if amount < 100 else f"${amount:,.0f}"
+
+
 def recompute_words(options: Sequence[str]) -> str:
     """Return what stages recompute: ``"never"``, or ``"block on 0-2, else never"`` with the commonest last."""
     if len(set(options)) <= 1:

@@ -10,6 +10,7 @@ from autosplit.checks import resolve_machine
 from autosplit.errors import DeviceError, InputError
 from autosplit.planning.explain.changes import Request, changes, device_counts, least, tried
 from autosplit.planning.explain.extremes import Extreme, largest_sequence
+from autosplit.planning.explain.price import price_of
 from autosplit.planning.explain.reasons import reasons
 from autosplit.planning.explain.verdicts import binding, device_verdicts
 from autosplit.planning.paper import OnPaper, stand_ins
@@ -146,8 +147,8 @@ def answered(paper: OnPaper, space_of: Callable[[OnPaper], Space], *, find: str)
     return plan.model_copy(update={"reasons": (edge.words, *plan.reasons)})
 
 
-def assumed(plan: Plan, paper: OnPaper) -> Plan:
-    """Return the plan with notes on what nobody said: what stands for the loss, and whose values decided."""
+def assumed(plan: Plan, paper: OnPaper, *, price: float | None = None) -> Plan:
+    """Return the plan with its price, and notes on what nobody said: what stands for the loss, whose values decided."""
     notes: list[str | None] = [] if paper.options.machine is None else list(paper.options.machine.taken)
     if paper.options.loss is None and plan.schedule != "forward":
         notes.append(note_on_no_loss(paper.recorded.trace.graph))
@@ -170,7 +171,8 @@ def assumed(plan: Plan, paper: OnPaper) -> Plan:
             "hide something"
         )
     asked = {} if paper.adapters is None else paper.adapters.words
-    return plan.model_copy(update=asked | {"notes": (*plan.notes, *(note for note in notes if note is not None))})
+    said = (*plan.notes, *(note for note in notes if note is not None))
+    return plan.model_copy(update=asked | {"notes": said, "price": price_of(plan, price)})
 
 
 def _fewer_microbatches(plan: Plan, paper: OnPaper, space: Space) -> Iterator[str]:

@@ -93,6 +93,17 @@ class LaneCurve(FrozenFields):
         return tuple(values for _, values in self)
 
 
+class Price(FrozenFields):
+    """What the devices of a plan cost, in US dollars."""
+
+    usd_per_hour: Annotated[float, Field(gt=0)]
+    """Of all devices, of a mesh all ranks'."""
+    source: str
+    """Whose price it is, and of which day."""
+    usd_per_billion_tokens: Annotated[float, Field(gt=0)] | None = None
+    """Of a billion tokens in steps like the plan's; None where rows have no tokens."""
+
+
 class Change(FrozenFields):
     """What would make a plan fit that does not, or fit better, and its price."""
 

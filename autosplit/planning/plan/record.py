@@ -18,6 +18,7 @@ from autosplit.planning.plan.fields import (
     LaneCurve,
     MeshAlternative,
     MeshDegrees,
+    Price,
     Seconds,
     Size,
     Verdict,
@@ -260,6 +261,7 @@ class PlanRecord(FrozenFields):
     """Other degrees that the search weighed, the fastest first."""
     update_s: Seconds = 0.0
     """The part of ``step_s`` in which ranks or replicas sum what is left of gradients, and a mesh's ranks update."""
+    price: Price | None = None
     processes: bool = False
     """Whether each device has a process of its own, as under torchrun, whose thread issues its kernels."""
     machine: str | None = None
