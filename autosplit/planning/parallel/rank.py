@@ -7,6 +7,7 @@ All that is planned from there on, times and bytes, is the rank's; nothing else 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -159,37 +160,37 @@ def with_gathers(costs: Profile, *, placed: Placed, blocks: Mapping[str, int]) -
 
     Under ZeRO-3 a block's parameters are gathered in both passes, those of the next block already beside it; from
     ZeRO-2 on its gradients are scattered in every backward. What the block's own work does not hide is waited for, and
-    the work itself takes longer beside them.
+    the work itself takes longer beside them. Nothing hides the gather of the first block and of what lies in front of
+    it, nor the scatter of their gradients. What lies behind the blocks is kept for its backward.
     """
-    nodes, state = costs.nodes, costs.state
-    parallel, group = placed.parallel, placed.dp
+    nodes, parallel = costs.nodes, placed.parallel
     if not parallel.scatters:
         return costs
-    held: dict[int, int] = {}
-    summed: dict[int, int] = {}
-    for entry in state.values():
-        block = next((blocks[name] for name in entry.uses if name in blocks), None)
-        if block is not None and entry.is_parameter:
-            held[block] = held.get(block, 0) + entry.bytes
-            summed[block] = summed.get(block, 0) + parallel.sum_of(entry)
-    members: dict[int, list[NodeProfile]] = {}
+    members: dict[int | str, list[NodeProfile]] = {}
     for name, node in nodes.items():
-        if name in blocks:
-            members.setdefault(blocks[name], []).append(node)
+        members.setdefault(blocks.get(name, name), []).append(node)
+    first = next((place for place, unit in enumerate(members) if not isinstance(unit, str)), len(members))
+    places = {unit: place for place, unit in enumerate(members)}
+    held, summed = Counter[int | str](), Counter[int | str]()
+    for entry in costs.state.values():
+        used = [blocks.get(name, name) for name in entry.uses if name in nodes]
+        if used and entry.is_parameter:
+            unit = next((each for each in used if not isinstance(each, str)), used[0])
+            held[unit] += entry.bytes
+            summed[unit] += parallel.sum_of(entry)
     changed = {}
-    for block, count in held.items():
-        if block not in members:
-            continue
-        scatter_s = group.seconds("reduce_scatter", summed[block])
-        gather_s = group.seconds("all_gather", count) if parallel.zero == 3 else 0.0
-        first, whole = members[block][0], 2 * count if parallel.zero == 3 else 0
-        forward_s = longer_s(gather_s, sum(node.forward_s for node in members[block]))
-        backward_s = longer_s(gather_s + scatter_s, sum(node.backward_s for node in members[block]))
-        changed[first.name] = replace(
-            first,
-            forward_s=first.forward_s + forward_s,
-            backward_s=first.backward_s + backward_s,
-            forward_transient_bytes=first.forward_transient_bytes + whole,
-            backward_transient_bytes=first.backward_transient_bytes + whole + summed[block],
+    for unit, count in held.items():
+        scatter_s = placed.dp.seconds("reduce_scatter", summed[unit])
+        gather_s = placed.dp.seconds("all_gather", count) if parallel.zero == 3 else 0.0
+        is_block, begins = not isinstance(unit, str), places[unit] <= first
+        work_s = [sum(getattr(node, name) for node in members[unit]) for name in ("forward_s", "backward_s")]
+        beside_s = gather_s * is_block + scatter_s * (not begins)
+        node, whole = members[unit][0], 2 * count if parallel.zero == 3 and is_block else 0
+        changed[node.name] = replace(
+            node,
+            forward_s=node.forward_s + (gather_s if begins else longer_s(gather_s, work_s[0])),
+            backward_s=node.backward_s + longer_s(beside_s, work_s[1]) + scatter_s * begins,
+            forward_transient_bytes=node.forward_transient_bytes + whole,
+            backward_transient_bytes=node.backward_transient_bytes + whole + summed[unit] * is_block,
         )
     return replace(costs, nodes={**nodes, **changed})
