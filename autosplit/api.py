@@ -61,6 +61,7 @@ _CHOICES = (
     "virtual_stages",
     "recompute",
     "memory_limit",
+    "allocator",
     "reserve",
     "optimizer",
     "cut",
@@ -82,6 +83,7 @@ def autosplit(
     recompute: Any = "auto",
     memory_limit: int | float | str | None = None,
     reserve: int | float | str | None = RESERVE,
+    allocator: str | None = None,
     optimizer: str | int = "adamw",
     precision: str | None = None,
     plan: Plan | str | Path | None = None,
@@ -124,6 +126,7 @@ def autosplit(
         memory_limit: bytes per device that the plan must respect, or text such as "70GiB"; taken literally.
         reserve: what each device keeps free where no limit is given: bytes, text such as "2GiB", or "3%" of the device.
             Plans keep out of it where they can; a peak that reaches into it is borderline.
+        allocator: how torch's CUDA allocator is set: "default", "expandable"; None: by PYTORCH_CUDA_ALLOC_CONF.
         optimizer: what the memory prediction assumes: "adamw", "adam", "momentum", "sgd", "none", or state bytes per
             parameter element.
         plan: a `Plan` or the path of a saved one, to be followed instead of planning: its stages, schedule and chunks.
@@ -262,6 +265,7 @@ def plan(
     recompute: Any = "auto",
     memory_limit: int | float | str | None = None,
     reserve: int | float | str | None = RESERVE,
+    allocator: str | None = None,
     cut: str = "modules",
     mesh: Mapping[str, int] | str | None = None,
     zero: int | str = "auto",
@@ -299,8 +303,7 @@ def plan(
             sum the stage's gradients. "auto": those with which the slowest stage is fastest (PipeDream), where that
             makes the step shorter. None: one each.
         memory_limit: bytes per device, or text such as "70GiB"; by default what the device has for tensors.
-        reserve: what each device keeps free: bytes, text such as "2GiB", or "3%" of the device, which does not count
-            under a ``memory_limit``. Plans keep out of it where they can; a peak that reaches into it is borderline.
+        reserve, allocator, cut: as in `autosplit`.
         mesh: how many ranks share the model by data (dp), tensor (tp) and pipeline (pp) parallelism: degrees such as
             ``{"dp": 8, "tp": 2, "pp": 4}``, or "auto": those with the shortest step that fit. The sample is the global
             batch; rows, bytes and times of the plan's stages are one rank's. None: a pipeline over all devices.

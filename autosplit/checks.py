@@ -7,6 +7,7 @@ command line before it imports torch.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ MACHINE = "8xH100-SXM5-80GB"
 """The machine that a plan on paper assumes by default."""
 RESERVE = "3%"
 """What every device keeps free: predictions of reserved memory were up to a fifth below an H100's."""
+ALLOCATORS = ("default", "expandable")
+"""Settings of torch's caching allocator on CUDA: by default, or with expandable segments."""
 OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 """State tensors of the parameter's own shape and dtype that torch's optimizers keep."""
 SCHEDULES = ("auto", *_CATALOG)
@@ -140,6 +143,14 @@ def check_reserve(reserve: int | float | str | None) -> int | float:
             f"reserve={reserve!r}: give a number of bytes that is not negative, or text such as '2GiB' or '3%'"
         )
     return reserve_bytes
+
+
+def check_allocator(allocator: str | None) -> str:
+    """Return the allocator's setting; None is that of ``PYTORCH_CUDA_ALLOC_CONF``, or of its newer name."""
+    if allocator is not None:
+        return str(choose("allocator", allocator, ALLOCATORS))
+    text = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return "expandable" if "expandable_segments:true" in text.lower().replace(" ", "") else "default"
 
 
 def _share(text: str) -> float:

@@ -100,6 +100,8 @@ class Options:
     """The machine on paper that is planned for, one device per lane; ``devices`` only stand for them then."""
     reserve: int | float = 0
     """What every device keeps free: bytes, or as a float a share of what it has; a peak in it is borderline."""
+    allocator: str = "default"
+    """How torch's caching allocator is set: "default", or "expandable" segments, which leave fewer fragments."""
     precision: str | None = None
     """What training runs in, on paper; None: as the model is. The model that is planned has that dtype already."""
     processes: bool = False

@@ -108,7 +108,7 @@ class Parallel:
 
     def sum_of(self, state: StateProfile) -> int:
         """Return the bytes of a parameter's gradient as it is added up."""
-        return max(state.bytes, self.sum_bytes * state.elements)
+        return max(state.bytes, max(self.sum_bytes, self.rules.sum_bytes) * state.elements)
 
     def kept_of(self, state: StateProfile) -> int:
         """Return the bytes of a parameter's gradient, or of all its shards, as a step keeps it."""

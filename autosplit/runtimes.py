@@ -32,6 +32,10 @@ class Runtime:
         beside: whether shards are gathered beside the first forward, and scattered beside the last backward.
         sequence: whether ranks of tp have Megatron-LM's sequence parallelism.
         bucket_bytes: how much a bucket of gradients has.
+        sum_bytes: the least bytes of an element that gradients are added up in.
+        varies: whether programs of its kind differ in what they keep: gradients of a model in bf16 in fp32
+            (``accumulate_allreduce_grads_in_fp32`` of Megatron-LM, which its ``--bf16`` sets) or in bf16 (NeMo's
+            configurations), logits of each rank's words, or gathered.
         schedules: those that it has; empty: all.
         in_rounds: whether interleaved takes microbatches in multiples of the devices of a pipeline.
     """
@@ -41,6 +45,8 @@ class Runtime:
     beside: bool
     sequence: bool
     bucket_bytes: int
+    sum_bytes: int = 0
+    varies: bool = False
     schedules: Sequence[str] = ()
     in_rounds: bool = False
 
@@ -53,8 +59,11 @@ RUNTIMES: Mapping[RuntimeName, Runtime] = {
         beside=True,
         sequence=True,
         bucket_bytes=80 << 20,  # 40M gradients (`DistributedDataParallelConfig.bucket_size`), in bf16
+        varies=True,
         schedules=("1f1b", "interleaved"),
         in_rounds=True,
     ),
-    "torchtitan": Runtime({0: (), 3: _ALL}, whole_from=2, beside=True, sequence=True, bucket_bytes=25 << 20),
+    "torchtitan": Runtime(  # sums in fp32: `mixed_precision_reduce` of its configurations
+        {0: (), 3: _ALL}, whole_from=2, beside=True, sequence=True, bucket_bytes=25 << 20, sum_bytes=4
+    ),
 }

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autosplit.checks import CUT, OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, RESERVE, SCHEDULES
+from autosplit.checks import ALLOCATORS, CUT, OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, RESERVE, SCHEDULES
 from autosplit.cli.inputs import MODEL_FORM
 from autosplit.errors import AutosplitError, InfeasibleError, InputError
 from autosplit.progress import lines
@@ -113,6 +113,13 @@ class PlanOptions:
     reserve: Annotated[
         str, typer.Option(metavar="BYTES", help="What to leave free on a device, such as 2GiB or 3%.")
     ] = RESERVE
+    allocator: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Setting of torch's CUDA allocator: {', '.join(ALLOCATORS)} (default: PYTORCH_CUDA_ALLOC_CONF's).",
+            autocompletion=complete(*ALLOCATORS),
+        ),
+    ] = None
     cut: Annotated[str, typer.Option(help=f"Where cuts fall: {', '.join(CUT)}.", autocompletion=complete(*CUT))] = (
         "modules"
     )
@@ -152,6 +159,7 @@ class PlanOptions:
             "optimizer": number_or_word(self.optimizer),
             "memory_limit": self.memory_limit,
             "reserve": self.reserve,
+            "allocator": self.allocator,
             "cut": self.cut,
         }
         chosen(devices=devices, pinned=self.pinned, **asked, **more)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autosplit.checks import (
     CUT,
     SCHEDULES,
+    check_allocator,
     check_chunks,
     check_memory_limit,
     check_optimizer,
@@ -191,6 +192,7 @@ def chosen(
     optimizer: Any,
     precision: Any = None,
     reserve: Any = None,
+    allocator: Any = None,
     cut: Any = "modules",
     pinned: Plan | None = None,
 ) -> dict[str, Any]:
@@ -217,6 +219,7 @@ def chosen(
         "recompute": _recompute(recompute, stages=asked.stages, pinned=pinned),
         "memory_limit": check_memory_limit(memory_limit),
         "reserve": check_reserve(reserve),
+        "allocator": check_allocator(allocator),
         "optimizer": check_optimizer(_optimizer(optimizer, pinned)),
         "precision": check_precision(precision),
         "cut_between": choose("cut", cut, CUT),

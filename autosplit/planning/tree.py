@@ -20,7 +20,8 @@ from autosplit.partition.problem import Hold, Problem, TensorEdge, Work, devices
 from autosplit.partition.replication import Floats, between, replicate, stages_only
 from autosplit.partition.solve import Partition
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Boundary, StageMemory, StagePlan
+from autosplit.planning.plan.record import Boundary, StagePlan
+from autosplit.planning.plan.stage_memory import StageMemory
 from autosplit.planning.plan.write import bytes_of_states, covered_modules, fingerprint_of, fit_of
 from autosplit.planning.profiled.formulate import state_bytes
 from autosplit.planning.profiled.specs import link_seconds

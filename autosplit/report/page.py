@@ -21,7 +21,7 @@ from autosplit.planning.timeline import StepTimeline
 from autosplit.report.beside import Beside, beside, measured_sections
 from autosplit.report.document import printable
 from autosplit.report.next_steps import COMMAND, next_steps
-from autosplit.report.prediction import changes, memory_words, needs_words, prediction, proof, verdicts
+from autosplit.report.prediction import changes, memory_words, needs_words, odds_words, prediction, proof, verdicts
 from autosplit.report.sections import REASONS, boundary_table, header, lists, stage_tables
 from autosplit.report.words import device_words, format_count, format_rate, recompute_words, schedule_words
 from autosplit.schedule.action import Action, Schedule
@@ -112,7 +112,8 @@ def _figures(plan: Plan, seen: Beside | None) -> list[tuple[str, str, str]]:
         share = f"{tightest.share:.0%} of {format_bytes(tightest.capacity_bytes or 0)}"
         memory = ("largest peak", format_bytes(tightest.peak_bytes), f"{share} on device {tightest.lane}")
         if tightest.low_bytes != tightest.high_bytes:
-            memory = (memory[0], memory[1], f"{memory[2]}; {needs_words(tightest).partition(' (')[2].rstrip(')')}")
+            ranged = needs_words(tightest).partition(" (")[2].rstrip(")")
+            memory = (memory[0], memory[1], f"{memory[2]}; {ranged}{odds_words(tightest)}")
     step = (
         proof(plan) if plan.objective == "step_time" else f"{plan.schedule}, {len(plan.microbatch_rows)} microbatches"
     )

@@ -114,7 +114,7 @@ def memory_words(plan: Plan) -> str:
     if plan.verdict == "fits":
         return f"the tightest is {holder}: it {numbers}"
     if plan.verdict == "borderline":
-        return f"{holder} {numbers}"
+        return f"{holder} {numbers}{odds_words(tightest)}"
     way_out = "" if plan.changes else "; more devices, more chunks or a smaller batch need less"
     return f"{holder} {numbers}; {term_words(tightest)}{way_out}"
 
@@ -125,6 +125,14 @@ def needs_words(device: DeviceVerdict) -> str:
     if device.low_bytes == device.high_bytes:
         return peak
     return f"{peak} ({format_bytes(device.low_bytes)} to {format_bytes(device.high_bytes)})"
+
+
+def odds_words(device: DeviceVerdict) -> str:
+    """Return how likely a device has the room, where that is known."""
+    if device.odds is None:
+        return ""
+    about = "above 95%" if device.odds > 0.95 else "below 5%" if device.odds < 0.05 else f"of about {device.odds:.0%}"
+    return f"; fits with a chance {about}"
 
 
 def has_words(device: DeviceVerdict) -> str:
@@ -160,7 +168,7 @@ def verdicts(plan: Plan, *, width: int | None) -> Iterator[Section]:
         column("needs", rows, lambda row: format_bytes(row.peak_bytes)),
         *([column("range", rows, _range, align="left")] if ranged else []),
         column("has", rows, lambda row: size_words(row.capacity_bytes)),
-        column("verdict", rows, lambda row: row.verdict or "-", align="left"),
+        column("verdict", rows, _verdict, align="left"),
         column("most of it", rows, _most, align="left"),
     )
     device = column("device", rows, lambda row: f"{row.lane}: {row.device}", align="left")
@@ -168,6 +176,27 @@ def verdicts(plan: Plan, *, width: int | None) -> Iterator[Section]:
         # The table of stages has the names of the devices, and which stages they run.
         device, stages = column("device", rows, lambda row: str(row.lane)), []
     yield Section("Verdict per device", columns=(device, *stages, *columns))
+    tightest = binding(plan)
+    if tightest is not None and tightest.items:
+        yield _range_of(tightest)
+
+
+def _range_of(device: DeviceVerdict) -> Section:
+    """Return what a device's range is made of: each item's least and most, and where that is from."""
+    columns = (
+        column("item", device.items, lambda item: item.name, align="left"),
+        column("least", device.items, lambda item: format_bytes(item.low_bytes)),
+        column("most", device.items, lambda item: format_bytes(item.high_bytes)),
+        column("", device.items, lambda item: item.source, align="left"),
+    )
+    below = "the peak is in its range nine times in ten: items are uniform and independent, their sum is normal"
+    return Section(f"Range of the peak of device {device.lane}", columns=columns, below=(below,))
+
+
+def _verdict(row: DeviceVerdict) -> str:
+    """Return the verdict, and of a borderline one the odds."""
+    odds = f", {row.odds:.0%}" if row.verdict == "borderline" and row.odds is not None else ""
+    return f"{row.verdict or '-'}{odds}"
 
 
 def changes(plan: Plan) -> Iterator[Section]:

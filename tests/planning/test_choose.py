@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autosplit.api import plan
 from autosplit.options import Options, Sample
-from autosplit.planning.memory import PeakRange
+from autosplit.planning.peaks import PeakRange
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.problem import RecordedModel
 from autosplit.planning.search.choose import PlanChoice

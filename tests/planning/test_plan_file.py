@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autosplit.errors import PlanError
+from autosplit.planning.plan.fields import MemoryItem
 from autosplit.planning.plan.plan import VERSION, Plan
-from autosplit.planning.plan.record import Boundary, Fingerprint, StageMemory, StagePlan
+from autosplit.planning.plan.record import Boundary, Fingerprint, StagePlan
+from autosplit.planning.plan.stage_memory import StageMemory
 
 names = st.text(alphabet="abäz.#/_019→", min_size=1, max_size=12)
 seconds = st.floats(min_value=0, max_value=1e6, allow_nan=False)
@@ -51,8 +53,10 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def _stages(index: int, *, nodes: tuple[str, ...]) -> st.SearchStrategy[StagePlan]:
-    byte_fields = [name for name in StageMemory.model_fields if name != "capacity_bytes"]
-    memory = st.builds(StageMemory, **dict.fromkeys(byte_fields, sizes), capacity_bytes=st.one_of(st.none(), sizes))
+    byte_fields = [name for name in StageMemory.model_fields if name not in ("capacity_bytes", "items")]
+    items = st.builds(MemoryItem, name=names, low_bytes=sizes, high_bytes=sizes, source=names)
+    capacities, listed = st.one_of(st.none(), sizes), st.lists(items, max_size=2).map(tuple)
+    memory = st.builds(StageMemory, **dict.fromkeys(byte_fields, sizes), capacity_bytes=capacities, items=listed)
     memory = memory.map(lambda m: m.model_copy(update={"high_bytes": m.low_bytes + m.high_bytes}))
     return st.builds(
         StagePlan,
@@ -90,7 +94,7 @@ def test_what_is_saved_is_what_is_loaded(plan: Plan, tmp_path_factory: pytest.Te
 
 def a_plan() -> dict[str, Any]:
     """The JSON of a small plan, to be edited."""
-    memory = dict.fromkeys(StageMemory.model_fields, 1)
+    memory = dict.fromkeys(StageMemory.model_fields, 1) | {"items": ()}
     stage = {"device": "cpu", "modules": [], "parameters": 1, "forward_s": 0.1, "backward_s": 0.2, "memory": memory}
     return {
         "version": VERSION,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Boundary, Fingerprint, StageMemory, StagePlan
+from autosplit.planning.plan.record import Boundary, Fingerprint, StagePlan
+from autosplit.planning.plan.stage_memory import StageMemory
 
 MIB = 2**20
 GIB = 2**30

@@ -10,7 +10,8 @@ import pytest
 from autosplit.planning.explain.verdicts import binding, device_verdicts
 from autosplit.planning.plan.fields import Change
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.plan.record import Alternative, StageMemory, judged
+from autosplit.planning.plan.record import Alternative
+from autosplit.planning.plan.stage_memory import StageMemory, judged
 from autosplit.planning.timeline import Bar, StepTimeline, predicted
 from autosplit.report.sections import render
 from tests.report.plans import GIB, make_plan, make_stage

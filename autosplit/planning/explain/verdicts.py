@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from autosplit.planning.plan.fields import Verdict
+from autosplit.planning.plan.fields import MemoryItem, Verdict
 from autosplit.planning.plan.plan import Plan
 
 Term = Literal["states", "activations", "transient"]
@@ -18,7 +18,9 @@ class DeviceVerdict:
     Attributes:
         lane: its place among the plan's devices.
         stages: those that it runs.
-        low_bytes, high_bytes: between which the peak may come out; both the peak where no range was predicted.
+        low_bytes, high_bytes: between which the peak comes out nine times in ten; both the peak where it has no range.
+        items: what the range is made of.
+        odds: the chance that the capacity holds the peak; None without a range or a capacity.
         reserve_bytes: what of the capacity is kept free.
         verdict: None where no capacity is known.
         states_bytes: parameters, buffers, gradients and optimizer state.
@@ -30,6 +32,8 @@ class DeviceVerdict:
     peak_bytes: int
     low_bytes: int
     high_bytes: int
+    items: tuple[MemoryItem, ...]
+    odds: float | None
     capacity_bytes: int | None
     reserve_bytes: int
     verdict: Verdict | None
@@ -79,6 +83,8 @@ def device_verdicts(plan: Plan) -> tuple[DeviceVerdict, ...]:
                 peak_bytes=first.peak_bytes,
                 low_bytes=first.peak_bytes if first.low_bytes is None else first.low_bytes,
                 high_bytes=first.peak_bytes if first.high_bytes is None else first.high_bytes,
+                items=first.items,
+                odds=first.odds,
                 capacity_bytes=first.capacity_bytes,
                 reserve_bytes=first.reserve_bytes,
                 verdict=first.verdict,

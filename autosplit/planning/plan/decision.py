@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from autosplit.planning.plan.fields import MeshDegrees, Verdict
-from autosplit.planning.plan.record import PlanRecord, StageMemory, StagePlan
+from autosplit.planning.plan.record import PlanRecord, StagePlan
+from autosplit.planning.plan.stage_memory import StageMemory
 
 
 class _PartOfPlan:

@@ -28,6 +28,19 @@ class FrozenFields(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+CERTAIN = 1.645
+"""So many standard deviations around its mean nine of ten normal values lie."""
+
+
+class MemoryItem(FrozenFields):
+    """A part of a device's peak: the least and the most that it may take; below 0 what may be less than replayed."""
+
+    name: str
+    low_bytes: Count
+    high_bytes: Count
+    source: str
+
+
 class MeshDegrees(FrozenFields):
     """How many ranks share the model in each way, and what the data-parallel ones shard."""
 

@@ -23,56 +23,10 @@ from autosplit.planning.plan.fields import (
     Size,
     Verdict,
 )
+from autosplit.planning.plan.stage_memory import StageMemory
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.files import schedule_of
 from autosplit.trace.rows.findings import Proof
-
-NEAR = 1.05
-"""A peak without a range that is above its capacity by less than this is borderline."""
-
-
-class StageMemory(FrozenFields):
-    """Bytes of one stage at the moment of the step at which its device holds the most.
-
-    The peak is the device's; the parts of all stages on it add up to that. Gradients are None when the step begins: at
-    an early moment some are not there yet.
-    """
-
-    parameter_bytes: Size
-    buffer_bytes: Size
-    gradient_bytes: Size
-    optimizer_bytes: Size
-    activation_bytes: Count
-    transient_bytes: Count
-    peak_bytes: Size
-    capacity_bytes: Size | None = None
-    reserve_bytes: Size = 0
-    """What of the capacity is kept free: a peak that reaches into it is borderline."""
-    communicator_bytes: Size = 0
-    """What NCCL keeps of the device for the process, outside torch's allocator; the capacity is without it."""
-    low_bytes: Size | None = None
-    """The least that the peak may come out as, where the prediction has a range; likewise ``high_bytes``, the most."""
-    high_bytes: Size | None = None
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """Whether the device has the room; None where no capacity is known."""
-        low, high = self.low_bytes, self.high_bytes
-        return judged(self.peak_bytes, self.capacity_bytes, low=low, high=high, reserve=self.reserve_bytes)
-
-
-def judged(
-    peak: int, capacity: int | None, *, low: int | None = None, high: int | None = None, reserve: int = 0
-) -> Verdict | None:
-    """Return the verdict on a peak; None without a capacity.
-
-    It is borderline where its range reaches into the reserve, or the capacity lies in the range.
-    """
-    if capacity is None:
-        return None
-    if low is None or high is None:
-        return "fits" if peak <= capacity - reserve else "borderline" if peak <= NEAR * capacity else "no"
-    return "fits" if high <= capacity - reserve else "borderline" if low <= capacity else "no"
 
 
 class StagePlan(FrozenFields):
@@ -312,6 +266,12 @@ class PlanRecord(FrozenFields):
         if self.model_flops is None or self.peak_flops_per_s is None or not self.step_s:
             return None
         return self.model_flops / self.step_s / self.peak_flops_per_s
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def odds(self) -> float | None:
+        """The chance that every device has the room: that of the likeliest to lack it, as what is unknown is common."""
+        return min((odds for stage in self.stages if (odds := stage.memory.odds) is not None), default=None)
 
     def stage_of(self) -> dict[str, int]:
         """Map stable node names to stage numbers."""

@@ -16,8 +16,9 @@ from autosplit.errors import PlanError, ProfileError
 from autosplit.options import Options
 from autosplit.partition.problem import recompute_fraction
 from autosplit.partition.solve import Partition
-from autosplit.planning.memory import Cut, PeakRange, fullest_moments, peak_ranges
+from autosplit.planning.memory import Cut, fullest_moments
 from autosplit.planning.parallel.update import update_s
+from autosplit.planning.peaks import PeakRange, peak_ranges
 from autosplit.planning.plan.diff import entries_that_differ
 from autosplit.planning.plan.fields import LaneCurve, MeshDegrees
 from autosplit.planning.plan.figures import model_flops, overhead_s, parameter_dtype, peak_flops_per_s, tokens_per_row
@@ -27,10 +28,10 @@ from autosplit.planning.plan.record import (
     Boundary,
     Fingerprint,
     PlanRecord,
-    StageMemory,
     StagePlan,
     Transfer,
 )
+from autosplit.planning.plan.stage_memory import StageMemory
 from autosplit.planning.profiled.apply import assign, boundaries_of, sent_s
 from autosplit.planning.profiled.formulate import state_bytes
 from autosplit.planning.profiled.messages import sending_pairs, waiting_bytes
@@ -85,8 +86,7 @@ class Writer:
         """The range of each device's peak, by lane, where it has one."""
         with autocast_of(self.options.precision, kernels=self.options.kernels):
             ranges = peak_ranges(self._cut, self.fullest, memo=self.recorded.memo)
-        more = self._waiting
-        return {lane: PeakRange(r.low_bytes + more[lane], r.high_bytes + more[lane]) for lane, r in ranges.items()}
+        return {lane: found.above(self._waiting[lane]) for lane, found in ranges.items()}
 
     @cached_property
     def peaks(self) -> list[int]:
@@ -206,26 +206,24 @@ class Writer:
         """Return what a stage holds at its device's peak; transient bytes count for the stage that runs then."""
         lane = self._fullest_lane(index)
         peak = self.peaks[lane]
-        fields = self._held(index)
         stages = self.schedule.stages_on(lane)
         running = self.fullest[lane].running if self.fullest else stages[0]
         held = sum(sum(self._held(stage).values()) for stage in stages)
         return StageMemory(
-            **fields,
+            **self._held(index),
             transient_bytes=peak - held if index == running else 0,
             peak_bytes=peak,
             capacity_bytes=self.options.capacity_bytes(lane, kept_bytes=self._kept_bytes[lane]),
             reserve_bytes=self.options.reserved_bytes(lane),
             communicator_bytes=self._kept_bytes[lane],
-            low_bytes=None if lane not in self.ranges else self.ranges[lane].low_bytes,
-            high_bytes=None if lane not in self.ranges else self.ranges[lane].high_bytes,
+            **(asdict(self.ranges[lane]) if lane in self.ranges else {}),
         )
 
     def _fullest_lane(self, index: int) -> int:
         """Return the lane of a stage, of its replicas the first that holds the most."""
         return max(self.schedule.lanes_of(index), key=lambda lane: self.peaks[lane])
 
-    def _held(self, index: int) -> dict[str, int]:
+    def _held(self, index: int) -> dict[str, Any]:
         held = bytes_of_states(self._states(index), self.options)
         if not self.fullest:
             return held | {"activation_bytes": self.partition.costs.stages[index].activation_bytes}
@@ -261,7 +259,7 @@ def shared_s(traced: TracedGraph, costs: Profile) -> float:
     return sum(costs.nodes[name].forward_s + costs.nodes[name].backward_s for name in shared)
 
 
-def bytes_of_states(states: Sequence[StateProfile], options: Options) -> dict[str, int]:
+def bytes_of_states(states: Sequence[StateProfile], options: Options) -> dict[str, Any]:
     """Return what parameters and buffers take at home, with gradients and optimizer state, as `StageMemory` has it."""
     totals = [state_bytes(state, options) for state in states]
     owns = zip(states, totals, strict=True)

@@ -14,9 +14,9 @@ from autosplit.partition.line.search import LineCut, LineSearch, listed
 from autosplit.partition.problem import Problem, recompute_fraction
 from autosplit.partition.solve import Partition, Status
 from autosplit.partition.step_bound import simple_bound, spread_bound
-from autosplit.planning.memory import PeakRange
+from autosplit.planning.peaks import PeakRange
 from autosplit.planning.plan.fields import Verdict
-from autosplit.planning.plan.record import judged
+from autosplit.planning.plan.stage_memory import judged
 from autosplit.planning.plan.write import Writer
 from autosplit.planning.profiled.between import INSIDE, WIDE
 from autosplit.planning.profiled.problem import ProfiledProblem
