@@ -289,7 +289,7 @@ def plan(
             of names from `cost_models`, in pipeline order.
         chunks: how many microbatches to cut the batch into; "auto": what makes the step shortest and fits.
         sample: a batch of the size of a step: a tensor, a tuple, a dict or a `Sample`, also of meta tensors.
-        batch_dims, virtual_stages, cut: as in `autosplit`.
+        batch_dims, virtual_stages, reserve, allocator, cut: as in `autosplit`.
         loss_fn: ``loss_fn(output)`` or ``loss_fn(output, target)``, counted on the last stage; the target is taken to
             be class indices where these fit, else like the output. None: the first floating output, which is the loss
             of a model that makes one (transformers, given labels), else its mean; a note says so. The command line
@@ -303,7 +303,6 @@ def plan(
             sum the stage's gradients. "auto": those with which the slowest stage is fastest (PipeDream), where that
             makes the step shorter. None: one each.
         memory_limit: bytes per device, or text such as "70GiB"; by default what the device has for tensors.
-        reserve, allocator, cut: as in `autosplit`.
         mesh: how many ranks share the model by data (dp), tensor (tp) and pipeline (pp) parallelism: degrees such as
             ``{"dp": 8, "tp": 2, "pp": 4}``, or "auto": those with the shortest step that fit. The sample is the global
             batch; rows, bytes and times of the plan's stages are one rank's. None: a pipeline over all devices.
@@ -315,8 +314,7 @@ def plan(
             a step; "always": those of two of its blocks.
         mp_policy, reduce_dtype: as in `autosplit`, on a mesh of its runtime; a policy in bf16, and under ``zero=3``.
         lora: adapters that are trained in the place of the model, as PEFT adds them: text such as
-            "r=16,targets=q_proj+v_proj", or ``targets=all-linear``; ``alpha=`` and ``dropout=`` too. A model that has
-            them already is planned as it is.
+            "r=16,targets=q_proj+v_proj", or ``targets=all-linear``; ``alpha=``, ``dropout=`` too. Those of a model stay.
         base: how the frozen linear weights are kept, but for the head: "nf4" or "int8", as by bitsandbytes.
         find: "best": the best plan for these devices and this batch; or the one for the "smallest" number of these
             devices, for the "largest_batch" (in ``chunks`` microbatches) or "largest_sequence" that surely fits.
