@@ -47,7 +47,7 @@ class StageMemory(FrozenFields):
         if self.capacity_bytes is None or self.low_bytes is None or self.high_bytes is None:
             return None
         middle, half = (self.low_bytes + self.high_bytes) / 2, (self.high_bytes - self.low_bytes) / 2
-        return NormalDist(middle, max(half, 1) / CERTAIN).cdf(self.capacity_bytes)
+        return round(NormalDist(middle, max(half, 1) / CERTAIN).cdf(self.capacity_bytes), 3)
 
 
 def judged(
