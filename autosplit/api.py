@@ -314,7 +314,7 @@ def plan(
             a step; "always": those of two of its blocks.
         mp_policy, reduce_dtype: as in `autosplit`, on a mesh of its runtime; a policy in bf16, and under ``zero=3``.
         lora: adapters that are trained in the place of the model, as PEFT adds them: text such as
-            "r=16,targets=q_proj+v_proj", or ``targets=all-linear``; ``alpha=``, ``dropout=`` too. Those of a model stay.
+            "r=16,targets=q_proj+v_proj", or ``targets=all-linear``; ``alpha=``, ``dropout=`` too. Those there stay.
         base: how the frozen linear weights are kept, but for the head: "nf4" or "int8", as by bitsandbytes.
         find: "best": the best plan for these devices and this batch; or the one for the "smallest" number of these
             devices, for the "largest_batch" (in ``chunks`` microbatches) or "largest_sequence" that surely fits.
