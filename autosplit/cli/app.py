@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from autosplit.cli import plan, profile, report, solve
+from autosplit.cli import compare, plan, profile, report, solve
 from autosplit.cli.common import (
     ANSWER_IS_NO,
     DONE,
@@ -151,6 +151,7 @@ def verify_command(
     return DONE if result else ANSWER_IS_NO
 
 
+app.command("compare", epilog=compare.EXAMPLES)(compare.compare_command)
 app.command("devices", epilog=DEVICES_EXAMPLES)(devices_command)
 app.command("diff", epilog=DIFF_EXAMPLES)(diff_command)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)

@@ -20,7 +20,7 @@ from autosplit.errors import InputError
 
 ROOT = Path(cli.__file__).parents[2]
 NETS = Path(__file__).parent / "nets.py"
-COMMANDS = ("devices", "diff", "plan", "profile", "solve", "report", "verify")
+COMMANDS = ("compare", "devices", "diff", "plan", "profile", "solve", "report", "verify")
 WORKLOAD = ROOT / "benchmarks" / "data" / "workloads" / "pd_gnmt_bw1e10.json"
 SOLVE = ("solve", str(WORKLOAD), "--stages", "4", "--json")
 WAITS = "import os, signal, time\ndef make():\n    os.kill(os.getpid(), signal.{})\n    time.sleep(60)\n"
