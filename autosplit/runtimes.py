@@ -6,6 +6,7 @@
 | ZeRO-3 | stages are whole through a step | by blocks | by blocks, under a pipeline whole through a step |
 | shards | gathered before a step, scattered behind it | beside the first forward, the last backward | likewise |
 | sequence parallelism | what the tensor plan has | gathers all of it again, shares the loss's words | likewise |
+| recomputed blocks | as far as the backward needs | whole | as far as the backward needs |
 | schedules | all | 1F1B; interleaved where pp divides the microbatches | all |
 
 Sums of whole gradients go on beside the last backward, in buckets, under all of them.
@@ -37,6 +38,8 @@ class Runtime:
             (``accumulate_allreduce_grads_in_fp32`` of Megatron-LM, which its ``--bf16`` sets) or in bf16 (NeMo's
             configurations), logits of each rank's words, or gathered.
         schedules: those that it has; empty: all.
+        stops: whether a block that is recomputed ends with the last value that its backward takes, as non-reentrant
+            ``torch.utils.checkpoint`` does.
         in_rounds: whether interleaved takes microbatches in multiples of the devices of a pipeline.
     """
 
@@ -48,6 +51,7 @@ class Runtime:
     sum_bytes: int = 0
     varies: bool = False
     schedules: Sequence[str] = ()
+    stops: bool = True
     in_rounds: bool = False
 
 
@@ -61,6 +65,7 @@ RUNTIMES: Mapping[RuntimeName, Runtime] = {
         bucket_bytes=80 << 20,  # 40M gradients (`DistributedDataParallelConfig.bucket_size`), in bf16
         varies=True,
         schedules=("1f1b", "interleaved"),
+        stops=False,
         in_rounds=True,
     ),
     "torchtitan": Runtime(  # sums in fp32: `mixed_precision_reduce` of its configurations

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autosplit.partition.problem import Problem, recompute_fraction
+from autosplit.partition.problem import Problem
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.simulate import Timeline, TransferTime, simulate
 
@@ -206,8 +206,7 @@ class _CheckedCut:
         return 1.0 if devices is None else devices[self.lane[stage]].slowdown
 
     def _recomputed_s(self, stage: int, option: str) -> float:
-        again = recompute_fraction(option, microbatches=self.problem.microbatches)
-        return again * sum(self.problem.works[work].forward_s for work in self.members[stage])
+        return self.problem.again(option) * sum(self.problem.works[work].forward_s for work in self.members[stage])
 
     def load_s(self, stage: int, option: str) -> float:
         """Return the seconds per microbatch, a share of what is done once per step included."""

@@ -101,6 +101,7 @@ class Problem:
         custom_schedule: a schedule that no name stands for, with its own stages and their devices;
             ``microbatches`` are as many as it has, and ``virtual_stages`` the most stages that it puts on one device.
         devices: in pipeline order; None stands for equal ones without a limit, as many as stages are asked for.
+        block_again: the part of their forwards that stages with recompute="block" do again.
         links: how many times slower than what nets say the link between neighbouring devices is, one fewer than
             devices; a transfer further than that is as slow as the slowest link between. None: all alike.
     """
@@ -116,12 +117,18 @@ class Problem:
     custom_schedule: Schedule | None = field(default=None, kw_only=True)
     devices: tuple[Device, ...] | None = field(default=None, kw_only=True)
     links: tuple[float, ...] | None = field(default=None, kw_only=True)
+    block_again: float = field(default=1.0, kw_only=True)
 
     def schedule_of(self, stages: int) -> Schedule:
         """Return the schedule of so many stages."""
         if self.custom_schedule is not None:
             return self.custom_schedule
         return build(self.schedule, stages=stages, microbatches=self.microbatches, virtual_stages=self.virtual_stages)
+
+    def again(self, option: str) -> float:
+        """Return which part of its forwards a stage does again in its backwards."""
+        part = {"never": 0.0, "except_last": (self.microbatches - 1) / self.microbatches, "block": self.block_again}
+        return part.get(option, 1.0)
 
     def in_flight(self, stages: int) -> tuple[int, ...]:
         """Return how many microbatches each of so many stages holds at most."""
@@ -144,11 +151,6 @@ class Problem:
         """Pairs of works of which the first must not lie in a later stage than the second."""
         flows = {(net.producer, consumer) for net in self.nets if net.ordered for consumer in net.consumers}
         return frozenset(flows | set(self.order))
-
-
-def recompute_fraction(option: str, *, microbatches: int) -> float:
-    """Return which part of its forwards a stage does again in its backwards."""
-    return {"never": 0.0, "except_last": (microbatches - 1) / microbatches}.get(option, 1.0)
 
 
 def devices_of(capacities: Iterable[int | None]) -> tuple[Device, ...]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autosplit.partition.checker import check
 from autosplit.partition.graph import base_graph
-from autosplit.partition.problem import RECOMPUTE, Problem, TensorEdge, Work, recompute_fraction
+from autosplit.partition.problem import RECOMPUTE, Problem, TensorEdge, Work
 from autosplit.partition.solve import solve, step_lower_bound
 from autosplit.partition.step_bound import families, simple_bound
 from autosplit.partition.step_model import FastSimulator, StepModel, StepTimes
@@ -39,7 +39,7 @@ def test_the_model_equals_the_checker(seed: int) -> None:
     chance = random.Random(seed)
     options = [[chance.choice(RECOMPUTE) for _ in range(stages)] for _ in cuts]
     costs = [check(problem, cut, recompute=own) for cut, own in zip(cuts, options, strict=True)]
-    again = [[recompute_fraction(name, microbatches=problem.microbatches) for name in own] for own in options]
+    again = [list(map(problem.again, own)) for own in options]
     stage_of = np.zeros((len(cuts), graph.size), dtype=np.int64)
     stage_of[:, np.array(graph.group_of)] = np.array(cuts)
     steps = StepModel(problem, graph.group_of, stages=stages).steps(stage_of, np.array(again))

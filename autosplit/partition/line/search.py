@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from autosplit.partition.line.interval_dp import IntervalDP, StageSlot
 from autosplit.partition.line.line import Line, LineBytes
-from autosplit.partition.problem import Problem, recompute_fraction
+from autosplit.partition.problem import Problem
 from autosplit.partition.step_model import StepModel
 
 Floats = NDArray[np.float64]
@@ -132,7 +132,7 @@ class LineSearch:
 
     def share(self, option: str) -> float:
         """Return which part of its forwards a stage does again."""
-        return recompute_fraction(option, microbatches=self.problem.microbatches)
+        return self.problem.again(option)
 
     def _again(self, recompute: Sequence[str]) -> Floats:
         return np.array([self.share(option) for option in recompute])

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from autosplit.partition.problem import recompute_fraction
 from autosplit.planning.explain.verdicts import DeviceVerdict, binding, device_verdicts
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Alternative, StagePlan, Unit, recompute_of
@@ -48,10 +47,10 @@ def _recompute(plan: Plan) -> Iterator[str]:
 
 def without_recompute(plan: Plan) -> Plan:
     """Return the plan with the times of stages that do nothing again."""
-    microbatches = len(plan.microbatch_rows)
     stages = []
     for stage in plan.stages:
-        again_s = recompute_fraction(stage.recompute, microbatches=microbatches) * stage.forward_s
+        older_s = stage.forward_s if stage.recompute != "never" else 0.0
+        again_s = older_s if stage.again_s is None else stage.again_s
         backward_s = max(stage.weight_s, stage.backward_s - again_s)
         stages.append(stage.model_copy(update={"recompute": "never", "backward_s": backward_s}))
     return plan.model_copy(update={"stages": tuple(stages)})

@@ -47,6 +47,8 @@ class StagePlan(FrozenFields):
     backward_s: Seconds
     recompute: Literal["never", "always", "except_last", "block"] = "never"
     """What the stage does again in its backward; ``backward_s`` counts that."""
+    again_s: Seconds | None = None
+    """How long that takes; older files have none, and all of the forward was done again."""
     weight_s: Seconds = 0.0
     """The part of ``backward_s`` that only weight gradients need: W of a backward in two parts."""
     forward_issue_s: Seconds = 0.0

@@ -14,7 +14,6 @@ from torch import nn
 
 from autosplit.errors import PlanError, ProfileError
 from autosplit.options import Options
-from autosplit.partition.problem import recompute_fraction
 from autosplit.partition.solve import Partition
 from autosplit.planning.memory import Cut, fullest_moments
 from autosplit.planning.parallel.update import update_s
@@ -171,7 +170,7 @@ class Writer:
         names = [info.name for info in self._nodes[index]]
         seconds = self.partition.costs.timeline.seconds
         parameters = [s for s in self._states(index) if s.is_parameter]
-        again = recompute_fraction(self.recompute[index], microbatches=len(self.sizes))
+        again = self.problem.again(self.recompute[index])
         issue = self._issue(index)
         return StagePlan(
             index=index,
@@ -184,6 +183,7 @@ class Writer:
             forward_s=seconds["F"][index],
             backward_s=seconds["B"][index],
             recompute=self.recompute[index],
+            again_s=again * seconds["F"][index],
             weight_s=seconds["W"][index],
             forward_issue_s=issue.forward_s,
             backward_issue_s=issue.backward_s + again * issue.forward_s,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import groupby
 
 from torch import fx
 
@@ -197,7 +198,26 @@ class _Formulator:
             microbatches=self.microbatches,
             devices=tuple(devices),
             links=link_factors(self.options),
+            block_again=self._block_again() if self.options.parallel.rules.stops else 1.0,
         )
+
+    def _block_again(self) -> float:
+        """Return the part of their forwards that blocks do again: up to the last value that a backward takes.
+
+        A product keeps what it takes: the last one of a block is not made again.
+        """
+        known: set[int] = set()
+        again_s = whole_s = 0.0
+        for block, members in groupby(self.micro, key=lambda info: self.outline.blocks.get(info.name)):
+            passed_s = needed_s = 0.0
+            for node in (self.profile.nodes[info.name] for info in members):
+                if node.saved:
+                    needed_s = passed_s if known.issuperset(node.saved) else passed_s + node.forward_s
+                passed_s += node.forward_s
+                known.update(node.saved, node.outputs)
+            if block is not None:
+                again_s, whole_s = again_s + needed_s, whole_s + passed_s
+        return again_s / whole_s if whole_s else 1.0
 
     def _work(self, info: TracedNode, static_bytes: int, step_bytes: int) -> Work:
         node = self.profile.nodes[info.name]

@@ -11,7 +11,7 @@ from autosplit.partition.checker import check
 from autosplit.partition.line.coarse import Coarse, coarsened, taken_apart
 from autosplit.partition.line.line import Line
 from autosplit.partition.line.search import LineCut, LineSearch, listed
-from autosplit.partition.problem import Problem, recompute_fraction
+from autosplit.partition.problem import Problem
 from autosplit.partition.solve import Partition, Status
 from autosplit.partition.step_bound import simple_bound, spread_bound
 from autosplit.planning.peaks import PeakRange
@@ -208,7 +208,7 @@ def as_cut(problem: Problem, assignment: tuple[int, ...], recompute: Sequence[st
 def bounded(problem: Problem, partition: Partition) -> Partition:
     """Return a partition with what no cut of as many stages that recomputes as much can be below."""
     costs, stages = partition.costs, partition.stages
-    least = min(recompute_fraction(option, microbatches=problem.microbatches) for option in costs.recompute)
+    least = min(map(problem.again, costs.recompute))
     lower_s = max(simple_bound(problem, stages=stages), spread_bound(problem, stages=stages, again=least))
     status: Status = "optimal" if costs.step_s <= lower_s * (1 + 1e-9) else "bounded"
     return replace(partition, lower_bound_s=min(lower_s, costs.step_s), status=status)
