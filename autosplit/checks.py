@@ -50,8 +50,8 @@ CUT = ("modules", "operations")
 """Where cuts fall: between modules where that costs less than 2% of the step, or between any two operations."""
 FIND = ("best", "smallest", "largest_batch", "largest_sequence")
 """What a plan on paper answers: the best for these devices, the fewest devices, the largest batch, the longest rows."""
-EXPORTS = ("torch-csv", "torchtitan", "megatron")
-"""The forms in which other tools take a plan: torch's schedule, torchtitan's modules, Megatron's layout."""
+EXPORTS = ("torch-csv", "torchtitan", "torchtitan-toml", "megatron", "megatron-args")
+"""The forms in which other tools take a plan: torch's schedule; torchtitan's and Megatron's layouts and settings."""
 
 _MOST_PRICE = 1e6
 _PART = 4

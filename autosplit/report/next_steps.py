@@ -32,6 +32,9 @@ def _commands(plan: Plan, command: str) -> Iterator[str]:
         yield 'in Python: plan.save("plan.json"), there autosplit(model, plan="plan.json", devices=..., sample=batch)'
         return
     if plan.mesh.runtime == "autosplit":
-        dimensions = f'"dp": {plan.mesh.dp}, "tp": {plan.mesh.tp}, "pp": {plan.mesh.pp}'
-        yield f'in Python under torchrun: autosplit(model, mesh={{{dimensions}}}, plan="plan.json", sample=batch)'
-    yield f"{command} --export torchtitan:job.toml --export megatron:arguments.txt: the same degrees for other tools"
+        names = [name for name in plan.mesh.order if getattr(plan.mesh, name) > 1]
+        sizes = ", ".join(str(getattr(plan.mesh, name)) for name in names)
+        shape = f'init_device_mesh("cuda", ({sizes},), mesh_dim_names={names})'
+        yield f'in Python under torchrun: autosplit(model, mesh={shape}, plan="plan.json", sample=rows of a replica)'
+    exports = "--export torchtitan-toml:job.toml --export megatron-args:arguments.txt"
+    yield f"{command} {exports}: the plan as settings of these tools"

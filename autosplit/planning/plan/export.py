@@ -13,6 +13,7 @@ from collections import Counter
 from autosplit.checks import EXPORTS, not_available
 from autosplit.errors import InputError
 from autosplit.planning.plan.diff import prefixes
+from autosplit.planning.plan.jobs import megatron_job, torchtitan_job
 from autosplit.planning.plan.record import PlanRecord
 from autosplit.schedule.files import dump_actions
 
@@ -29,21 +30,24 @@ def export(plan: PlanRecord, form: str) -> str:
     if form == "torch-csv":
         return dump_actions(plan.schedule_for(plan.chunks))
     if form == "torchtitan":
-        return _torchtitan(plan)
+        return "[\n" + ",\n".join(f"  {json.dumps(names)}" for names in _parts(plan)) + "\n]\n"
+    if form == "torchtitan-toml":
+        return torchtitan_job(plan, _parts(plan))
     if form == "megatron":
         return _megatron(plan)
+    if form == "megatron-args":
+        return megatron_job(plan, _megatron(plan) if len(plan.stages) > 1 else "")
     raise InputError(not_available(f"export({form!r})", form, EXPORTS))
 
 
-def _torchtitan(plan: PlanRecord) -> str:
-    """Return a list of module names per stage, as JSON, which is a list in TOML and in Python too.
+def _parts(plan: PlanRecord) -> list[list[str]]:
+    """Return the module names of each stage, for torchtitan: as JSON they are a list in TOML and in Python too.
 
     Names are those of the model: the entries of its lists of modules (``layers.0``), and other modules that have one
     stage each. What runs in a module around them has no name of its own.
     """
     stage_of = _placed(plan)
-    parts: list[list[str]] = [[name for name, stage in stage_of.items() if stage == s.index] for s in plan.stages]
-    return "[\n" + ",\n".join(f"  {json.dumps(names)}" for names in parts) + "\n]\n"
+    return [[name for name, stage in stage_of.items() if stage == s.index] for s in plan.stages]
 
 
 def _megatron(plan: PlanRecord) -> str:

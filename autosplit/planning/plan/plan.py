@@ -82,8 +82,10 @@ class Plan(PlanRecord):
         """Return the plan as another tool's text.
 
         "torch-csv": the schedule as an action file that `torch.distributed.pipelining` reads, and ``schedule=`` too.
-        "torchtitan": module names per stage, for ``module_fqns_per_model_part``. "megatron": the layout of blocks, for
-        ``--pipeline-model-parallel-layout``. Warns of blocks that the plan cuts inside, which these two cannot.
+        "torchtitan": module names per stage, for ``module_fqns_per_model_part``; "torchtitan-toml": these with degrees,
+        batch and recompute, as sections of a config. "megatron": the layout of blocks, for
+        ``--pipeline-model-parallel-layout``; "megatron-args": that with degrees, batch and recompute, as arguments.
+        Warns of blocks that the plan cuts inside, which these tools cannot.
         """
         return export(self, form)
 
