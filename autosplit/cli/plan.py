@@ -148,12 +148,7 @@ def plan_command(
     asked = {"smallest": smallest, "largest_batch": largest_batch, "largest_sequence": largest_sequence}
     find = _find([name for name, given in asked.items() if given], pinned=options.pinned)
     if script is not None:
-        if mesh is not None or replicas is not None or frozen:
-            raise InputError(
-                "--script adds no adapters; plan without --script, and add them by peft before autosplit()"
-                if frozen
-                else "--script writes a program for a pipeline alone; leave --mesh and --replicas, or --script out"
-            )
+        _check_script(mesh=mesh, replicas=replicas, runtime=runtime, frozen=frozen, spec=spec)
         kept = precision or (None if options.pinned is None else options.pinned.precision)
         outputs = _with_plan(outputs, script=script, spec=spec, schedule=options.schedule, find=find, precision=kept)
     machine = resolve_machine(_devices(devices, options.pinned), network=network)
@@ -167,8 +162,10 @@ def plan_command(
     with common.beside_stdout():
         planned, specs = _planned(spec, machine=machine, loss=loss, find=find, processes=processes, **choices)
         if script is not None:
-            resolved = resolve_machine(planned.machine) if find == "smallest" else machine
-            _write_script(script, planned, outputs=outputs, spec=spec, inputs=specs, loss=loss, machine=resolved)
+            from cost_models.registry import spread
+
+            there = resolve_machine(planned.machine) if find == "smallest" else spread(machine) if mesh else machine
+            _write_script(script, planned, outputs=outputs, spec=spec, inputs=specs, loss=loss, machine=there)
     return outputs.answer(planned)
 
 
@@ -179,6 +176,18 @@ def default_precision(spec: ModelSpec, *, schedule: str, frozen: bool = False) -
     precision, means = ("bf16", "the frozen base") if frozen else (_MIXED, "bf16 with fp32 copies of the weights")
     common.tell(f"precision: {precision}, {means} (--precision chooses another)")
     return precision
+
+
+def _check_script(*, mesh: str | None, replicas: str | None, runtime: str, frozen: bool, spec: ModelSpec) -> None:
+    """Raise InputError for what no program is written for."""
+    if frozen:
+        raise InputError("--script adds no adapters; plan without --script, and add them by peft before autosplit()")
+    if replicas is not None:
+        raise InputError("--script writes no stages with replicas; leave --replicas or --script out")
+    if mesh is not None and runtime != "autosplit":
+        raise InputError(f"--script trains by autosplit, and --runtime plans {runtime}; use --export for that")
+    if mesh is not None and spec.batch_dims is not None:
+        raise InputError("--script cuts a mesh's batch along the first dimension; leave --batch-dims or --mesh out")
 
 
 def _with_plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import contextlib
 import os
 from pathlib import Path
 
-import torch
+import torch{imports}
 
 from autosplit import Sample, autosplit
 from autosplit.cli.models import {loaders}{masters}
@@ -47,13 +48,13 @@ def main():
     torch.manual_seed({seed})
     model = load_model({target}, kwargs={kwargs}){mode}
     batch = make_batch()
-    pipe = autosplit(model, devices={where!r}, plan=HERE / {plan!r}, sample=batch{batch_dims})
+    pipe = autosplit(model, {where}, plan=HERE / {plan!r}, sample=batch{batch_dims})
     parameters = [parameter for parameter in pipe.parameters() if parameter.requires_grad]
     optimizer = {optimizer}parameters, lr=1e-4{momentum})
     for step in range(STEPS):
         optimizer.zero_grad()
         with {autocast}:
-            loss = pipe.train_step(*batch.args, **batch.kwargs, loss_fn=loss_fn)
+            loss = pipe.train_step(*batch.args, **batch.kwargs, loss_fn=loss_fn{reduction})
         optimizer.step()
         if os.environ.get("RANK", "0") == "0":
             print(f"step {{step}}: loss {{loss.item():.6f}}")
@@ -65,6 +66,7 @@ if __name__ == "__main__":
 # Run it with
 {commands}
 '''
+_MESH = "\nfrom torch.distributed.device_mesh import init_device_mesh"
 _OWN_LOSS = "loss_fn = None  # the model's own loss"
 _NAMED_LOSS = "loss_fn = load_loss({name})"
 _WITH_TARGET = '''\
@@ -103,10 +105,12 @@ def script_text(
     return _SCRIPT.format(
         model=plan.fingerprint.model,
         plan=os.path.relpath(plan_path, path.parent),
-        devices=plural(len(plan.devices), "device") + ", a process for each," * plan.processes,
+        devices=plural(_ranks(plan), "device") + ", a process for each," * plan.processes,
         loaders="load_model" if loss is None else "load_loss, load_model",
-        where="torchrun" if plan.processes else len(plan.devices),
-        inputs=_call([(each.path, each.value) for each in inputs], dtype=dtype),
+        imports="" if plan.mesh is None else _MESH,
+        where=_where(plan),
+        reduction="" if plan.mesh is None or plan.mesh.dp == 1 else ', loss_reduction="mean"',
+        inputs=_call([(each.path, _of_replica(each.value, plan)) for each in inputs], dtype=dtype),
         loss=_loss(plan, loss, folder=path.parent),
         seed=spec.seed,
         target=_beside(spec.target, folder=path.parent),
@@ -121,11 +125,35 @@ def script_text(
     )
 
 
+def _ranks(plan: Plan) -> int:
+    return len(plan.devices) if plan.mesh is None else plan.mesh.dp * plan.mesh.tp * plan.mesh.pp
+
+
+def _where(plan: Plan) -> str:
+    """Return the arguments that say where the pipe runs: devices, or the mesh of all ranks."""
+    if plan.mesh is None:
+        return f"devices={('torchrun' if plan.processes else len(plan.devices))!r}"
+    names = tuple(name for name in plan.mesh.order if getattr(plan.mesh, name) > 1) or ("dp",)
+    shape = tuple(getattr(plan.mesh, name) for name in names)
+    shards = ', parallelize="fsdp"' if plan.mesh.zero == 3 else ""
+    shards += ', fsdp_reshard="always"' if plan.mesh.by_units else ""
+    kind = '"cuda" if torch.cuda.is_available() else "cpu"'
+    return f"mesh=init_device_mesh({kind}, {shape}, mesh_dim_names={names}){shards}"
+
+
+def _of_replica(value: Any, plan: Plan) -> Any:
+    """Return what a replica of a mesh gets of an input: its part of the rows of the batch."""
+    rows = sum(plan.microbatch_rows)
+    if plan.mesh is None or not isinstance(value, TensorForm) or value.shape[:1] != (rows * plan.mesh.dp,):
+        return value
+    return replace(value, shape=(rows, *value.shape[1:]))
+
+
 def commands(plan: Plan, name: str, machine: MachineSpec) -> list[str]:
     """Return what starts the program: on several hosts each runs its line, from the first host on."""
-    if not plan.processes:
+    if not plan.processes and plan.mesh is None:
         return [f"python {name}"]
-    left, counts = len(plan.devices), list[int]()
+    left, counts = _ranks(plan), list[int]()
     for count in machine.host_devices:
         counts += [min(count, left)] if left else []
         left -= min(count, left)

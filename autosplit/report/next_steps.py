@@ -27,14 +27,10 @@ def _commands(plan: Plan, command: str) -> Iterator[str]:
         yield f"{command} {options}: the first of the changes above that is an option, planned in full"
     if plan.verdict == "no":
         return
-    if plan.mesh is None:
+    if plan.mesh is None or plan.mesh.runtime == "autosplit":
         yield f"{command} --script train.py: writes the program that trains by this plan, and says how to start it"
+    if plan.mesh is None:
         yield 'in Python: plan.save("plan.json"), there autosplit(model, plan="plan.json", devices=..., sample=batch)'
-        return
-    if plan.mesh.runtime == "autosplit":
-        names = [name for name in plan.mesh.order if getattr(plan.mesh, name) > 1]
-        sizes = ", ".join(str(getattr(plan.mesh, name)) for name in names)
-        shape = f'init_device_mesh("cuda", ({sizes},), mesh_dim_names={names})'
-        yield f'in Python under torchrun: autosplit(model, mesh={shape}, plan="plan.json", sample=rows of a replica)'
-    exports = "--export torchtitan-toml:job.toml --export megatron-args:arguments.txt"
-    yield f"{command} {exports}: the plan as settings of these tools"
+    else:
+        exports = "--export torchtitan-toml:job.toml --export megatron-args:arguments.txt"
+        yield f"{command} {exports}: the plan as settings of these tools"

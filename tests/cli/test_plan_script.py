@@ -143,6 +143,32 @@ def test_the_program_trains_the_same_under_torchrun(run: Run, tmp_path: Path) ->
     assert found == losses(alone)
 
 
+def test_on_a_mesh_each_replica_has_its_rows(run: Run, tmp_path: Path) -> None:
+    script = inner(tmp_path) / "train.py"
+    asked = ("--devices", "4xL4-24GB", "--mesh", "dp=2,pp=2", "--zero", "3", "--chunks", "2", *X)
+    result = run(f"{NETS}:make_mlp", *asked, "--script", str(script))
+    assert result.exit_code == 0, result.output
+    text = script.read_text()
+    kind = '"cuda" if torch.cuda.is_available() else "cpu"'
+    mesh = f"mesh=init_device_mesh({kind}, (2, 2), mesh_dim_names=('pp', 'dp')), parallelize=\"fsdp\""
+    assert f"autosplit(model, {mesh}, plan=HERE / 'train.json', sample=batch)" in text
+    assert "Sample(x=torch.randn((4, 16), dtype=torch.float32))" in text
+    assert 'loss_fn=loss_fn, loss_reduction="mean")' in text
+    assert text.endswith("#     torchrun --standalone --nproc-per-node 4 train.py\n")
+    other = run(f"{NETS}:make_mlp", *asked, "--runtime", "megatron", "--script", str(script))
+    assert "--runtime plans megatron; use --export for that" in error_of(other)
+
+
+@pytest.mark.slow
+def test_the_program_of_a_mesh_trains_as_one_process_does(run: Run, tmp_path: Path) -> None:
+    script = inner(tmp_path) / "train.py"
+    asked = ("--devices", "4xL4-24GB", "--mesh", "dp=2,pp=2", "--zero", "0", "--chunks", "2", *X)
+    assert run(f"{NETS}:make_mlp", *asked, "--loss", f"{NETS}:squared", "--script", str(script)).exit_code == 0
+    found = losses(script, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    assert len(found) == 10
+    assert found[0] > found[-1] > 0
+
+
 def stages(count: int, *, processes: bool = True) -> Plan:
     made = tuple(make_stage(index) for index in range(count))
     return make_plan(devices=("cpu",) * count, stages=made, boundaries=(), processes=processes)
