@@ -67,6 +67,7 @@ PaperDevices = Annotated[
 Smallest = Annotated[bool, typer.Option("--smallest", help="Find the fewest devices of this kind that hold it.")]
 LargestBatch = Annotated[bool, typer.Option("--largest-batch", help="Find the largest batch that fits.")]
 LargestSequence = Annotated[bool, typer.Option("--largest-sequence", help="Find the longest rows that fit.")]
+LargestModel = Annotated[bool, typer.Option("--largest-model", help="Find the most layers of a config that fit.")]
 PricePerHour = Annotated[
     str | None,
     typer.Option("--price", metavar="USD/h", help="Per device and hour, such as 2.10/h (default: list prices)."),
@@ -125,6 +126,7 @@ def plan_command(
     smallest: Smallest = False,
     largest_batch: LargestBatch = False,
     largest_sequence: LargestSequence = False,
+    largest_model: LargestModel = False,
     price: PricePerHour = None,
     train: common.Mode = None,
     processes: Processes = False,
@@ -146,6 +148,7 @@ def plan_command(
     if precision is None and options.pinned is None:
         precision = default_precision(spec, schedule=options.schedule, frozen=frozen)
     asked = {"smallest": smallest, "largest_batch": largest_batch, "largest_sequence": largest_sequence}
+    asked |= {"largest_model": largest_model}
     find = _find([name for name, given in asked.items() if given], pinned=options.pinned)
     if script is not None:
         _check_script(mesh=mesh, replicas=replicas, runtime=runtime, frozen=frozen, spec=spec)
@@ -159,14 +162,24 @@ def plan_command(
     choices |= {"mesh": mesh, "zero": common.number_or_word(zero), "replicas": each, "runtime": runtime}
     check_adapters(lora, base, precision, options.schedule)
     choices |= {"fsdp_reshard": fsdp_reshard, "price": check_price(price), "lora": lora, "base": base}
+    choices |= {"machine": machine, "loss": loss, "processes": processes}
     with common.beside_stdout():
-        planned, specs = _planned(spec, machine=machine, loss=loss, find=find, processes=processes, **choices)
+        if find == "largest_model":
+            planned = _largest_model(spec, choices)
+        else:
+            planned, specs = _planned(spec, find=find, **choices)
         if script is not None:
             from cost_models.registry import spread
 
             there = resolve_machine(planned.machine) if find == "smallest" else spread(machine) if mesh else machine
             _write_script(script, planned, outputs=outputs, spec=spec, inputs=specs, loss=loss, machine=there)
     return outputs.answer(planned)
+
+
+def _largest_model(spec: ModelSpec, choices: dict[str, Any]) -> Plan:
+    from autosplit.cli.family import largest_model
+
+    return largest_model(spec, lambda each: _planned(each, **choices)[0])
 
 
 def default_precision(spec: ModelSpec, *, schedule: str, frozen: bool = False) -> str | None:
@@ -204,7 +217,7 @@ def _with_plan(
         raise InputError("--script writes the inputs that --input gives, and none is given; give one for each input")
     if schedule == "forward":
         raise InputError("--script writes a training, and schedule forward has none; leave one of them out")
-    if find in ("largest_batch", "largest_sequence"):
+    if find.startswith("largest_"):
         what = find.partition("_")[2]
         raise InputError(f"--script trains on the inputs that are given; plan the largest {what} first, then give it")
     named = replace(outputs, save=outputs.save or script.with_suffix(".json"))

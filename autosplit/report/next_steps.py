@@ -27,6 +27,12 @@ def _commands(plan: Plan, command: str) -> Iterator[str]:
         yield f"{command} {options}: the first of the changes above that is an option, planned in full"
     if plan.verdict == "no":
         return
+    if (plan.lora, plan.base) != (None, None):
+        yield "in Python: add the adapters by peft, then autosplit(model, devices=..., sample=batch)"
+        return
+    if plan.replicas:
+        yield 'in Python: plan.save("plan.json"), there autosplit(model, plan="plan.json", devices=..., sample=batch)'
+        return
     if plan.mesh is None or plan.mesh.runtime == "autosplit":
         yield f"{command} --script train.py: writes the program that trains by this plan, and says how to start it"
     if plan.mesh is None:

@@ -60,6 +60,18 @@ class TinyForCausalLM(PreTrainedModel):
     pass
 
 
+class TinyDeep(PreTrainedModel):
+    def __init__(self, config: TinyConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(nn.Linear(config.width, config.width) for _ in range(config.num_layers))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
 class TinyTranslator(PreTrainedModel):
     def forward(self, input_ids: torch.Tensor, decoder_input_ids: torch.Tensor) -> torch.Tensor:
         return self.embed(input_ids) + self.embed(decoder_input_ids)
@@ -105,6 +117,7 @@ def _transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         TinyVision=TinyVision,
         TinyWithLoss=TinyWithLoss,
         TinyTranslator=TinyTranslator,
+        TinyDeep=TinyDeep,
         TinyClassifier=TinyClassifier,
         TinyPairs=TinyPairs,
         pipeline=print,
@@ -150,6 +163,25 @@ def test_a_config_needs_no_prefix_and_is_trained_with_fp32_copies(written: Calla
     assert "is no plan" not in CliRunner().invoke(cli.app, report).output
     nowhere = CliRunner().invoke(cli.app, ["plan", str(tmp_path / "none.json")])
     assert "there is no file" in nowhere.stderr
+
+
+def test_the_most_layers_that_fit(written: Callable[..., str]) -> None:
+    deep = TINY | {"architectures": ["TinyDeep"], "num_layers": 4, "width": 2048}
+    asked = [written(deep), "--devices", "l4", "--chunks", "1", "--json", "--largest-model"]
+    asked += ["--memory-limit", "2GiB", "--recompute", "never", "--schedule", "1f1b", "--batch", "2"]
+    result = CliRunner().invoke(cli.app, ["plan", *asked])
+    assert result.exit_code == 0, result.output
+    plan = Plan.model_validate_json(result.stdout)
+    layers = int(plan.reasons[0].split("the most layers that fit are ")[1].split()[0])
+    assert layers > 4
+    for more, verdict in ((0, "fits"), (1, "borderline")):
+        kwargs = json.dumps({"num_layers": layers + more})
+        other = CliRunner().invoke(
+            cli.app, ["plan", *[word for word in asked if word != "--largest-model"], "--kwargs", kwargs]
+        )
+        assert Plan.model_validate_json(other.stdout).verdict in (verdict, "no" if more else verdict)
+    refused = CliRunner().invoke(cli.app, ["plan", written(), "--devices", "l4", "--largest-model"])
+    assert "--largest-model changes the layers of a config" in refused.stderr
 
 
 def test_nothing_that_would_be_fetched_reaches_transformers(written: Callable[..., str]) -> None:
