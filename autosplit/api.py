@@ -127,8 +127,8 @@ def autosplit(
         reserve: what each device keeps free where no limit is given: bytes, text such as "2GiB", or "3%" of the device.
             Plans keep out of it where they can; a peak that reaches into it is borderline.
         allocator: how torch's CUDA allocator is set: "default", "expandable"; None: by PYTORCH_CUDA_ALLOC_CONF.
-        optimizer: what the memory prediction assumes: "adamw", "adam", "momentum", "sgd", "none", or state bytes per
-            parameter element.
+        optimizer: what keeps state: "adamw", "adam", "momentum", "sgd", "none", "adafactor", "muon", "lion",
+            "adamw8bit", "paged_adamw", "paged_adamw8bit", or state bytes per parameter element.
         plan: a `Plan` or the path of a saved one, to be followed instead of planning: its stages, schedule and chunks.
         lanes: "threads": a thread per CPU lane, so that stages run at the same time, forward and backward; "inline":
             the calling thread issues everything; "auto": threads on several CPU lanes, else inline.
@@ -289,12 +289,11 @@ def plan(
             of names from `cost_models`, in pipeline order.
         chunks: how many microbatches to cut the batch into; "auto": what makes the step shortest and fits.
         sample: a batch of the size of a step: a tensor, a tuple, a dict or a `Sample`, also of meta tensors.
-        batch_dims, virtual_stages, reserve, allocator, cut: as in `autosplit`.
+        batch_dims, virtual_stages, optimizer, reserve, allocator, cut: as in `autosplit`.
         loss_fn: ``loss_fn(output)`` or ``loss_fn(output, target)``, counted on the last stage; the target is taken to
             be class indices where these fit, else like the output. None: the first floating output, which is the loss
             of a model that makes one (transformers, given labels), else its mean; a note says so. The command line
             gives models of ``hf:`` labels by itself.
-        optimizer: what keeps state: "adamw", "adam", "momentum", "sgd", "none", or state bytes per parameter element.
         precision: what the training runs in: "fp32", "amp_bf16", "amp_fp16", "bf16", "bf16_fp32_master" (bf16 weights
             and gradients; fp32 weights count as state of the optimizer), "fp8" (as that, and blocks' products with
             parameters in fp8), or None: as the model is.

@@ -25,8 +25,9 @@ RESERVE = "3%"
 """What every device keeps free: predictions of reserved memory were up to a fifth below an H100's."""
 ALLOCATORS = ("default", "expandable")
 """Settings of torch's caching allocator on CUDA: by default, or with expandable segments."""
-OPTIMIZER_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
-"""State tensors of the parameter's own shape and dtype that torch's optimizers keep."""
+_TORCHS = ("none", "sgd", "momentum", "adam", "adamw", "adafactor", "muon")
+OPTIMIZERS = (*_TORCHS, "lion", "adamw8bit", "paged_adamw", "paged_adamw8bit")
+"""Those of torch.optim, lion_pytorch and bitsandbytes; what each keeps: `autosplit.schedule.memory.updates`."""
 SCHEDULES = ("auto", *_CATALOG)
 LANES = ("auto", "inline", "threads")
 FEED = ("all", "first_last")
@@ -115,7 +116,7 @@ def check_optimizer(optimizer: Any) -> str | int:
         if 0 <= optimizer <= _MOST_STATE:
             return optimizer
         raise InputError(f"optimizer={optimizer}: give 0 to {_MOST_STATE} bytes of state per parameter element")
-    return str(choose("optimizer", optimizer, OPTIMIZER_COPIES))
+    return str(choose("optimizer", optimizer, OPTIMIZERS))
 
 
 def check_memory_limit(limit: int | float | str | None) -> int | None:

@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from autosplit.errors import InputError
-from autosplit.schedule.memory.replay import in_batches
+from autosplit.schedule.memory.updates import in_batches
 
 MASTER = "master"
 """The entry of a parameter's state that is its master weight."""

@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from autosplit.checks import COMPILE_ARGUMENTS, COMPILE_MODES, LANES, MASTERS, OPTIMIZER_COPIES, RNG, choose
+from autosplit.checks import COMPILE_ARGUMENTS, COMPILE_MODES, LANES, MASTERS, RNG, choose
 from autosplit.errors import DeviceError, InputError
 from autosplit.parallel import Parallel, Placed
+from autosplit.schedule.memory.updates import Updated, state_sizes
 from cost_models import registry
 from cost_models.communicators import collective_bytes, communicator_bytes
 from cost_models.machines import HostSpec, MachineSpec
@@ -113,22 +114,22 @@ class Options:
     loss: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     """The loss of a microbatch on paper, from the first output and the number of rows; None: the mean of that."""
 
-    def optimizer_bytes(self, *, elements: int, parameter_bytes: int) -> int:
+    def optimizer_bytes(self, *, elements: int, parameter_bytes: int, shape: Sequence[int] = ()) -> int:
         """Return the bytes of optimizer state of one parameter, an fp32 master weight among them."""
-        updated = self.updated_bytes(elements=elements, parameter_bytes=parameter_bytes)
-        master = updated if self.precision in MASTERS else 0
+        updated = self.updated(elements=elements, parameter_bytes=parameter_bytes, shape=shape)
+        master = updated.bytes if self.precision in MASTERS else 0
         if isinstance(self.optimizer, int):
             return master + self.parallel.part_of(self.optimizer * elements, zero=1)
-        return master + OPTIMIZER_COPIES[self.optimizer] * updated
+        return master + sum(state_sizes(self.optimizer, updated))
 
-    def updated_bytes(self, *, elements: int, parameter_bytes: int) -> int:
-        """Return the bytes of what the optimizer updates of one parameter: its fp32 master weight, or else itself.
+    def updated(self, *, elements: int, parameter_bytes: int, shape: Sequence[int] = ()) -> Updated:
+        """Return what the optimizer updates of one parameter: its fp32 master weight, or else itself.
 
         Where data-parallel ranks shard the optimizer's state it is this rank's part.
         """
-        shard_bytes = max(parameter_bytes, self.parallel.shard_bytes * elements)
-        updated = _MASTER_BYTES * elements if self.precision in MASTERS else shard_bytes
-        return self.parallel.part_of(updated, zero=1)
+        size = max(parameter_bytes // elements, self.parallel.shard_bytes) if elements else 1
+        size = _MASTER_BYTES if self.precision in MASTERS else size
+        return Updated(self.parallel.part_of(elements, zero=1), size, tuple(shape))
 
     def step_bytes(self, *, elements: int, parameter_bytes: int) -> int:
         """Return what the optimizer's step allocates for one parameter: the list of roots of torch's foreach Adam.
@@ -137,7 +138,7 @@ class Options:
         """
         if self.optimizer not in ("adam", "adamw") or self.kernels == "cpu" or self.precision in MASTERS:
             return 0
-        return self.updated_bytes(elements=elements, parameter_bytes=parameter_bytes)
+        return self.updated(elements=elements, parameter_bytes=parameter_bytes).bytes
 
     @property
     def parallel(self) -> Parallel:

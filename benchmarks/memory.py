@@ -1,7 +1,7 @@
 """Predicted against measured memory: the peak of a training step of the plain model.
 
     python -m benchmarks.memory [--family gpt2 unet] [--precision fp32 amp_bf16] [--recompute never block]
-                                [--optimizer sgd adam] [--json FILE]
+                                [--optimizer sgd adam adafactor] [--json FILE]
 
 Without choices: eight families, both precisions, with and without recompute per block, both optimizers: 64 cells.
 The peaks of a pipe's stages are :mod:`benchmarks.memory_pipe`'s.
@@ -72,7 +72,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--family", nargs="+", choices=list(families()), default=list(families()))
     parser.add_argument("--precision", nargs="+", choices=("fp32", "amp_bf16"), default=["fp32", "amp_bf16"])
     parser.add_argument("--recompute", nargs="+", choices=("never", "block"), default=["never", "block"])
-    parser.add_argument("--optimizer", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
+    parser.add_argument("--optimizer", nargs="+", choices=list(OPTIMIZERS), default=["sgd", "adam"])
     return parser.parse_args(argv)
 
 

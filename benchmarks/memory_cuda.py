@@ -15,17 +15,17 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from autosplit.checks import OPTIMIZER_COPIES
 from autosplit.profile.lowering import cuda_autocast
 from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.profile.workspaces import cublas_workspace_bytes
 from autosplit.schedule.catalog import build
 from autosplit.schedule.memory.allocator import device_changes, simulate_allocator
-from autosplit.schedule.memory.replay import StaticBytes, optimizer_changes
+from autosplit.schedule.memory.replay import StaticBytes
+from autosplit.schedule.memory.updates import optimizer_changes, state_sizes
 from benchmarks.families import Family
 from benchmarks.memory_step import OPTIMIZERS, Way
-from benchmarks.memory_subject import Precision, Subject, Training, bytes_of, held_by, recomputed, traces
+from benchmarks.memory_subject import Precision, Subject, Training, held_by, recomputed, traces, updated
 
 STEPS = 2
 
@@ -42,9 +42,9 @@ def predicted_cuda(
     with cuda_autocast(torch.bfloat16) if way.precision == "amp_bf16" else nullcontext():
         how = How(way.rows, units=units, kernels="cuda")
         stage = traces(Stages(subject.graph).of(), how, recompute=way.recompute)
-    trained = bytes_of(subject.model.parameters())
-    state = enumerate(trained * OPTIMIZER_COPIES[optimizer], start=len(trained))
+    trained = updated(subject.model)
     step = optimizer_changes(trained, name=optimizer, foreach=True)
+    state = enumerate((size for tensor in trained for size in state_sizes(optimizer, tensor)), start=len(step))
     finishes = [(*state, *step), *[step] * (STEPS - 1)]
     schedule = build("gpipe", stages=1, microbatches=1)
     static = [StaticBytes(parameters=held_by([subject.model]))]

@@ -18,12 +18,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from autosplit.checks import OPTIMIZER_COPIES
 from autosplit.devices import Allocations
 from autosplit.profile.stage_trace.stage_graph import Stages
 from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.schedule.catalog import build
-from autosplit.schedule.memory.replay import StaticBytes, optimizer_changes, replay
+from autosplit.schedule.memory.replay import StaticBytes, replay
+from autosplit.schedule.memory.updates import optimizer_changes, state_sizes
 from benchmarks.families import Family
 from benchmarks.memory_subject import (
     Line,
@@ -37,10 +37,11 @@ from benchmarks.memory_subject import (
     recomputed,
     traces,
     trained,
+    updated,
 )
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
-    {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+    {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adafactor": torch.optim.Adafactor}
 )
 
 
@@ -93,7 +94,7 @@ def predicted_step(subject: Subject, way: Way, *, optimizers: Sequence[str]) -> 
     schedule = build("gpipe", stages=1, microbatches=1)
     found = {}
     for name in optimizers:
-        finish = optimizer_changes(bytes_of(trained(subject.model)), name=name, foreach=False)
+        finish = optimizer_changes(updated(subject.model), name=name, foreach=False)
         static = StaticBytes(parameters=parameters, optimizer=_state_bytes(subject, name))
         [device] = replay(schedule, {0: stage}, [static], finish={0: finish})
         found[name] = device.peak_bytes
@@ -101,10 +102,9 @@ def predicted_step(subject: Subject, way: Way, *, optimizers: Sequence[str]) -> 
 
 
 def _state_bytes(subject: Subject, name: str) -> tuple[int, ...]:
-    """Return the bytes of what an optimizer keeps: Adam's step counts, fp32 scalars on the host, among it."""
-    sizes = bytes_of(trained(subject.model))
-    counts = (4,) * len(sizes) if name in ("adam", "adamw") else ()
-    return sizes * OPTIMIZER_COPIES[name] + counts
+    """Return the bytes of what an optimizer keeps: its step counts, fp32 scalars on the host, among it."""
+    sizes = [size for tensor in updated(subject.model) for size in state_sizes(name, tensor)]
+    return (*sizes, *((4,) * len(trained(subject.model)) if name != "sgd" else ()))
 
 
 def measured_step(family: Family, way: Way, *, optimizers: Sequence[str]) -> dict[str, int]:

@@ -17,6 +17,7 @@ from autosplit.profile.blocks import block_trace
 from autosplit.profile.stage_trace.stage_graph import StageNodes
 from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.schedule.memory.pieces import StageTraces
+from autosplit.schedule.memory.updates import Updated
 from autosplit.trace.graph import TracedGraph
 from autosplit.trace.ladder import trace
 from benchmarks.families import Family
@@ -123,6 +124,11 @@ def bytes_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 def trained(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that an optimizer updates."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def updated(model: nn.Module) -> list[Updated]:
+    """Return them by their sizes and shapes."""
+    return [Updated(each.numel(), each.element_size(), tuple(each.shape)) for each in trained(model)]
 
 
 def held_by(modules: Iterable[nn.Module]) -> tuple[int, ...]:

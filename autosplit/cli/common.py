@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autosplit.checks import ALLOCATORS, CUT, OPTIMIZER_COPIES, PRECISIONS, RECOMPUTE, RESERVE, SCHEDULES
+from autosplit.checks import ALLOCATORS, CUT, OPTIMIZERS, PRECISIONS, RECOMPUTE, RESERVE, SCHEDULES
 from autosplit.cli.inputs import MODEL_FORM
 from autosplit.errors import AutosplitError, InfeasibleError, InputError
 from autosplit.progress import lines
@@ -103,8 +103,8 @@ class PlanOptions:
     optimizer: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(OPTIMIZER_COPIES)}, or bytes per parameter element.",
-            autocompletion=complete(*OPTIMIZER_COPIES),
+            help=f"{', '.join(OPTIMIZERS)}, or bytes per parameter element.",
+            autocompletion=complete(*OPTIMIZERS),
         ),
     ] = "adamw"
     memory_limit: Annotated[str | None, typer.Option(metavar="BYTES", help="What a device may use, such as 70GiB.")] = (

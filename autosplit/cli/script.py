@@ -11,11 +11,14 @@ from typing import Any
 
 from autosplit.checks import MASTERS
 from autosplit.cli.inputs import CONFIG_PREFIX, InputSpec, ModelSpec, TensorForm, nested
+from autosplit.errors import InputError
 from autosplit.planning.plan.plan import Plan
 from autosplit.units import plural
 from cost_models.machines import MachineSpec
 
-_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "momentum": "SGD"}
+_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "adafactor": "Adafactor"}
+_BITSANDBYTES = {"lion": "Lion", "adamw8bit": "AdamW8bit", "paged_adamw": "PagedAdamW"}
+_BITSANDBYTES |= {"paged_adamw8bit": "PagedAdamW8bit"}
 _AUTOCASTS = {"amp_bf16": "bfloat16", "amp_fp16": "float16"}
 _DTYPES = {"bf16": "bfloat16", "bf16_fp32_master": "bfloat16", "fp32": "float32", "amp_bf16": "float32"}
 _DTYPES |= {"amp_fp16": "float32"}
@@ -27,7 +30,7 @@ import contextlib
 import os
 from pathlib import Path
 
-import torch{imports}
+{packages}import torch{imports}
 
 from autosplit import Sample, autosplit
 from autosplit.cli.models import {loaders}{masters}
@@ -99,7 +102,10 @@ def script_text(
     ``loss`` is the name on the command line and what it names; ``machine`` says which devices share a host.
     """
     dtype = _DTYPES.get(plan.precision or "")
-    masters, optimizer = plan.precision in MASTERS, f"torch.optim.{_OPTIMIZERS.get(plan.optimizer, 'SGD')}"
+    if plan.optimizer == "muon":
+        raise InputError("--script writes one optimizer, and Muon steps matrices alone; plan with --optimizer adamw")
+    masters, other = plan.precision in MASTERS, _BITSANDBYTES.get(plan.optimizer)
+    optimizer = f"bitsandbytes.optim.{other}" if other else f"torch.optim.{_OPTIMIZERS.get(plan.optimizer, 'SGD')}"
     autocast = _AUTOCASTS.get(plan.precision or "")
     kind = '"cuda" if torch.cuda.is_available() else "cpu"'
     return _SCRIPT.format(
@@ -117,6 +123,7 @@ def script_text(
         kwargs=dict(spec.kwargs),
         mode=("" if spec.train is None else f".train({spec.train})") + (f".to(torch.{dtype})" if dtype else ""),
         batch_dims="" if spec.batch_dims is None else f", batch_dims={spec.batch_dims!r}",
+        packages="import bitsandbytes\n" if other else "",
         masters="\nfrom autosplit.optimizers import MasterWeights" * masters,
         optimizer=f"MasterWeights({optimizer}, " if masters else f"{optimizer}(",
         momentum=", momentum=0.9" if plan.optimizer == "momentum" else "",

@@ -25,7 +25,8 @@ from autosplit.profile.types import Profile, StateProfile
 from autosplit.progress import phase
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.memory.pieces import Change, RankParts, Recompute, StageTraces
-from autosplit.schedule.memory.replay import DeviceReplay, StaticBytes, optimizer_changes, replay
+from autosplit.schedule.memory.replay import DeviceReplay, StaticBytes, replay
+from autosplit.schedule.memory.updates import optimizer_changes
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 from autosplit.trace.recording.draw_rules import drawn_bytes, is_drawn_beforehand
 
@@ -225,7 +226,7 @@ def finish_of(cut: Cut, lane: int) -> tuple[Change, ...]:
     parallel, sizes = options.parallel, list(map(options.parallel.sum_of, trained))
     sizes = sizes if summed and not parallel.scatters else []
     bucket = max(sizes, default=0) if parallel.whole and not parallel.rules.beside else largest_bucket(sizes)
-    updated = [options.updated_bytes(elements=s.elements, parameter_bytes=s.bytes) for s in trained]
+    updated = [options.updated(elements=s.elements, parameter_bytes=s.bytes, shape=s.shape) for s in trained]
     changes = optimizer_changes(
         updated,
         name=options.optimizer,

@@ -218,6 +218,8 @@ def _states(model: nn.Module, home: dict[str, int]) -> list[tuple[StateProfile, 
     states = []
     for name, tensor in (*parameters.items(), *model.named_buffers()):
         size = tensor.numel() * tensor.element_size()
-        state = StateProfile(name, tensor.numel(), size, tensor.requires_grad, name in parameters, ())
+        state = StateProfile(
+            name, tensor.numel(), size, tensor.requires_grad, name in parameters, (), tuple(tensor.shape)
+        )
         states.append((state, home[name]))
     return states

@@ -57,7 +57,7 @@ class NodeProfile:
 
 @dataclass(frozen=True)
 class StateProfile:
-    """One parameter or buffer: its size and the nodes that read it, in model order."""
+    """One parameter or buffer: its size and the nodes that read it, in model order; ``shape``: the whole's."""
 
     name: str
     elements: int
@@ -65,6 +65,7 @@ class StateProfile:
     trainable: bool
     is_parameter: bool
     uses: tuple[str, ...]
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from autosplit.profile.stage_trace.stage_trace import How, trace_stage
 from autosplit.schedule.action import Action
 from autosplit.schedule.catalog import build
 from autosplit.schedule.memory.pieces import Recompute, StageTraces
-from autosplit.schedule.memory.replay import StaticBytes, optimizer_changes, replay
+from autosplit.schedule.memory.replay import StaticBytes, replay
+from autosplit.schedule.memory.updates import Updated, optimizer_changes
 from tests.models.blocks import wide_blocks
 from tests.profile.graphs import traced
 
@@ -84,7 +85,7 @@ def test_replay_is_what_the_allocator_did(
     name: str, device: int, microbatches: int, recompute: Recompute, *, adam: bool
 ) -> None:
     schedule = build(name, stages=3, microbatches=microbatches)
-    updated = [4 * p.numel() for p in model().parameters()]
+    updated = [Updated(p.numel()) for p in model().parameters()]
     finish = {device: optimizer_changes(updated, name="adam", foreach=False)} if adam else {}
     replayed = replay(schedule, dict.fromkeys(range(3), stage(recompute)), [StaticBytes()] * 3, finish=finish)
     found = run(schedule.lanes[device], recompute, adam=adam)

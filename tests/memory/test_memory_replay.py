@@ -8,7 +8,8 @@ from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.catalog import SCHEDULES, build
 from autosplit.schedule.memory.allocator import device_changes, simulate_allocator
 from autosplit.schedule.memory.pieces import NodeStep, Recompute, StageTrace, StageTraces
-from autosplit.schedule.memory.replay import StaticBytes, optimizer_changes, replay
+from autosplit.schedule.memory.replay import StaticBytes, replay
+from autosplit.schedule.memory.updates import Updated, optimizer_changes
 from tests.memory.extents import extent
 from tests.memory.stages import model, traces
 from tests.pairwise import in_turn
@@ -53,7 +54,7 @@ def test_a_step_in_full() -> None:
 
 
 def test_the_optimizer_comes_last() -> None:
-    finish = {0: optimizer_changes([100], name="adam", foreach=True)}
+    finish = {0: optimizer_changes([Updated(25)], name="adam", foreach=True)}
     static = StaticBytes((100,), optimizer=(200,))
     (device,) = replay(build("gpipe", stages=1, microbatches=1), {0: SMALL}, [static], finish=finish)
     last = device.moments[-1]
@@ -169,7 +170,7 @@ def test_storages_without_bytes_are_no_changes() -> None:
 
 def test_steps_follow_each_other() -> None:
     """The first step makes Adam's state; the second finds it, and no gradients."""
-    step = optimizer_changes([100], name="adam", foreach=True)
+    step = optimizer_changes([Updated(25)], name="adam", foreach=True)
     finishes = [((10, 100), (11, 100), *step), step]
     schedule = build("gpipe", stages=1, microbatches=2)
     changes = list(device_changes(schedule, {0: SMALL}, [StaticBytes((100,))], device=0, finishes=finishes))

@@ -283,13 +283,8 @@ def _device(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:
 
 def _optimizer(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:
     if plan.optimizer in ("adam", "adamw"):
-        names: tuple[tuple[str | int, str], ...] = (
-            (2, "optimizer=2 (bytes per parameter: Adam with 8-bit states)"),
-            ("momentum", 'optimizer="momentum"'),
-            ("sgd", 'optimizer="sgd"'),
-        )
-        for value, words in names:
-            yield ChangeCandidate("optimizer", words, {"optimizer": value}, "; it trains otherwise")
+        for name in ("adamw8bit", "lion", "adafactor", "sgd"):
+            yield ChangeCandidate("optimizer", f'optimizer="{name}"', {"optimizer": name}, "; it trains otherwise")
 
 
 def _precision(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, computed_field
 
-from autosplit.checks import OPTIMIZER_COPIES, PRECISIONS
+from autosplit.checks import OPTIMIZERS, PRECISIONS
 from autosplit.planning.plan.fields import (
     Change,
     Count,
@@ -167,7 +167,7 @@ class PlanRecord(FrozenFields):
     """The most stages on one device."""
     schedule_rows: tuple[tuple[str, ...], ...] = ()
     """A schedule of the caller's own, lane by lane, in text form; empty where ``schedule`` is one of autosplit's."""
-    optimizer: Annotated[str, Field(pattern=rf"^({'|'.join(OPTIMIZER_COPIES)}|[0-9]+)$")]
+    optimizer: Annotated[str, Field(pattern=rf"^({'|'.join(OPTIMIZERS)}|[0-9]+)$")]
     """Its name, or its bytes of state per parameter element."""
     step_s: Seconds
     overhead_s: Seconds = 0.0

@@ -117,7 +117,7 @@ def state_bytes(state: StateProfile, options: Options) -> StateBytes:
     tensor += state.bytes if state.is_parameter and parallel.whole else 0
     if not (state.is_parameter and state.trainable):
         return StateBytes(tensor, 0, 0)
-    optimizer = options.optimizer_bytes(elements=state.elements, parameter_bytes=state.bytes)
+    optimizer = options.optimizer_bytes(elements=state.elements, parameter_bytes=state.bytes, shape=state.shape)
     return StateBytes(tensor, part_of(parallel.kept_of(state), zero=2), optimizer)
 
 

@@ -154,6 +154,7 @@ def _state(traced: TracedGraph) -> dict[str, StateProfile]:
             trainable=tensors[name].requires_grad,
             is_parameter=name in parameters,
             uses=tuple(users),
+            shape=tuple(tensors[name].shape),
         )
         for name, users in uses.items()
     }

@@ -89,7 +89,7 @@ def replay(
 ) -> tuple[DeviceReplay, ...]:
     """Return what each device holds over one step, which finds no gradients; ``traces`` and ``static`` are by stage.
 
-    ``finish`` is, by device, what the optimizer allocates and frees at the end (`optimizer_changes`).
+    ``finish`` is, by device, what the optimizer allocates and frees at the end (`updates.optimizer_changes`).
 
     Autocast's casts are made by a stage's first microbatch and shared by the others, until the device's last action
     ends (one autocast context around the step). A value between two stages of one device counts as the output of one
@@ -163,51 +163,3 @@ def _sum(*each: Mapping[MemoryKind, int]) -> dict[MemoryKind, int]:
     for counts in each:
         total.update(counts)
     return {kind: count for kind, count in total.items() if count}
-
-
-def optimizer_changes(
-    updated: Sequence[int], *, name: str | int, foreach: bool, masters_bytes: int | None = None
-) -> tuple[Change, ...]:
-    """Return what one ``optimizer.step()`` with existing state allocates and frees on a device, in order.
-
-    ``updated`` are the bytes of each tensor that it updates, a parameter or its master weight. Read from
-    ``torch/optim/adam.py`` and ``sgd.py`` of torch 2.13 with their default arguments, all parameters of one dtype:
-
-    - foreach, the default on CUDA: Adam holds the square roots of all second moments at once, one list as large as the
-      parameters; SGD works in place.
-    - else, the default on the CPU: Adam makes a square root and its quotient per parameter, while the quotient of the
-      parameter before it still lives (``denom`` is overwritten only then); SGD works in place.
-
-    How an optimizer that is given in bytes per parameter works is unknown: only its state is counted.
-    ``masters_bytes``: master weights are stepped (`autosplit.optimizers.MasterWeights`), of at most so many bytes at
-    once or of one parameter, and there are gradients in fp32 of these.
-    """
-    if masters_bytes is not None:
-        changes: list[Change] = []
-        for batch in in_batches(updated, masters_bytes):
-            gradients = [(~index, count) for index, count in enumerate(batch)]
-            changes += [*gradients, *optimizer_changes(batch, name=name, foreach=foreach)]
-            changes += [(gradient, -count) for gradient, count in gradients]
-        return tuple(changes)
-    if name not in ("adam", "adamw"):
-        return ()
-    if foreach:
-        return (*enumerate(updated), *((storage, -count) for storage, count in enumerate(updated)))
-    changes = []
-    quotient: list[Change] = []
-    for index, count in enumerate(updated):
-        root, result = 2 * index, 2 * index + 1
-        changes += [(root, count), (result, count), (root, -count), *quotient]
-        quotient = [(result, -count)]
-    return (*changes, *quotient)
-
-
-def in_batches(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Return sizes in lists of at most so much together, or of one."""
-    batches: list[list[int]] = []
-    for size in sizes:
-        if batches and sum(batches[-1]) + size <= most:
-            batches[-1].append(size)
-        else:
-            batches.append([size])
-    return batches
