@@ -165,7 +165,7 @@ def test_another_version_is_called_that_whatever_else_is_in_it(tmp_path: Path, v
         ({"step_s": 1e300}, r"is no plan: step_s: .*less than or equal to 1000000000000"),
         ({"bubble": 7}, r"is no plan: bubble: .*less than or equal to 1"),
         (
-            {"optimizer": "lion"},
+            {"optimizer": "lamb"},
             r"is no plan: optimizer: String should match .*sgd\|momentum\|adam",
         ),
         ({"precision": "bf8"}, r"is no plan: precision: String should match .*fp32\|amp_bf16"),
