@@ -29,7 +29,7 @@ from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.problem import RecordedModel
 from autosplit.planning.request import sizes_of
-from autosplit.planning.search.choose import PlanChoice
+from autosplit.planning.search.choose import PlanChoice, Search
 from autosplit.planning.search.make import make_plan
 from autosplit.planning.search.sweep import Space, Sweep
 from benchmarks import pairs
@@ -177,7 +177,7 @@ def searched(paper: OnPaper, space: Space) -> Plan:
     """Return the best plan of a space; nothing is known of the recording before."""
     rows = paper.recorded.rows
     return PlanChoice(
-        Sweep(RecordedModel(paper.recorded.model, paper.recorded.trace), paper.options, space, rows=rows)
+        Search(Sweep(RecordedModel(paper.recorded.model, paper.recorded.trace), paper.options, space, rows=rows))
     ).plan
 
 

@@ -12,22 +12,20 @@ before and of the block behind. Expanding renames storages; it multiplies nothin
 from __future__ import annotations
 
 import contextlib
-import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
-from operator import attrgetter
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import fx, nn
 
 from autosplit.profile.expand import BlockRun, Traces, Uneven, expanded_costs
-from autosplit.profile.node_costs.fake import fake_costs
+from autosplit.profile.node_costs.fake import FakeRuns
+from autosplit.profile.stage_trace.described import called
+from autosplit.profile.stage_trace.kinds import StageKinds
 from autosplit.profile.stage_trace.stage_graph import StageNodes
-from autosplit.profile.stage_trace.stage_trace import How, trace_stage
-from autosplit.profile.types import NodeProfile
+from autosplit.profile.stage_trace.stage_trace import How
+from autosplit.profile.types import NodeProfile, NodeTimes
 from autosplit.schedule.memory.pieces import StageTrace
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 
@@ -98,9 +96,12 @@ class CostMemo:
 
     def __init__(self, traced: TracedGraph) -> None:
         self._traced = traced
-        self._graph, self._runs = shorten_graph(traced)
+        graph, self._blocks = shorten_graph(traced)
+        self._short = replace(traced, graph=graph)
         self.mixes = any(info.node_class is NodeClass.FULL for _, info in traced.compute_nodes())
+        self._runs: dict[Hashable, FakeRuns] = {}
         self._known: dict[Hashable, dict[str, NodeProfile]] = {}
+        self._timed: dict[tuple[str, int], NodeProfile] = {}
 
     def costs(
         self,
@@ -111,34 +112,53 @@ class CostMemo:
         kernels: Literal["cpu", "cuda"] = "cpu",
     ) -> dict[str, NodeProfile]:
         """Return what :func:`fake_costs` returns, from a run without most of the repeated blocks."""
-        key = rows, batch_rows if self.mixes else None, input_grads, kernels
-        if key not in self._known:
-            run = partial(fake_costs, rows=rows, batch_rows=batch_rows, input_grads=input_grads, kernels=kernels)
-            self._known[key] = self._expanded(run)
-        return self._known[key]
-
-    def _expanded(self, run: Callable[[TracedGraph], dict[str, NodeProfile]]) -> dict[str, NodeProfile]:
-        if self._runs:
-            short = run(replace(self._traced, graph=self._graph))
+        if self._blocks:
             with contextlib.suppress(Uneven):
-                costs = expanded_costs(self._runs, short)
-                return {info.name: costs[info.name] for _, info in self._traced.compute_nodes()}
-        return run(self._traced)
+                return self._costs(self._runs_of(self._short, input_grads, kernels), rows, batch_rows, self._blocks)
+        return self._costs(self._runs_of(self._traced, input_grads, kernels), rows, batch_rows, ())
+
+    def timed(self, cost: NodeProfile, times: NodeTimes, device: str) -> NodeProfile:
+        """Return a node's costs with the times that a device's cost model gives."""
+        if (device, id(cost)) not in self._timed:
+            timed = replace(cost, forward_s=times.forward_s, backward_s=times.backward_s)
+            self._timed[device, id(cost)] = timed
+        return self._timed[device, id(cost)]
+
+    def _runs_of(
+        self, traced: TracedGraph, input_grads: tuple[bool, ...] | None, kernels: Literal["cpu", "cuda"]
+    ) -> FakeRuns:
+        key = id(traced), input_grads, kernels
+        if key not in self._runs:
+            self._runs[key] = FakeRuns(traced, input_grads=input_grads, kernels=kernels)
+        return self._runs[key]
+
+    def _costs(self, runs: FakeRuns, rows: int, batch_rows: int, blocks: Runs) -> dict[str, NodeProfile]:
+        """Return the costs in model order; nodes of a batch cost the same whatever the size of its microbatches."""
+        micro, full = runs.micro(rows), runs.full(batch_rows, rows=rows)
+        costs: dict[str, NodeProfile] = {}
+        for part in (micro, full):
+            if (id(runs), id(part)) not in self._known:
+                self._known[id(runs), id(part)] = expanded_costs(blocks, {**micro, **full}, of=part)
+            costs |= self._known[id(runs), id(part)]
+        return {info.name: costs[info.name] for _, info in self._traced.compute_nodes()}
 
 
-def block_trace(stage: StageNodes, how: How) -> StageTrace:
+def block_trace(stage: StageNodes, how: How, kinds: StageKinds | None = None) -> StageTrace:
     """Return what :func:`trace_stage` returns, from a run without most of the repeated blocks where they allow it.
+
+    ``kinds`` holds what was traced of other stages, and takes what is traced now.
 
     The last block's backward begins with what the rest of the stage gives it, and may make sums in other places than
     those of the others: where it does not fit to them, it stays outside of its run. So it is where the whole stage runs
     again, which ends before its last node.
     """
+    kinds = kinds or StageKinds()
     for behind in (1, 0) if how.whole else (0, 1):
         short, runs = shorten(stage, behind=behind)
         if runs:
             with contextlib.suppress(Uneven):
-                return Traces(runs, trace_stage(short, how)).expanded()
-    return trace_stage(stage, how)
+                return Traces(runs, kinds.trace(short, how)).expanded()
+    return kinds.trace(stage, how)
 
 
 # -- finding -----------------------------------------------------------------------------------------------------------
@@ -234,49 +254,3 @@ def _known(node: fx.Node, path: str) -> Hashable:
         return None
     reads = tuple(name.removeprefix(f"{path}.") for name in info.reads)
     return info.node_class, info.tensors, reads, info.random, info.mutated, bool(info.writes), info.whole
-
-
-def called(node: fx.Node, root: nn.Module, places: Mapping[fx.Node, Hashable]) -> Hashable:
-    """Return a key of what a node calls and of its arguments, in which ``places`` replace nodes."""
-    target = attrgetter(str(node.target))(root) if node.op in ("call_module", "get_attr") else node.target
-    return node.op, _described(target, {}), _described(node.args, places), _described(node.kwargs, places)
-
-
-def value_kind(value: Any) -> Hashable:
-    """Return what determines the work that is done with a value, as a key: equal work, equal keys."""
-    return _described(value, {})
-
-
-def _described(value: Any, places: Mapping[fx.Node, Hashable]) -> Hashable:
-    """Return an argument of a node as a key: nodes by their places, tensors without their values, others by text."""
-    if isinstance(value, fx.Node):
-        return places.get(value, ("outside", value.name))
-    if isinstance(value, torch.Tensor):
-        is_parameter = isinstance(value, nn.Parameter)
-        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad, is_parameter
-    if isinstance(value, nn.Module):
-        return _module_kind(value)
-    if isinstance(value, (list, tuple)):
-        return (type(value).__name__, *(_described(item, places) for item in value))
-    if isinstance(value, dict):
-        return tuple((key, _described(item, places)) for key, item in value.items())
-    if isinstance(value, slice):
-        return ("slice", *(_described(item, places) for item in (value.start, value.stop, value.step)))
-    return (type(value).__name__, repr(value))
-
-
-def _module_kind(module: nn.Module) -> Hashable:
-    """Return class, settings and state of one of torch's layers; any other, or one with hooks, is only like itself."""
-    settings: list[Hashable] = []
-    for child in module.modules():
-        hooks = child._forward_hooks or child._forward_pre_hooks or child._backward_hooks
-        if hooks or not type(child).__module__.startswith("torch.nn"):
-            return id(module)
-        items = ((key, repr(item)) for key, item in child.__dict__.items() if isinstance(item, _SETTINGS))
-        settings.append((type(child), *items))
-    state = ((name, _described(t, {})) for name, t in (*module.named_parameters(), *module.named_buffers()))
-    return (*settings, *state)
-
-
-_SETTINGS = (bool, int, float, str, tuple, types.NoneType, types.FunctionType, types.BuiltinFunctionType)
-"""The types of attributes that configure torch's layers: numbers, and functions such as activations."""

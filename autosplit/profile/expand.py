@@ -16,6 +16,9 @@ from autosplit.profile.types import NodeProfile
 from autosplit.schedule.memory.pieces import Change, NodeStep, StageTrace, WeightNeeds
 from autosplit.trace.graph import INFO
 
+_COPY = 1 << 40
+"""What a storage of a block's copy is above that of the template, times the number of the block."""
+
 
 class Uneven(Exception):
     """What the blocks did does not fit together: the whole graph must be run."""
@@ -57,14 +60,11 @@ class _Names:
         self.origins: dict[int, _Origin] = {}
         self.templates: dict[_Origin, int] = {}
         self.bytes: dict[int, int] = {}
-        self._made: dict[tuple[int, int], int] = {}
         self._template_of: dict[int, int] = {}
         self._counts: dict[tuple[int, int, str], int] = {}
-        self._next = 0
 
     def enter(self, storage: int, size: int, label: str, phase: str) -> None:
         """Note where a storage is made."""
-        self._next = max(self._next, storage + 1)
         self.bytes[storage] = size
         where = self.labels.get(label)
         if where is None:
@@ -98,11 +98,7 @@ class _Names:
             self._template_of[storage] = template
         if target == 1:
             return template
-        key = template, target
-        if key not in self._made:
-            self._made[key] = self._next
-            self._next += 1
-        return self._made[key]
+        return template + target * _COPY
 
 
 def _labels(runs: Sequence[BlockRun]) -> dict[str, tuple[int, int]]:
@@ -241,8 +237,10 @@ def _check_balance(trace: StageTrace) -> None:
             raise Uneven
 
 
-def expanded_costs(runs: Sequence[BlockRun], short: Mapping[str, NodeProfile]) -> dict[str, NodeProfile]:
-    """Return the costs of all nodes by those of a short graph: each run one after the other. Raises Uneven."""
+def expanded_costs(
+    runs: Sequence[BlockRun], short: Mapping[str, NodeProfile], *, of: Iterable[str]
+) -> dict[str, NodeProfile]:
+    """Return the costs of nodes by those ``of`` some of a short graph: each run one after the other. Raises Uneven."""
     names, renames = _Names(runs, _labels(runs)), _renames(runs)
     entered: set[int] = set()
     for name, cost in short.items():
@@ -251,8 +249,8 @@ def expanded_costs(runs: Sequence[BlockRun], short: Mapping[str, NodeProfile]) -
                 entered.add(storage)
                 names.enter(storage, size, name, "")
     costs: dict[str, NodeProfile] = {}
-    for name, cost in short.items():
-        where = names.labels.get(name)
+    for name in of:
+        cost, where = short[name], names.labels.get(name)
         if where is None:
             costs[name] = cost
             continue

@@ -21,9 +21,9 @@ from torch import fx, nn
 from autosplit.backward import gradients
 from autosplit.devices import Clock, clock_of, is_out_of_memory
 from autosplit.errors import InputError, ProfileError
-from autosplit.profile.blocks import called, value_kind
 from autosplit.profile.node_costs.border import BorderInterpreter, Invocation, epilogue_nodes
 from autosplit.profile.node_costs.shadow import Shadow, shadow
+from autosplit.profile.stage_trace.described import called, value_kind
 from autosplit.profile.types import MeasuredNode, MeasuredTimes, SplitBackward
 from autosplit.profile.workspace_watch import WorkspaceWatch
 from autosplit.progress import phase, update

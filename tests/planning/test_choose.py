@@ -14,7 +14,7 @@ from autosplit.options import Options, Sample
 from autosplit.planning.peaks import PeakRange
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.problem import RecordedModel
-from autosplit.planning.search.choose import PlanChoice
+from autosplit.planning.search.choose import PlanChoice, Search
 from autosplit.planning.search.finish import Finished
 from autosplit.planning.search.sweep import Space, Sweep
 from autosplit.planning.timeline import predicted
@@ -36,7 +36,7 @@ def found(model: nn.Module) -> Trace:
 
 def chosen(model: nn.Module, found: Trace, space: Space, *, limit: int | None = None, devices: int = 2) -> Plan:
     options = Options((torch.device("cpu"),) * devices, 8, memory_limit=limit, measure=False)
-    return PlanChoice(Sweep(RecordedModel(model, found), options, space, rows=ROWS)).plan
+    return PlanChoice(Search(Sweep(RecordedModel(model, found), options, space, rows=ROWS))).plan
 
 
 def peak(own: Plan) -> int:

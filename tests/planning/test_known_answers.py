@@ -14,7 +14,7 @@ from autosplit.planning.explain.verdicts import binding, device_verdicts
 from autosplit.planning.paper import OnPaper, prepare, stand_ins
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.problem import RecordedModel
-from autosplit.planning.search.choose import PlanChoice
+from autosplit.planning.search.choose import PlanChoice, Search
 from autosplit.planning.search.sweep import Space, Sweep
 from benchmarks import published
 from benchmarks.published_torchgpipe import experiments, predicted, stages_of
@@ -43,7 +43,11 @@ def planned(llama: OnPaper, precision: str) -> Plan:
     """Plan for microbatches of one sequence; both precisions have bf16 weights."""
     options = replace(llama.options, precision=precision)
     return PlanChoice(
-        Sweep(RecordedModel(llama.recorded.model, llama.recorded.trace), options, Space((SEQUENCES,)), rows=SEQUENCES)
+        Search(
+            Sweep(
+                RecordedModel(llama.recorded.model, llama.recorded.trace), options, Space((SEQUENCES,)), rows=SEQUENCES
+            )
+        )
     ).plan
 
 

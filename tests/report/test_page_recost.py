@@ -13,7 +13,7 @@ from autosplit import plan as plan_for
 from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.problem import RecordedModel
-from autosplit.planning.search.choose import PlanChoice
+from autosplit.planning.search.choose import PlanChoice, Search
 from autosplit.planning.search.make import make_plan
 from autosplit.planning.search.sweep import Space, Sweep
 from autosplit.report.page import page_data
@@ -160,7 +160,7 @@ def test_a_moved_cut_is_costed_nearly_as_a_plan_of_it(
     traced = trace(model, Sample(torch.zeros(ROWS, WIDTH)))
     options = Options((torch.device("cpu"),) * 2, CHUNKS, measure=False)
     space = Space((CHUNKS,), ((schedule, 1),), (recompute,))
-    plan = PlanChoice(Sweep(RecordedModel(model, traced), options, space, rows=ROWS)).plan
+    plan = PlanChoice(Search(Sweep(RecordedModel(model, traced), options, space, rows=ROWS))).plan
     assert plan.curves
     page = opened(plan)
     for first in (2, 5):

@@ -78,13 +78,13 @@ class LineSearch:
         self.each = max(map(len, self.stages_on))
 
     def fastest(
-        self, policy: Policy, room: Sequence[float] | None = None, *, near: LineCut | None = None
+        self, policy: Policy, room: Sequence[float] | None = None, *, near: LineCut | None = None, move: bool = True
     ) -> LineCut | None:
         """Return the cut with the shortest step whose devices hold no more than ``room``, None where none is found.
 
         Every stage takes of its options the fastest with which its device has room. The neighbours of ``near`` are
         looked at too: under tight limits the dynamic program, which divides a device's memory evenly among its stages,
-        may miss all that fit.
+        may miss all that fit. Without ``move`` its boundaries stay as they are (`moved_on`).
         """
         best = None if near is None else self._best(self._fitting(self._beside(near), policy, room))
         for slack in _SLACK if self.each > 1 and room is not None else (1.0,):
@@ -95,7 +95,7 @@ class LineSearch:
                 best = cut
             if cut is not None:
                 break
-        return None if best is None else self._moved(best, policy, room)
+        return best if best is None or not move else self.moved_on(best, policy, room)
 
     def _beside(self, cut: LineCut) -> Ints:
         """Return the cut, for other options may fit it, and those with one boundary elsewhere, or two."""
@@ -230,8 +230,8 @@ class LineSearch:
         bounds, recompute = tuple(chosen.chains[best].tolist()), chosen.recompute(best)
         return LineCut(bounds, recompute, float(steps[best]), self.device_bytes(bounds, recompute))
 
-    def _moved(self, cut: LineCut, policy: Policy, room: Sequence[float] | None) -> LineCut:
-        """Move boundaries while the step gets shorter: a few at a time, at last any row of them."""
+    def moved_on(self, cut: LineCut, policy: Policy, room: Sequence[float] | None) -> LineCut:
+        """Return the cut with its boundaries moved while the step gets shorter: a few at a time, at last any row."""
         left = _MOVED // max(self.model.simulator.count, 1)
         for further in (False, True) if self.stages <= _RANGED else (False,):
             for _ in range(_ROUNDS):

@@ -57,7 +57,7 @@ class Request:
         If none fits, returns the plan that comes closest, with the verdict "no". Raises InputError if no entry of the
         space can be built for the devices.
         """
-        return PlanChoice(self.paper.sweep(self.space, rows=self.rows)).plan
+        return PlanChoice(self.search()).plan
 
     def search(self) -> Search:
         """Return the search for a cut."""

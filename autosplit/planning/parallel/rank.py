@@ -33,16 +33,18 @@ def rank_profile(
     blocks: Mapping[str, int],
     model: CostModel,
     fp8: bool = False,
+    like: tuple[Profile, Profile] | None = None,
 ) -> Profile:
     """Return one rank's part of a profile in a tensor-parallel group, with modelled times.
 
     ``blocks`` are the numbers of the repeated blocks that nodes lie in. ``fp8``: products of these with a parameter run
-    in that.
+    in that. ``like``: another profile, at the same rows, and the rank's part of it: nodes of both have one part.
     """
     if fp8:
         shares = _kept_in_fp8(costs, shares, blocks)
     ranked = _Rank(costs, shares, group, model, blocks if fp8 else {})
-    nodes = {name: ranked.node(node) for name, node in costs.nodes.items()}
+    before, done = ({}, {}) if like is None else (like[0].nodes, like[1].nodes)
+    nodes = {name: done[name] if before.get(name) is node else ranked.node(node) for name, node in costs.nodes.items()}
     state = {name: _state(entry, shares.states.get(name, 1.0)) for name, entry in costs.state.items()}
     inputs = {name: round(count * shares.of(name).held) for name, count in costs.input_bytes.items()}
     return replace(costs, nodes=nodes, state=state, input_bytes=inputs, shares=shares)

@@ -90,7 +90,7 @@ def plan_mesh(request: MeshRequest) -> Plan:
     """
     search = MeshSearch(request)
     best = search.run()
-    plan = PlanChoice(best.sweep, None).plan
+    plan = PlanChoice(best.search, best.finished).plan
     others = [other for other in search.alternatives() if other.mesh != plan.mesh]
     compared = plan.model_copy(update={"meshes": tuple(others)})
     why = mesh_reasons(compared) if request.asked is None else ()
@@ -166,20 +166,12 @@ class _Found:
         first, *_ = self.finished.rank
         return first, self.step_s if first < 3 else self.finished.worst
 
-    @property
-    def sweep(self) -> Any:
-        """The sweep of the cut's own configuration."""
-        entry = self.finished.entry
-        each = entry.settled.virtual_stages
-        space = Space((len(entry.sized.case.sizes),), ((entry.settled.schedule, each),), self.mesh.space.recompute)
-        return self.mesh.request.paper.of(self.mesh.options).sweep(space, rows=self.mesh.rows)
-
 
 class MeshSearch:
-    """Searches the meshes of a request; ``exhaustive``: all of them, also those that bounds rule out."""
+    """Searches the meshes of a request."""
 
-    def __init__(self, request: MeshRequest, *, exhaustive: bool = False) -> None:
-        self.request, self.exhaustive = request, exhaustive
+    def __init__(self, request: MeshRequest) -> None:
+        self.request = request
         self.weighed: list[_Found] = []
         self.left: list[_Mesh] = []
 
@@ -215,9 +207,7 @@ class MeshSearch:
     def _look_at(self, mesh: _Mesh) -> None:
         """Find the best cut of a mesh among what may make a shorter step than the best."""
         enough_s = inf
-        if self.exhaustive:
-            pass
-        elif self.weighed and self.best.rank[0] == 0:
+        if self.weighed and self.best.rank[0] == 0:
             enough_s = self.best.step_s * (1 - _GAIN)
             if mesh.fullness > 1:
                 enough_s = 0.0

@@ -190,11 +190,19 @@ class RecordedModel:
         assert options.placed is not None
         fp8, group = options.precision == "fp8", options.placed.tp
         key = costs.rows, options.parallel.tp, options.parallel.sequence, fp8
-        made_of = self._parts.get(key, (None, None))[:2]
-        if made_of[0] is not costs or made_of[1] != group:
+        last = self._parts.get(key)
+        if last is None or last[0] is not costs or last[1] != group:
             shares = self.shares(options.parallel, rng=options.rng)
             model = cost_model_of(device_specs(options)[options.leading])
-            of_rank = rank_profile(costs, shares, group=group, blocks=self.outline.blocks, model=model, fp8=fp8)
+            of_rank = rank_profile(
+                costs,
+                shares,
+                group=group,
+                blocks=self.outline.blocks,
+                model=model,
+                fp8=fp8,
+                like=None if last is None or last[1] != group else (last[0], last[2]),
+            )
             self._parts[key] = costs, group, of_rank
         return self._parts[key][2]
 

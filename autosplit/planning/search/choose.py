@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import heapq
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autosplit.errors import InputError
@@ -35,6 +35,8 @@ _REPLAYS = 10
 """How many cuts are replayed at most before the one that needs the least memory is taken."""
 _MIN_MEMORY_CUTS = 4
 """How many of the cuts that need the least memory are replayed where nothing fits."""
+_MOVES = 0.95
+"""What part of a step is left at least, about, when boundaries are moved: only what may be best so is moved."""
 _EXACT = 1.01
 """A replay that is up to so much above the formula bears it out."""
 _NEAR = 1.05
@@ -42,12 +44,12 @@ _NEAR = 1.05
 
 
 class PlanChoice:
-    """The best plan of a sweep's space: ``finished`` is its cut."""
+    """The best plan of a search: ``finished`` is its cut, by default what the search still has to find."""
 
-    def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None = update) -> None:
-        self.sweep, self._search = sweep, Search(sweep, progress)
+    def __init__(self, search: Search, finished: Finished | None = None) -> None:
+        self.sweep, self._search = search.sweep, search
         with phase("searching"):
-            self.finished = self._with_room(self._search.run())
+            self.finished = self._with_room(finished or search.run())
 
     def _with_room(self, finished: Finished) -> Finished:
         """Return a cut inside modules where that fits and none between them does, else the cut that was found.
@@ -83,12 +85,21 @@ class PlanChoice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A cut of one configuration, costed by the formula; ``limits`` are the memory limits of its search, if any."""
+    """A cut of one configuration, costed by the formula; ``limits`` are the memory limits of its search, if any.
+
+    ``moved``: its boundaries have been moved, too.
+    """
 
     entry: Setup
     policy: Policy
     cut: LineCut
     limits: tuple[float, ...] | None
+    moved: bool = False
+
+    @property
+    def least_s(self) -> float:
+        """About the least that its step takes once its boundaries have been moved."""
+        return self.cut.step_s * (1.0 if self.moved else _MOVES)
 
     @property
     def step_s(self) -> float:
@@ -99,8 +110,8 @@ class Candidate:
 class Search:
     """The candidates of a search, and those that were replayed."""
 
-    def __init__(self, sweep: Sweep, progress: Callable[[int, int], None] | None = None) -> None:
-        self.sweep, self.progress = sweep, progress
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep = sweep
         self.candidates: list[Candidate] = []
         self.finished: list[Finished] = []
         self.above: dict[frozenset[str], float] = {}
@@ -118,8 +129,7 @@ class Search:
         A policy whose cut takes ``enough_s`` even without limits is left out.
         """
         for done, entry in enumerate(self.entries):
-            if self.progress is not None:
-                self.progress(done, len(self.entries))
+            update(done, len(self.entries))
             self.candidates += self._cuts(entry, enough_s)
         if not self.entries:
             raise InputError(
@@ -132,14 +142,14 @@ class Search:
         limits = self.sweep.memory_limits(entry.problem)
         cuts: list[Candidate] = []
         for policy in self.sweep.recompute_policies(entry.settled.stages):
-            free = entry.search.fastest(policy)
+            free = entry.search.fastest(policy, move=False)
             assert free is not None, "without limits every line of enough units can be cut"
-            if free.step_s >= enough_s:
+            if _MOVES * free.step_s >= enough_s:
                 continue
             cuts.append(Candidate(entry, policy, free, None))
             if self._fits(cuts[-1]):
                 break
-            if limits is not None and (held := entry.search.fastest(policy, limits)) is not None:
+            if limits is not None and (held := entry.search.fastest(policy, limits, move=False)) is not None:
                 cuts.append(Candidate(entry, policy, held, tuple(limits)))
         return cuts
 
@@ -162,7 +172,7 @@ class Search:
         Else the best that was replayed, if anything was.
         """
         self.weigh(enough_s)
-        fitting = [(each.cut.step_s, number, each) for number, each in enumerate(self.candidates) if self._fits(each)]
+        fitting = [(each.least_s, number, each) for number, each in enumerate(self.candidates) if self._fits(each)]
         heap: list[tuple[float, int, Candidate | Finished]] = [each for each in fitting if each[0] < enough_s]
         heapq.heapify(heap)
         known: set[tuple[int, LineCut]] = set()
@@ -172,6 +182,11 @@ class Search:
             step_s, number, best = heapq.heappop(heap)
             if isinstance(best, Finished):
                 return best
+            if not best.moved:
+                best = self._moved(best)
+                if best.cut.step_s < enough_s:
+                    heapq.heappush(heap, (best.cut.step_s, number, best))
+                continue
             whole_s = best.cut.step_s + self._sent_s(best.entry, best.cut)
             if whole_s > step_s:
                 heapq.heappush(heap, (whole_s, number, best))
@@ -189,15 +204,22 @@ class Search:
                     continue
                 over = [high - held for high, held in zip(finished.highs, best.cut.device_bytes, strict=True)]
             for number, following in enumerate(self._less_room(best, over)):
-                if following.cut.step_s < enough_s:
-                    heapq.heappush(heap, (following.cut.step_s, len(self.candidates) + 10 * turns + number, following))
+                if following.least_s < enough_s:
+                    heapq.heappush(heap, (following.least_s, len(self.candidates) + 10 * turns + number, following))
         return min(self.finished, key=lambda each: each.rank, default=None)
 
     def fastest(self) -> Candidate | None:
         """Return the fastest cut that keeps the limits by the formula, and as much above it as replays came out."""
         self.weigh()
         fitting = (each for each in self.candidates if self._fits(each, above=max(self.above.values(), default=1.0)))
-        return min(fitting, key=lambda each: each.step_s, default=None)
+        best = min(fitting, key=lambda each: each.step_s, default=None)
+        return None if best is None else self._moved(best)
+
+    def _moved(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with its boundaries moved while its step gets shorter, within its limits."""
+        limits = candidate.limits or self.sweep.memory_limits(candidate.entry.problem)
+        cut = candidate.entry.search.moved_on(candidate.cut, candidate.policy, limits)
+        return replace(candidate, cut=cut, moved=True)
 
     def min_memory_cut(self, *, fullest: float = float("inf"), first: bool = False) -> Finished | None:
         """Return the best of a few of the cuts that need the least memory when they are replayed.
@@ -243,7 +265,7 @@ class Search:
             return
         free = all(set(options) == {"never"} for options in candidate.policy)
         for policy in self.sweep.recompute_policies(candidate.entry.settled.stages) if free else (candidate.policy,):
-            cut = candidate.entry.search.fastest(policy, room, near=candidate.cut)
+            cut = candidate.entry.search.fastest(policy, room, near=candidate.cut, move=False)
             if cut is not None:
                 yield Candidate(candidate.entry, policy, cut, tuple(room))
 

@@ -19,7 +19,7 @@ from autosplit.planning.profiled.apply import DataflowIndex, assign
 from autosplit.planning.profiled.problem import ProfiledProblem, RecordedModel
 from autosplit.planning.profiled.units import units_of
 from autosplit.planning.request import sizes_of
-from autosplit.planning.search.choose import PlanChoice
+from autosplit.planning.search.choose import PlanChoice, Search
 from autosplit.planning.search.finish import as_cut, bounded
 from autosplit.planning.search.sweep import Space, Sweep
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
@@ -45,7 +45,7 @@ def make_plan(model: nn.Module, trace: Trace, options: Options, *, sizes: tuple[
     if options.schedule == "auto":
         schedules = _SCHEDULES if len(options.devices) > 1 else _SCHEDULES[:1]
     space = Space((options.chunks,), schedules, options.recompute)
-    choice = PlanChoice(Sweep(RecordedModel(model, trace), options, space, rows=sum(sizes)))
+    choice = PlanChoice(Search(Sweep(RecordedModel(model, trace), options, space, rows=sum(sizes))))
     writer = choice.finished.writer
     limits = [options.capacity_bytes(lane) for lane in range(len(options.devices))]
     if any(limit is not None and peak > limit for peak, limit in zip(writer.peaks, limits, strict=False)):

@@ -52,14 +52,16 @@ def profile(
         times = modelled_times(costs, model=cost_model_of(device))
     name = device.name if isinstance(device, DeviceSpec) else device
     measured = MeasuredTimes({}, name)
+    nodes = {node: memo.timed(cost, times[node], name) for node, cost in costs.items()}
     if measure and inputs is not None and not (has_meta(traced.root) or any(tensor.is_meta for tensor in inputs)):
         measured = measure_nodes(traced, inputs=inputs, rows=rows)
         _warn_of_memory(measured)
         times = _completed(costs, measured.nodes, times)
+        nodes = {node: _timed(cost, times[node], measured.nodes.get(node)) for node, cost in costs.items()}
     placeholders = [info for node in traced.graph.nodes if node.op == "placeholder" and (info := node.meta.get(INFO))]
     return Profile(
         rows=rows,
-        nodes={name: _timed(cost, times[name], measured.nodes.get(name)) for name, cost in costs.items()},
+        nodes=nodes,
         state=_state(traced),
         input_bytes={info.name: info.tensors[0].bytes_at(rows) for info in placeholders},
         input_grads={info.name: grad for info, grad in zip(placeholders, grads or (), strict=False)},

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -32,6 +33,8 @@ from autosplit.trace.graph import INFO, TracedGraph, TracedNode
 from autosplit.trace.recording.run import quiet_log
 
 _CPU = torch.device("cpu")
+_SECOND = 1 << 32
+"""The first id of a storage that a second pass makes."""
 
 
 def fake_costs(
@@ -48,21 +51,66 @@ def fake_costs(
     inputs require a gradient (None: none of them). The costs are those of training, also when gradients are switched
     off around the call. ``kernels``: whose kernels run: what they save, allocate and compute.
     """
-    grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
-    epilogue = epilogue_nodes(traced)
-    before_epilogue = frozenset(node for node, _ in traced.compute_nodes()) - epilogue
-    mode, ledger = fake_mode(), Ledger(kernels=kernels)
-    with random_state(), torch.inference_mode(False), torch.enable_grad():
-        twin = shadow(traced.root, replace=lambda tensor: fake(tensor, mode), nodes=traced.graph.nodes)
-        with quiet_log(), mode, ledger:
-            first = _FakePass(traced, twin, ledger, before_epilogue, {})
-            first.sweep(rows, grads, skip=epilogue)
-            costs = first.costs
-            if epilogue:
-                second = _FakePass(traced, twin, ledger, epilogue, first.output_ids)
-                second.sweep(batch_rows, grads, skip=frozenset())
-                costs |= second.costs
+    runs = FakeRuns(traced, input_grads=input_grads, kernels=kernels)
+    costs = {**runs.micro(rows), **runs.full(batch_rows, rows=rows)}
     return {info.name: costs[info.name] for _, info in traced.compute_nodes()}
+
+
+class FakeRuns:
+    """The costs of the nodes of one recording at several sizes, as `fake_costs` has them, each made once."""
+
+    def __init__(
+        self,
+        traced: TracedGraph,
+        *,
+        input_grads: Sequence[bool] | None = None,
+        kernels: Literal["cpu", "cuda"] = "cpu",
+    ) -> None:
+        self.traced, self.kernels = traced, kernels
+        self.grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
+        self.epilogue = epilogue_nodes(traced)
+        self._micro: dict[int, _Swept] = {}
+        self._full: dict[int, tuple[Mapping[str, list[int]], _Swept]] = {}
+
+    def micro(self, rows: int) -> dict[str, NodeProfile]:
+        """Return the costs of the micro and shared nodes at ``rows`` batch rows."""
+        return self._micro_pass(rows).costs
+
+    def full(self, batch_rows: int, *, rows: int) -> dict[str, NodeProfile]:
+        """Return the costs of the full nodes on ``batch_rows``; storages are those of the others at ``rows``."""
+        if not self.epilogue:
+            return {}
+        known_ids = self._micro_pass(rows).output_ids
+        if self._full.get(batch_rows, ({},))[0] != known_ids:
+            self._full[batch_rows] = known_ids, self._swept(self.epilogue, known_ids, batch_rows, skip=frozenset())
+        return self._full[batch_rows][1].costs
+
+    def _micro_pass(self, rows: int) -> _Swept:
+        if rows not in self._micro:
+            nodes = frozenset(node for node, _ in self.traced.compute_nodes()) - self.epilogue
+            self._micro[rows] = self._swept(nodes, {}, rows, skip=self.epilogue)
+        return self._micro[rows]
+
+    def _swept(
+        self, nodes: frozenset[fx.Node], known_ids: Mapping[str, list[int]], rows: int, *, skip: frozenset[fx.Node]
+    ) -> _Swept:
+        """Return a pass over the graph; what a second one makes has ids of its own."""
+        mode, ledger = fake_mode(), Ledger(kernels=self.kernels)
+        ledger.entered = _SECOND if known_ids else 0
+        with random_state(), torch.inference_mode(False), torch.enable_grad():
+            twin = shadow(self.traced.root, replace=lambda tensor: fake(tensor, mode), nodes=self.traced.graph.nodes)
+            with quiet_log(), mode, ledger:
+                run = _FakePass(self.traced, twin, ledger, nodes, known_ids)
+                run.sweep(rows, self.grads, skip=skip)
+        return _Swept(run.costs, run.output_ids)
+
+
+@dataclass(frozen=True)
+class _Swept:
+    """What a pass says of its nodes, and the ids of the storages of all results, by stable name."""
+
+    costs: dict[str, NodeProfile]
+    output_ids: dict[str, list[int]]
 
 
 class _FakePass(BorderInterpreter):

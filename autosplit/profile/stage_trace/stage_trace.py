@@ -115,7 +115,7 @@ class _Run:
                 if tensor.requires_grad:
                     self.leaves.append(tensor)
                     self.parameters[id(tensor)] = node.meta[INFO].name
-        self.pieces = _pieces(stage.nodes, how.units, whole=how.whole)
+        self.pieces = pieces_of(stage.nodes, how.units, whole=how.whole)
         self.ends = _last_uses(self.pieces, keep=frozenset(stage.outputs))
 
     def traced(self) -> StageTrace:
@@ -198,7 +198,7 @@ class _Run:
             for tensor in inputs:
                 tensor.grad = None
 
-    def _play(self, piece: _Piece, env: dict[fx.Node, Any]) -> None:
+    def _play(self, piece: Piece, env: dict[fx.Node, Any]) -> None:
         """Run a piece on the values in ``env``, which holds afterwards what is still to be taken."""
         if not piece.again:
             self._run_nodes(piece.nodes, env)
@@ -337,21 +337,21 @@ def _lent(node: fx.Node, value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """Nodes that run one after the other, as they are or to be run again in the backward."""
 
     nodes: tuple[fx.Node, ...]
     again: bool
 
 
-def _pieces(nodes: tuple[fx.Node, ...], units: Collection[str], *, whole: bool) -> tuple[_Piece, ...]:
+def pieces_of(nodes: tuple[fx.Node, ...], units: Collection[str], *, whole: bool) -> tuple[Piece, ...]:
     """Return a stage's nodes cut where a unit begins or ends."""
     if whole or not units:
-        return (_Piece(nodes, whole),) if nodes else ()
-    return tuple(_Piece(piece, bool(unit)) for unit, piece in in_units(nodes, units))
+        return (Piece(nodes, whole),) if nodes else ()
+    return tuple(Piece(piece, bool(unit)) for unit, piece in in_units(nodes, units))
 
 
-def _last_uses(pieces: Sequence[_Piece], *, keep: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+def _last_uses(pieces: Sequence[Piece], *, keep: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """Map nodes to the values that nobody takes after them."""
     last: dict[fx.Node, fx.Node] = {}
     for piece in pieces:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from autosplit.profile.blocks import block_trace
+from autosplit.profile.stage_trace.kinds import StageKinds
 from autosplit.profile.stage_trace.stage_graph import StageNodes, Stages
 from autosplit.profile.stage_trace.stage_trace import How
 from autosplit.schedule.memory.pieces import RankParts, Recompute, StageTraces
@@ -17,6 +18,7 @@ class TraceMemo:
     def __init__(self, traced: TracedGraph) -> None:
         self.stages = Stages(traced)
         self._known: dict[Hashable, StageTraces] = {}
+        self._kinds = StageKinds()
 
     def key(self, stage: StageNodes, how: How) -> Hashable:
         """Return what a stage's traces depend on."""
@@ -45,6 +47,6 @@ class TraceMemo:
             return StageTraces(recompute, *known)
         key = recompute, *(None if how is None else self.key(stage, how) for how in (never, recomputed))
         if key not in self._known:
-            traces = (None if how is None else block_trace(stage, how) for how in (never, recomputed))
+            traces = (None if how is None else block_trace(stage, how, self._kinds) for how in (never, recomputed))
             self._known[key] = StageTraces(recompute, *traces)
         return self._known[key]
