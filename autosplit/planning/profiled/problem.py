@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -121,13 +122,15 @@ class RecordedModel:
 
     def _profiled(self, options: Options, sizes: tuple[int, ...], device: DeviceSpec | str) -> Profile:
         leaves = probe_inputs(self.trace.inputs, sizes[0])
-        with borrowed(self.model), autocast_of(options.precision, kernels=options.kernels):
+        measure = options.measure and _lies_on(options.devices[options.leading], self.model, leaves)
+        state = borrowed(self.model) if measure else contextlib.nullcontext()  # else nothing of the model's own runs
+        with state, autocast_of(options.precision, kernels=options.kernels):
             costs = profile(
                 self.trace.graph,
                 rows=sizes[0],
                 batch_rows=sum(sizes),
                 inputs=leaves,
-                measure=options.measure and _lies_on(options.devices[options.leading], self.model, leaves),
+                measure=measure,
                 device=device,
                 kernels=options.kernels,
                 memo=self._costs,

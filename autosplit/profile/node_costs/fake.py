@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -70,7 +70,7 @@ class FakeRuns:
         self.grads = input_grads if input_grads is not None else [False] * len(traced.inputs)
         self.epilogue = epilogue_nodes(traced)
         self._micro: dict[int, _Swept] = {}
-        self._full: dict[int, tuple[Mapping[str, list[int]], _Swept]] = {}
+        self._full: dict[Hashable, _Swept] = {}
 
     def micro(self, rows: int) -> dict[str, NodeProfile]:
         """Return the costs of the micro and shared nodes at ``rows`` batch rows."""
@@ -81,9 +81,10 @@ class FakeRuns:
         if not self.epilogue:
             return {}
         known_ids = self._micro_pass(rows).output_ids
-        if self._full.get(batch_rows, ({},))[0] != known_ids:
-            self._full[batch_rows] = known_ids, self._swept(self.epilogue, known_ids, batch_rows, skip=frozenset())
-        return self._full[batch_rows][1].costs
+        key = batch_rows, tuple(map(tuple, known_ids.values()))
+        if key not in self._full:
+            self._full[key] = self._swept(self.epilogue, known_ids, batch_rows, skip=frozenset())
+        return self._full[key].costs
 
     def _micro_pass(self, rows: int) -> _Swept:
         if rows not in self._micro:
