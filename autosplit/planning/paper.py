@@ -110,6 +110,15 @@ def prepare(
     return OnPaper(RecordedModel(twin, traced), options, sample if by_values else blank, loss_fn, by_values, adapters)
 
 
+def in_precision(paper: OnPaper, precision: str) -> OnPaper:
+    """Return the model in another precision: recorded anew unless all its tensors are of the same dtypes there."""
+    options = replace(paper.options, precision=precision)
+    kinds = [(_DTYPES.get(each or ""), each in AUTOCASTS) for each in (paper.options.precision, precision)]
+    if kinds[0] == kinds[1] and not kinds[0][1]:
+        return paper.of(options)
+    return prepare(paper.recorded.model, paper.sample, options, loss_fn=paper.loss_fn)
+
+
 def search_space(options: Options, *, rows: int, free_chunks: bool) -> Space:
     """Return the space to search: the choices that were given, and for open ones all values that are worth trying.
 

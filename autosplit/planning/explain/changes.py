@@ -16,10 +16,10 @@ from typing import Literal, cast
 from autosplit.checks import resolve_machine
 from autosplit.errors import TraceError
 from autosplit.planning.explain.verdicts import binding
-from autosplit.planning.paper import OnPaper, prepare, stand_ins
+from autosplit.planning.paper import OnPaper, in_precision, stand_ins
 from autosplit.planning.plan.fields import Change
 from autosplit.planning.plan.plan import Plan
-from autosplit.planning.search.choose import PlanChoice, Search
+from autosplit.planning.search.choose import HOPELESS, PlanChoice, Search
 from autosplit.planning.search.finish import Finished
 from autosplit.planning.search.sweep import Space
 from autosplit.units import format_bytes, format_seconds
@@ -84,8 +84,7 @@ class Request:
             elif name == "optimizer":
                 paper = replace(paper, options=replace(paper.options, optimizer=value))
             elif name == "precision":
-                options = replace(paper.options, precision=str(value))
-                paper = prepare(paper.recorded.model, paper.sample, options, loss_fn=paper.loss_fn)
+                paper = in_precision(paper, str(value))
             elif name == "recompute":
                 space = replace(space, recompute=(str(value),))
             elif name == "chunks":
@@ -165,7 +164,7 @@ class _Trials:
         if words not in self._leanest:
             try:
                 search = self.request.changed(candidate.arguments, chunks=self.plan.chunks).search()
-                self._leanest[words] = search, search.min_memory_cut()
+                self._leanest[words] = search, search.min_memory_cut(fullest=HOPELESS)
             except TraceError:  # in that precision
                 self._leanest[words] = None
         return self._leanest[words]

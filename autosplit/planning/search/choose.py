@@ -39,6 +39,8 @@ _MOVES = 0.95
 """What part of a step is left at least, about, when boundaries are moved: only what may be best so is moved."""
 _EXACT = 1.01
 """A replay that is up to so much above the formula bears it out."""
+HOPELESS = 1.25
+"""What needs so many times its room by the formula is never found to fit by a replay."""
 _NEAR = 1.05
 """A peak by the formula is borderline up to so much above the capacity."""
 
@@ -58,7 +60,7 @@ class PlanChoice:
         """
         if finished.sure or self.sweep.pieces is None:
             return finished
-        fullest = 1.0 if finished.verdict == "borderline" else float("inf")
+        fullest = 1.0 if finished.verdict == "borderline" else HOPELESS
         leaner = Search(self.sweep.anywhere()).min_memory_cut(fullest=fullest, first=True)
         return refined(self.sweep, leaner) if leaner is not None and leaner.rank[0] < finished.rank[0] else finished
 
@@ -294,7 +296,8 @@ class Search:
             )
             if (index, cut) not in tried and not any(beaten):
                 tried[index, cut] = over, self._finish(self.entries[index], cut)
-            if len(tried) == _MIN_MEMORY_CUTS or (first and any(each.verdict != "no" for _, each in tried.values())):
+            hopeless = over > HOPELESS or len(tried) == _MIN_MEMORY_CUTS
+            if hopeless or (first and any(each.verdict != "no" for _, each in tried.values())):
                 break
 
     def alternatives(self, besides: Alternative) -> list[Alternative]:
