@@ -48,8 +48,10 @@ def shorten(stage: StageNodes, *, behind: int = 0) -> tuple[StageNodes, Runs]:
     runs = tuple(run.without(behind) for run in all_runs if len(run.paths) >= _FEWEST + behind)
     if not runs:
         return stage, ()
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in (*stage.numbers, *stage.inputs):
+    graph, copies, like = fx.Graph(), dict[fx.Node, fx.Node](), templates(runs)
+    taken = {operand for node in stage.nodes if node not in like for operand in node.all_input_nodes}
+    inputs = tuple(node for node in stage.inputs if node in taken)  # else it is lent to a block that is left out
+    for node in (*stage.numbers, *inputs):
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = node.meta
     nodes = _copied(stage.nodes, runs, graph, copies)
@@ -57,7 +59,7 @@ def shorten(stage: StageNodes, *, behind: int = 0) -> tuple[StageNodes, Runs]:
     def copied(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
         return tuple(copies[node] for node in nodes)
 
-    return StageNodes(stage.root, copied(stage.numbers), copied(stage.inputs), nodes, copied(stage.outputs)), runs
+    return StageNodes(stage.root, copied(stage.numbers), copied(inputs), nodes, copied(stage.outputs)), runs
 
 
 def shorten_graph(traced: TracedGraph) -> tuple[fx.Graph, Runs]:
