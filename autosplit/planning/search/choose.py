@@ -296,8 +296,7 @@ class Search:
             )
             if (index, cut) not in tried and not any(beaten):
                 tried[index, cut] = over, self._finish(self.entries[index], cut)
-            hopeless = over > HOPELESS or len(tried) == _MIN_MEMORY_CUTS
-            if hopeless or (first and any(each.verdict != "no" for _, each in tried.values())):
+            if len(tried) == _MIN_MEMORY_CUTS or (first and any(each.verdict != "no" for _, each in tried.values())):
                 break
 
     def alternatives(self, besides: Alternative) -> list[Alternative]:
