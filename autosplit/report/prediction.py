@@ -43,6 +43,7 @@ def prediction(plan: Plan) -> Section:
     bottleneck = f"{format_seconds(plan.bottleneck_s)} per microbatch"
     facts = (
         ("step", f"{step}, {proof(plan)}" if steps else step),
+        *_hangs_on(plan),
         *_speed(plan),
         *price(plan),
         ("imbalance", f"{ratio} (slowest {unit} over the mean; the slowest is {unit} {slowest})"),
@@ -63,6 +64,14 @@ def proof(plan: Plan) -> str:
         return f"the least of all cuts with the same {fixed}"
     bound = f"lower bound {format_seconds(plan.lower_bound_s)}"
     return f"at most {plan.gap:.1%} above the least of all cuts with the same {fixed} ({bound})"
+
+
+def _hangs_on(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield between what times the step may come out, and how much longer it is where something is slower."""
+    if plan.step_low_s is None or plan.step_high_s is None:
+        return
+    hangs = [f"with {each.what} {each.ratio - 1:.0%} longer" for each in plan.sensitivity]
+    yield "range", f"{format_seconds(plan.step_low_s)} to {format_seconds(plan.step_high_s)}; {', '.join(hangs)}"
 
 
 def _speed(plan: Plan) -> Iterator[tuple[str, str]]:

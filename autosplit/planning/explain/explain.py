@@ -11,6 +11,7 @@ from autosplit.errors import DeviceError, InputError
 from autosplit.planning.explain.changes import Request, changes, device_counts, least, tried
 from autosplit.planning.explain.extremes import Extreme, largest_sequence
 from autosplit.planning.explain.price import price_of
+from autosplit.planning.explain.range import range_of
 from autosplit.planning.explain.reasons import reasons
 from autosplit.planning.explain.verdicts import binding, device_verdicts
 from autosplit.planning.paper import OnPaper, stand_ins
@@ -148,7 +149,7 @@ def answered(paper: OnPaper, space_of: Callable[[OnPaper], Space], *, find: str)
 
 
 def assumed(plan: Plan, paper: OnPaper, *, price: float | None = None) -> Plan:
-    """Return the plan with its price, and notes on what nobody said: what stands for the loss, whose values decided."""
+    """Return the plan with range and price, and notes on what nobody said: what stands for the loss, whose values."""
     notes: list[str | None] = [] if paper.options.machine is None else list(paper.options.machine.taken)
     if paper.options.loss is None and plan.schedule != "forward":
         notes.append(note_on_no_loss(paper.recorded.trace.graph))
@@ -172,7 +173,8 @@ def assumed(plan: Plan, paper: OnPaper, *, price: float | None = None) -> Plan:
         )
     asked = {} if paper.adapters is None else paper.adapters.words
     said = (*plan.notes, *(note for note in notes if note is not None))
-    return plan.model_copy(update=asked | {"notes": said, "price": price_of(plan, price)})
+    known = range_of(plan, paper)
+    return plan.model_copy(update=asked | known | {"notes": said, "price": price_of(plan, price)})
 
 
 def _fewer_microbatches(plan: Plan, paper: OnPaper, space: Space) -> Iterator[str]:

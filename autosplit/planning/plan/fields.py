@@ -117,6 +117,14 @@ class Price(FrozenFields):
     """Of a billion tokens in steps like the plan's; None where rows have no tokens."""
 
 
+class Sensitivity(FrozenFields):
+    """How much longer the step is where something is slower."""
+
+    what: str
+    ratio: Annotated[float, Field(gt=0)]
+    """The step then over the plan's."""
+
+
 class Change(FrozenFields):
     """What would make a plan fit that does not, or fit better, and its price."""
 

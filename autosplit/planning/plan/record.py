@@ -20,6 +20,7 @@ from autosplit.planning.plan.fields import (
     MeshDegrees,
     Price,
     Seconds,
+    Sensitivity,
     Size,
     Verdict,
 )
@@ -170,6 +171,11 @@ class PlanRecord(FrozenFields):
     optimizer: Annotated[str, Field(pattern=rf"^({'|'.join(OPTIMIZERS)}|[0-9]+)$")]
     """Its name, or its bytes of state per parameter element."""
     step_s: Seconds
+    step_low_s: Seconds | None = None
+    step_high_s: Seconds | None = None
+    """Between what times the step may come out; None where that is not known."""
+    sensitivity: tuple[Sensitivity, ...] = ()
+    """What the step hangs on."""
     overhead_s: Seconds = 0.0
     """The part of ``step_s`` that is no work of the model: the runtime's, and lanes that share the host's memory."""
     bubble: Annotated[float, Field(ge=-1e-9, le=1 + 1e-9)]

@@ -118,14 +118,19 @@ class Writer:
         costs = self.partition.costs
         return update_s(costs.timeline, costs.transfers, self._cut.states, self.options)
 
+    @property
+    def step_s(self) -> float:
+        """The step, without what a runtime takes beside it: the actions, what runs or is sent once, and the update."""
+        once_s = shared_s(self.traced, self.costs) + sent_s(self._boundaries, self.costs, self.options)
+        return self.partition.costs.step_s + once_s + self.update_s
+
     def plan(self) -> Plan:
         """Return the plan with its prediction."""
         stages = tuple(self._stage(index) for index in range(self.partition.stages))
         boundaries = self._boundaries
         costs = self.partition.costs
         extra_s = overhead_s(self.options, stages, self.schedule, costs.timeline)
-        update_s, peak = self.update_s, peak_flops_per_s(self.options, dtype := parameter_dtype(self.traced))
-        beside_s = shared_s(self.traced, self.costs) + sent_s(boundaries, self.costs, self.options) + extra_s + update_s
+        peak = peak_flops_per_s(self.options, dtype := parameter_dtype(self.traced))
         plan = Plan(
             fingerprint=fingerprint_of(self.model, [info.name for _, info in self.traced.compute_nodes()]),
             devices=tuple(map(self.options.device_name, range(len(self.schedule.lanes)))),
@@ -143,9 +148,9 @@ class Writer:
             precision=self.options.precision,
             issue_threads=issue_threads(self.options),
             processes=self.options.processes,
-            step_s=costs.step_s + beside_s,
+            step_s=self.step_s + extra_s,
             overhead_s=extra_s,
-            update_s=update_s,
+            update_s=self.update_s,
             bubble=costs.timeline.bubble,
             bottleneck_s=self.partition.costs.bottleneck_s,
             lower_bound_s=self.partition.lower_bound_s + shared_s(self.traced, self.costs),
