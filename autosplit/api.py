@@ -26,17 +26,18 @@ from autosplit.errors import InputError
 from autosplit.options import Options, Sample, resolve_compile, resolve_devices, resolve_lanes, resolve_rng
 from autosplit.parallel import Parallel
 from autosplit.planning.asked import (
-    check_room,
     dealt,
     degrees_of,
     followed,
+    generating,
     given_sample,
     in_dtypes,
     of_plan,
     replicas_asked,
 )
 from autosplit.planning.explain.explain import answered, assumed
-from autosplit.planning.paper import OnPaper, prepare, search_space, stand_ins
+from autosplit.planning.generate import generated
+from autosplit.planning.paper import prepare, stand_ins
 from autosplit.planning.parallel.search import MeshRequest, plan_mesh
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.request import DEFAULT_CHUNKS, chosen
@@ -275,6 +276,7 @@ def plan(
     reduce_dtype: Any = None,
     lora: Any = None,
     base: str | None = None,
+    generate: int | None = None,
     find: str = "best",
     plan: Plan | str | Path | None = None,
     processes: bool = False,
@@ -312,9 +314,10 @@ def plan(
         fsdp_reshard: as in `autosplit`, under ``zero=3``. "never": parameters and gradients of a stage are whole for
             a step; "always": those of two of its blocks.
         mp_policy, reduce_dtype: as in `autosplit`, on a mesh of its runtime; a policy in bf16, and under ``zero=3``.
-        lora: adapters that are trained in the place of the model, as PEFT adds them: text such as
-            "r=16,targets=q_proj+v_proj", or ``targets=all-linear``; ``alpha=``, ``dropout=`` too. Those there stay.
+        lora: adapters that are trained in the place of the model, as PEFT's: "r=16,targets=q_proj+v_proj", or
+            ``targets=all-linear``; ``alpha=``, ``dropout=`` too. Those there stay.
         base: how the frozen linear weights are kept, but for the head: "nf4" or "int8", as by bitsandbytes.
+        generate: how many tokens a decoder of transformers makes behind the sample's prompts (``plan.generation``).
         find: "best": the best plan for these devices and this batch; or the one for the "smallest" number of these
             devices, for the "largest_batch" (in ``chunks`` microbatches) or "largest_sequence" that surely fits.
         plan: a `Plan` or the path of a saved one, also one that was edited: its cut, schedule and chunks are checked on
@@ -338,6 +341,7 @@ def plan(
     pinned, usd = followed(plan, find=find, processes=processes), check_price(price)
     devices, precision, processes = of_plan(pinned, devices, precision, processes)
     spec = resolve_machine(devices, network=network)
+    schedule, optimizer = generating(generate, schedule, optimizer, mesh or replicas or pinned, find)
     degrees = degrees_of(mesh, zero, runtime, fsdp_reshard, len(spec), schedule=schedule, find=find, pinned=pinned)
     precision, like = in_dtypes(mesh, zero, runtime, fsdp_reshard, reduce_dtype, mp_policy, precision)
     spec = spread(spec) if degrees is not None else spec
@@ -348,24 +352,17 @@ def plan(
     asked = choices(devices=degrees.pp if isinstance(degrees, Parallel) else len(each or spec)) | {"replicas": each}
     apart = processes or degrees is not None
     options = Options(stand_ins(spec), **asked, batch_dims=batch_dims, measure=False, machine=spec, processes=apart)
-    check_room(options)
-
     with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
+        if generate is not None:
+            return generated(model, given_sample(model, sample), options, adapters, new=generate, chunks=chunks)
         paper = prepare(model, given_sample(model, sample), options, loss_fn=loss_fn, adapters=adapters)
         meshes = partial(MeshRequest, paper, spec, choices, zero=zero, free_chunks=chunks == "auto")
         request = None if degrees is None else meshes(degrees, runtime=runtime, like=like)
         if pinned is not None:
             own_options = request.options(degrees) if request and isinstance(degrees, Parallel) else paper.options
             return assumed(recosted(paper.recorded.model, paper.recorded.trace, own_options, pinned), paper, price=usd)
-        return assumed(_searched(paper, request, find=find, free_chunks=chunks == "auto"), paper, price=usd)
-
-
-def _searched(paper: OnPaper, mesh: MeshRequest | None, *, find: str, free_chunks: bool) -> Plan:
-    """Return the best plan of a mesh, or else of a pipeline over all devices."""
-    if mesh is not None:
-        return plan_mesh(mesh)
-    rows = paper.recorded.rows
-    return answered(paper, lambda case: search_space(case.options, rows=rows, free_chunks=free_chunks), find=find)
+        best = plan_mesh(request) if request else answered(paper, free_chunks=chunks == "auto", find=find)
+        return assumed(best, paper, price=usd)
 
 
 def _check_module(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,7 @@ EXAMPLES = """Examples:
   autosplit plan my.gpt:GPT --devices 8x8xH100-SXM5-80GB --mesh dp=8,tp=2,pp=4 --runtime megatron \\
                             --input "input_ids=int64[1024,2048]<50257"
   autosplit plan config.json --devices 1xL4 --lora r=16,targets=all-linear --base nf4
+  autosplit plan config.json --devices 2xL40S --generate 512 --batch 32 --sequence 4096
   autosplit plan my.gpt:GPT --chunks 16 --largest-batch --input "input_ids=int64[16,1024]<50257" --markdown
   autosplit plan nets.py:Detector --input "batch.x=float32[64,3,32,32]" --input "pair[0]=bool[64]" --input "act='relu'"
 
@@ -108,6 +110,10 @@ Base = Annotated[
 Network = Annotated[
     str | None, typer.Option(metavar="SPEED", help="Of each host to others: 100Gbit, 8x400Gbit or 12.5GB/s.")
 ]
+Generate = Annotated[
+    int | None,
+    typer.Option(metavar="TOKENS", help="Plan to make so many tokens behind each prompt; nothing is trained."),
+]
 PlanChunks = Annotated[str, typer.Option(help="Number of microbatches, or auto.")]
 
 
@@ -138,10 +144,13 @@ def plan_command(
     lora: LoraText = None,
     base: Base = None,
     network: Network = None,
+    generate: Generate = None,
     script: Script = None,
 ) -> int:
     """Plan the training of a model on devices that do not have to be there: will it fit, how fast, and what else."""
     outputs.check()
+    if generate is not None:
+        options, train = _forwards(options), train or False
     wanted = False if loss is not None else wants_labels(labels, options.schedule)
     spec = inputs.spec(model, labels=wanted, train=train)
     frozen = (lora, base) != (None, None)
@@ -162,12 +171,10 @@ def plan_command(
     choices |= {"mesh": mesh, "zero": common.number_or_word(zero), "replicas": each, "runtime": runtime}
     check_adapters(lora, base, precision, options.schedule)
     choices |= {"fsdp_reshard": fsdp_reshard, "price": check_price(price), "lora": lora, "base": base}
-    choices |= {"machine": machine, "loss": loss, "processes": processes}
+    choices |= {"machine": machine, "loss": loss, "processes": processes, "generate": generate}
     with common.beside_stdout():
-        if find == "largest_model":
-            planned = _largest_model(spec, choices)
-        else:
-            planned, specs = _planned(spec, find=find, **choices)
+        largest = find == "largest_model"
+        planned, specs = _largest_model(spec, choices) if largest else _planned(spec, find=find, **choices)
         if script is not None:
             from cost_models.registry import spread
 
@@ -176,10 +183,10 @@ def plan_command(
     return outputs.answer(planned)
 
 
-def _largest_model(spec: ModelSpec, choices: dict[str, Any]) -> Plan:
+def _largest_model(spec: ModelSpec, choices: dict[str, Any]) -> tuple[Plan, Sequence[InputSpec]]:
     from autosplit.cli.family import largest_model
 
-    return largest_model(spec, lambda each: _planned(each, **choices)[0])
+    return largest_model(spec, lambda each: _planned(each, **choices)[0]), ()
 
 
 def default_precision(spec: ModelSpec, *, schedule: str, frozen: bool = False) -> str | None:
@@ -201,6 +208,10 @@ def _check_script(*, mesh: str | None, replicas: str | None, runtime: str, froze
         raise InputError(f"--script trains by autosplit, and --runtime plans {runtime}; use --export for that")
     if mesh is not None and spec.batch_dims is not None:
         raise InputError("--script cuts a mesh's batch along the first dimension; leave --batch-dims or --mesh out")
+
+
+def _forwards(options: common.PlanOptions) -> common.PlanOptions:
+    return replace(options, schedule="forward") if options.schedule == "auto" else options
 
 
 def _with_plan(
@@ -287,5 +298,7 @@ def _plan_of(
 
     rows = ROWS_PER_DEVICE * len(machine)
     inputs = input_specs(spec, model=model, rows=rows, say=not again)
+    if choices["generate"] and spec.is_config and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        inputs = (*inputs, InputSpec("logits_to_keep", 1))  # as generate() of transformers reads a prompt
     sample = make_sample(replace(spec, inputs=inputs), model=model, rows=rows)
     return plan(model, sample=sample, batch_dims=spec.batch_dims, devices=machine, **choices), inputs

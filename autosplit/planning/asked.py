@@ -197,3 +197,19 @@ def of_plan(pinned: Plan | None, devices: Any, precision: str | None, processes:
         return devices, precision, processes
     devices = (pinned.machine if devices == MACHINE else None) or devices
     return devices, pinned.precision if precision is None else precision, processes or pinned.processes
+
+
+def generating(generate: Any, schedule: Any, optimizer: Any, others: Any, find: str) -> tuple[Any, Any]:
+    """Return the schedule and the optimizer: where text is generated, forwards alone, and none.
+
+    Raises InputError for no number of tokens, and for what is not planned with it: ``others`` of a pipeline's.
+    """
+    if generate is None:
+        return schedule, optimizer
+    if isinstance(generate, bool) or not isinstance(generate, int) or generate < 1:
+        raise InputError(f"generate={generate!r}: give the number of new tokens of each row, at least 1")
+    if others or find != "best" or schedule not in ("auto", "forward"):
+        raise InputError(
+            f"generate={generate} plans one pipeline of forwards; leave mesh=, replicas=, plan=, find=, schedule= out"
+        )
+    return "forward", "none"

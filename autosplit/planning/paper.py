@@ -9,6 +9,7 @@ What a forward decides by values cannot be followed there; a model that has valu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from autosplit.adapters import Adapters
 from autosplit.errors import InputError, TraceError
 from autosplit.options import Options, Sample
 from autosplit.planning.adapters import adapt
+from autosplit.planning.asked import check_room
 from autosplit.planning.paper_loss import paper_loss
 from autosplit.planning.profiled.problem import RecordedModel
 from autosplit.planning.search.sweep import Space, Sweep
@@ -72,17 +74,27 @@ def stand_ins(machine: MachineSpec) -> tuple[torch.device, ...]:
 
 
 def prepare(
-    model: nn.Module, sample: Sample, options: Options, *, loss_fn: Any = None, adapters: Adapters | None = None
+    model: nn.Module,
+    sample: Sample,
+    options: Options,
+    *,
+    loss_fn: Any = None,
+    adapters: Adapters | None = None,
+    then: Callable[[nn.Module], None] = lambda _: None,
 ) -> OnPaper:
     """Record a model on paper, in the precision that is asked for and with adapters; the model stays as it is.
 
+    ``then`` changes the twin that has adapters further.
+
     Raises TraceError where no graph can follow it, InputError for a model without parameters, a sample whose batch
-    cannot be told, or a loss that cannot be called on the output.
+    cannot be told, a reserve of all that a device has, or a loss that cannot be called on the output.
     """
+    check_room(options)
     dtype = _DTYPES.get(options.precision or "")
     twin, blank = _twin(model, dtype, always=adapters is not None), _blank(sample, dtype)
     if adapters is not None:
         adapt(twin, adapters, compute=AUTOCASTS.get(options.precision or ""))
+        then(twin)
     whole_norms = options.batch_norm == "full"
     try:
         traced = trace(twin, blank, batch_dims=options.batch_dims, whole_norms=whole_norms)

@@ -54,6 +54,31 @@ def prediction(plan: Plan) -> Section:
     return Section("Prediction", facts=facts)
 
 
+def generation(plan: Plan) -> Iterator[Section]:
+    """Yield what generating text takes beside reading the prompts, which the plan is of."""
+    made = plan.generation
+    if made is None:
+        return
+    rows, total = sum(plan.microbatch_rows), sum(made.cache_bytes)
+    each = ", ".join(f"{format_bytes(size)} on stage {stage}" for stage, size in enumerate(made.cache_bytes))
+    token = format_bytes(total // (rows * (made.prompt + made.new)))
+    pace = f"{format_seconds(made.decode_s)} from one token of all rows to the next"
+    prefill = f"{format_rate(plan.tokens_per_s or 0)} tokens/s"
+    decode = f"{format_rate(rows / made.decode_s)} tokens/s"
+    if made.issue_s > made.decode_s:
+        decode += f"; the host issues kernels for {format_seconds(made.issue_s)}, which is the pace without CUDA graphs"
+    facts = [
+        ("cache", f"{format_bytes(total)} for {rows} x {made.prompt + made.new} tokens, {token} each: {each}"),
+        ("prefill", f"{format_seconds(plan.step_s)} for {plural(rows, 'prompt')}: {prefill}"),
+        ("decode", f"{plural(made.groups, 'group')} in turn, {pace}: {decode}"),
+    ]
+    if made.largest_batch is not None and made.largest_prompt is not None:
+        longest = made.largest_prompt + made.new if made.largest_prompt else 0
+        words = f"about {made.largest_batch} rows of {made.prompt + made.new} tokens, or {rows} rows of {longest}"
+        facts.append(("fits", words))
+    yield Section(f"Generating {made.new} tokens behind prompts of {made.prompt}", facts=tuple(facts))
+
+
 def proof(plan: Plan) -> str:
     """Return how far from the best cut the plan's is, and of which plans that is the best: others than cuts may win."""
     if plan.status != "optimal" and plan.lower_bound_s <= 0:

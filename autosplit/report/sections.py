@@ -35,7 +35,7 @@ from autosplit.report.document import (
     table_width,
 )
 from autosplit.report.next_steps import COMMAND, next_steps
-from autosplit.report.prediction import changes, frontier, meshes, prediction, shares, verdicts
+from autosplit.report.prediction import changes, frontier, generation, meshes, prediction, shares, verdicts
 from autosplit.report.words import covers, fit_modules, format_count, repeats, shorten, size_words, some_numbers
 from autosplit.units import format_bytes, format_seconds, plural
 
@@ -85,6 +85,7 @@ def sections(plan: Plan, *, width: int | None, seen: Beside | None = None, comma
         *verdicts(plan, width=width),
         boundary_table(plan, width=width),
         prediction(plan),
+        *generation(plan),
         *measured_sections(plan, seen),
         *changes(plan),
         *frontier(plan, width=width),
@@ -146,7 +147,7 @@ def model_words(plan: Plan) -> str:
     precision = f"{dtype}, as the model is" if plan.precision is None else f", precision {plan.precision}"
     rows = "" if plan.sequence is None else f", rows of {plural(plan.sequence, 'token')}"
     count = f"{format_count(plan.parameters)} parameters"
-    if plan.frozen:
+    if 0 < plan.frozen < plan.parameters:
         count = f"trained {format_count(plan.parameters - plan.frozen)} of {count}"
     kept = "".join(f", {name} {value}" for name, value in (("LoRA", plan.lora), ("base", plan.base)) if value)
     return f"{count}{precision}{kept}{rows}"

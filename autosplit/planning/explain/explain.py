@@ -14,7 +14,7 @@ from autosplit.planning.explain.price import price_of
 from autosplit.planning.explain.range import range_of
 from autosplit.planning.explain.reasons import reasons
 from autosplit.planning.explain.verdicts import binding, device_verdicts
-from autosplit.planning.paper import OnPaper, stand_ins
+from autosplit.planning.paper import OnPaper, search_space, stand_ins
 from autosplit.planning.paper_loss import note_on_no_loss
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.search.sweep import Space
@@ -133,8 +133,13 @@ _ROOM = 0.8
 """A device holds a model with room that fills at most this share of what it surely has."""
 
 
-def answered(paper: OnPaper, space_of: Callable[[OnPaper], Space], *, find: str) -> Plan:
+def answered(paper: OnPaper, *, find: str, free_chunks: bool) -> Plan:
     """Return the best plan, or the one at the edge that is asked for, with its explanation."""
+    rows = paper.recorded.rows
+
+    def space_of(case: OnPaper) -> Space:
+        return search_space(case.options, rows=rows, free_chunks=free_chunks)
+
     if find == "best":
         request = Request(paper, space_of(paper), paper.recorded.rows)
         best = explained(request.plan(), request)
@@ -172,6 +177,8 @@ def assumed(plan: Plan, paper: OnPaper, *, price: float | None = None) -> Plan:
             "hide something"
         )
     asked = {} if paper.adapters is None else paper.adapters.words
+    if asked.get("base") and plan.mesh is not None and plan.mesh.tp > 1:
+        notes.append("quantised weights lie whole on every tensor-parallel rank, and their products are not shared")
     said = (*plan.notes, *(note for note in notes if note is not None))
     known = range_of(plan, paper)
     return plan.model_copy(update=asked | known | {"notes": said, "price": price_of(plan, price)})
@@ -223,7 +230,8 @@ def one_is_enough(plan: Plan, request: Request) -> str | None:
     alone = single.search().fastest()
     if alone is None or (held_bytes := max(alone.cut.device_bytes)) > _ROOM * room:
         return None
-    gradients = sum(stage.memory.parameter_bytes for stage in plan.stages)
+    trained = 1 - plan.frozen / plan.parameters
+    gradients = round(trained * sum(stage.memory.parameter_bytes for stage in plan.stages))
     ring_s = max(2 * (count - 1) * link.transfer_s(-(-gradients // count)) for link in links)
     held, step_s = format_bytes(held_bytes), format_seconds(alone.step_s)
     return (

@@ -138,3 +138,24 @@ class Change(FrozenFields):
     verdict: Verdict
     planned: bool = False
     """Whether it was planned anew, as some are in older files; else its figures are estimates."""
+
+
+class Generation(FrozenFields):
+    """What generating text takes, beside a plan that reads the prompts: of a batch in as many groups as there are.
+
+    Attributes:
+        prompt, new: tokens of each row, given and made.
+        cache_bytes: keys and values of all rows and tokens, by stage; buffers of the stage.
+        decode_s: from one token of all rows to the next, half of the new ones made.
+        issue_s: how long the host issues the kernels of that one by one, as it does without CUDA graphs.
+        largest_batch, largest_prompt: about what fits of one, the other as it is; 0: nothing. None: no limit is known.
+    """
+
+    prompt: Size
+    new: Size
+    groups: Size
+    cache_bytes: tuple[Size, ...]
+    decode_s: Seconds
+    issue_s: Seconds
+    largest_batch: Size | None
+    largest_prompt: Size | None

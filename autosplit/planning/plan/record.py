@@ -15,6 +15,7 @@ from autosplit.planning.plan.fields import (
     Change,
     Count,
     FrozenFields,
+    Generation,
     LaneCurve,
     MeshAlternative,
     MeshDegrees,
@@ -238,6 +239,8 @@ class PlanRecord(FrozenFields):
     """Of the plans that the search weighed those that none beats in both step and peak, the fastest first."""
     changes: tuple[Change, ...] = ()
     """Where the plan does not fit: what would, the cheapest first."""
+    generation: Generation | None = None
+    """Of a plan for generating text: the plan is of the prompts, this of the new tokens."""
     reasons: tuple[str, ...] = ()
     """Why the plan is as it is, in words."""
     proofs: tuple[Proof, ...] = ()
