@@ -176,11 +176,16 @@ def plan_command(
         largest = find == "largest_model"
         planned, specs = _largest_model(spec, choices) if largest else _planned(spec, find=find, **choices)
         if script is not None:
-            from cost_models.registry import spread
-
-            there = resolve_machine(planned.machine) if find == "smallest" else spread(machine) if mesh else machine
+            there = _there(machine, planned, mesh=mesh is not None, smallest=smallest)
             _write_script(script, planned, outputs=outputs, spec=spec, inputs=specs, loss=loss, machine=there)
     return outputs.answer(planned)
+
+
+def _there(machine: MachineSpec, plan: Plan, *, mesh: bool, smallest: bool) -> MachineSpec:
+    """Return the machine that a plan is for: the fewest devices that were found, or those that were given."""
+    from cost_models.registry import spread
+
+    return resolve_machine(plan.machine) if smallest else spread(machine) if mesh else machine
 
 
 def _largest_model(spec: ModelSpec, choices: dict[str, Any]) -> tuple[Plan, Sequence[InputSpec]]:
