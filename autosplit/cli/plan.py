@@ -154,19 +154,17 @@ def plan_command(
     wanted = False if loss is not None else wants_labels(labels, options.schedule)
     spec = inputs.spec(model, labels=wanted, train=train)
     frozen = (lora, base) != (None, None)
-    if precision is None and options.pinned is None:
-        precision = default_precision(spec, schedule=options.schedule, frozen=frozen)
+    pinned = options.pinned
+    precision = precision or (None if pinned else default_precision(spec, schedule=options.schedule, frozen=frozen))
     asked = {"smallest": smallest, "largest_batch": largest_batch, "largest_sequence": largest_sequence}
     asked |= {"largest_model": largest_model}
-    find = _find([name for name, given in asked.items() if given], pinned=options.pinned)
+    find = _find([name for name, given in asked.items() if given], pinned=pinned)
     if script is not None:
         _check_script(mesh=mesh, replicas=replicas, runtime=runtime, frozen=frozen, spec=spec)
-        kept = precision or (None if options.pinned is None else options.pinned.precision)
+        kept = precision or (None if pinned is None else pinned.precision)
         outputs = _with_plan(outputs, script=script, spec=spec, schedule=options.schedule, find=find, precision=kept)
-    machine = resolve_machine(_devices(devices, options.pinned), network=network)
-    degrees = check_mesh(mesh, devices=len(machine))
-    each = replicas if replicas in (None, "auto") else [common.number_or_word(word) for word in common.words(replicas)]
-    stages = degrees.pp if isinstance(degrees, Parallel) else len(check_replicas(each, devices=len(machine)) or machine)
+    machine = resolve_machine(_devices(devices, pinned), network=network)
+    stages, each = _stages(machine, mesh=mesh, replicas=replicas)
     choices = options.choices(stages, chunks=common.number_or_word(chunks), precision=precision)
     choices |= {"mesh": mesh, "zero": common.number_or_word(zero), "replicas": each, "runtime": runtime}
     check_adapters(lora, base, precision, options.schedule)
@@ -179,6 +177,15 @@ def plan_command(
             there = _there(machine, planned, mesh=mesh is not None, smallest=smallest)
             _write_script(script, planned, outputs=outputs, spec=spec, inputs=specs, loss=loss, machine=there)
     return outputs.answer(planned)
+
+
+def _stages(machine: MachineSpec, *, mesh: str | None, replicas: str | None) -> tuple[int, Any]:
+    """Return how many places a pipeline has for stages, and the replicas of each as `plan` takes them."""
+    degrees = check_mesh(mesh, devices=len(machine))
+    each = replicas if replicas in (None, "auto") else [common.number_or_word(word) for word in common.words(replicas)]
+    if isinstance(degrees, Parallel):
+        return degrees.pp, each
+    return len(check_replicas(each, devices=len(machine)) or machine), each
 
 
 def _there(machine: MachineSpec, plan: Plan, *, mesh: bool, smallest: bool) -> MachineSpec:
