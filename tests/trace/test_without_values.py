@@ -181,6 +181,23 @@ def found() -> dict[str, Any]:
     return results
 
 
+class Typed(nn.Module):
+    """Gives its result the dtype of its values, as the norms of Gemma do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, 8)
+
+    def forward(self, words: Tensor) -> Tensor:
+        values = self.words(words)
+        return (values.float() * 2.0).type_as(values)
+
+
+def test_a_cast_to_the_type_of_another_value_is_of_each_row_on_meta() -> None:
+    graph = trace(Typed().to("meta"), Sample(torch.zeros(4, 6, dtype=torch.long, device="meta"))).graph
+    assert {info.node_class for _, info in graph.compute_nodes()} == {NodeClass.MICRO}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("name", MODELS)

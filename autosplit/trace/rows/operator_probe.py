@@ -290,7 +290,9 @@ class _MadeUp(dict[fx.Node, Any]):
             tensors = [torch.rand([self._entries(size) for size in info.shape]) for info in node.meta[INFO].tensors]
             return tensors[0] if len(tensors) == 1 else tensors
         if node.op == "get_attr":
-            return self.run.fetch_attr(str(node.target))
+            value = self.run.fetch_attr(str(node.target))
+            scalar = isinstance(value, torch.Tensor) and value.is_meta and not value.dim()  # that of `free_sources`, say
+            return torch.zeros((), dtype=value.dtype) if scalar else value
         return size_at(node, _MADE_UP_ROWS, self.__getitem__)
 
     def _entries(self, size: Size) -> int:
