@@ -59,6 +59,20 @@ def test_what_is_asked_for_is_in_the_plan(run: Run, tmp_path: Path) -> None:
     assert {stage.recompute for stage in plan.stages} == {"block"}
 
 
+def test_a_network_between_hosts(run: Run) -> None:
+    """What each host has is in the machine's name, and the report says what the step hangs on."""
+    asked = ("--devices", "2x2xL4-24GB", "--chunks", "1", "--mesh", "dp=4", "--zero", "0", *X)
+    shown = run(f"{NETS}:make_mlp", *asked, "--network", "10Gbit").stdout
+    assert re.search(
+        r"range +[\d.]+ \S+ to [\d.]+ \S+; with kernels 15% slower \d+% longer, with half the network", shown
+    )
+    plan = Plan.model_validate_json(run(f"{NETS}:make_mlp", *asked, "--network", "10Gbit", "--json").stdout)
+    assert plan.machine == "2x2xL4-24GB@10Gbit"
+    assert "'fast' is no speed" in error_of(run(f"{NETS}:make_mlp", *asked, "--network", "fast"))
+    alone = error_of(run(f"{NETS}:make_mlp", *TWO, *X, "--network", "10Gbit"))
+    assert "is one host, without a network to another" in alone
+
+
 def test_stages_with_replicas(run: Run) -> None:
     asked = ("--devices", "3xL4-24GB", "--chunks", "4", *X)
     plan = Plan.model_validate_json(run(f"{NETS}:make_mlp", *asked, "--replicas", "2,1", "--json").stdout)
