@@ -20,7 +20,7 @@ from cost_models.specs import DeviceSpec
 
 _SLOWER, _FASTER = 0.15, 0.1
 """How much longer and shorter kernels may take than predicted: of every seventh of 216 published runs nine in ten are
-between, with no constant fitted (``benchmarks/throughput.py``). Twice as much where nothing is known of an architecture."""
+between, with no constant fitted (``benchmarks/throughput.py``). Twice as much on an architecture without a file."""
 _NETWORK = 0.5, 0.25
 """The parts of what half the network costs by which a step may be longer and shorter; priors."""
 
