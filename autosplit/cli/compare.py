@@ -118,6 +118,7 @@ def _offers(
         from autosplit.api import plan
         from autosplit.cli.models import input_specs, make_model, make_sample
         from autosplit.report.offers import Offer
+        from cost_models.registry import usual
     made = make_model(spec, blank=True)
     rows = spec.batch or ROWS_PER_DEVICE
     sample = make_sample(replace(spec, inputs=input_specs(spec, model=made, rows=rows)), model=made, rows=rows)
@@ -127,7 +128,7 @@ def _offers(
         machine = resolve_machine(name)
         device = machine.devices[0]
         asked = {**choices, "price": prices.get(device.name)}
-        if not name[0].isdecimal():
+        if usual(name) is not None:
             count = max(1, math.ceil(states / (device.usable_bytes or states) / _FILLED))
             machine = resolve_machine(f"{count}x{device.name}")
             asked |= {"find": "smallest", "mesh": None}

@@ -36,11 +36,11 @@ def run(tmp_path: Path) -> Run:
 
 def test_the_fewest_of_a_kind_and_machines_of_a_number(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "machines.html"
-    asked = ("--devices", "L4,2xH100", "--tokens", "2B", "--budget", "50")
-    result = run(*asked, "--memory-limit", "500KiB", "--price", "L4=0.5/h", "--html", str(page))
+    asked = ("--devices", "4090,2xH100", "--tokens", "2B", "--budget", "50")
+    result = run(*asked, "--memory-limit", "500KiB", "--price", "4090=0.5/h", "--html", str(page))
     assert result.exit_code == 0, result.output
     first, second = (line.split() for line in result.stdout.splitlines()[3:5])
-    assert {first[0].split("x")[1], second[0].split("x")[1]} == {"L4-24GB", "H100-SXM5-80GB"}
+    assert {first[0].split("x")[1], second[0].split("x")[1]} == {"RTX4090-24GB", "H100-SXM5-80GB"}
     assert "2xH100-SXM5-80GB" in result.stdout
     assert "$0.50 per device and hour, as given" in result.stdout
     assert f"H100-SXM5-80GB {list_prices()['H100-SXM5-80GB']}" in result.stdout
