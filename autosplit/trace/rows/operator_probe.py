@@ -291,7 +291,9 @@ class _MadeUp(dict[fx.Node, Any]):
             return tensors[0] if len(tensors) == 1 else tensors
         if node.op == "get_attr":
             value = self.run.fetch_attr(str(node.target))
-            scalar = isinstance(value, torch.Tensor) and value.is_meta and not value.dim()  # that of `free_sources`, say
+            scalar = (
+                isinstance(value, torch.Tensor) and value.is_meta and not value.dim()
+            )  # that of `free_sources`, say
             return torch.zeros((), dtype=value.dtype) if scalar else value
         return size_at(node, _MADE_UP_ROWS, self.__getitem__)
 
