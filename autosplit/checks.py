@@ -26,8 +26,8 @@ RESERVE = "3%"
 ALLOCATORS = ("default", "expandable")
 """Settings of torch's caching allocator on CUDA: by default, or with expandable segments."""
 _TORCHS = ("none", "sgd", "momentum", "adam", "adamw", "adafactor", "muon")
-OPTIMIZERS = (*_TORCHS, "lion", "adamw8bit", "paged_adamw", "paged_adamw8bit")
-"""Those of torch.optim, lion_pytorch and bitsandbytes; what each keeps: `autosplit.schedule.memory.updates`."""
+OPTIMIZERS = (*_TORCHS, "lion", "adamw8bit", "paged_adamw", "paged_adamw8bit", "cpu_adamw")
+"""Those of torch, lion_pytorch, bitsandbytes and DeepSpeed; what each keeps: `autosplit.schedule.memory.updates`."""
 SCHEDULES = ("auto", *_CATALOG)
 LANES = ("auto", "inline", "threads")
 FEED = ("all", "first_last")

@@ -14,7 +14,7 @@ import torch
 from autosplit.checks import COMPILE_ARGUMENTS, COMPILE_MODES, LANES, MASTERS, RNG, choose
 from autosplit.errors import DeviceError, InputError
 from autosplit.parallel import Parallel, Placed
-from autosplit.schedule.memory.updates import Updated, state_sizes
+from autosplit.schedule.memory.updates import HOSTED, Updated, state_sizes
 from cost_models import registry
 from cost_models.communicators import collective_bytes, communicator_bytes
 from cost_models.machines import HostSpec, MachineSpec
@@ -117,7 +117,7 @@ class Options:
     def optimizer_bytes(self, *, elements: int, parameter_bytes: int, shape: Sequence[int] = ()) -> int:
         """Return the bytes of optimizer state of one parameter, an fp32 master weight among them."""
         updated = self.updated(elements=elements, parameter_bytes=parameter_bytes, shape=shape)
-        master = updated.bytes if self.precision in MASTERS else 0
+        master = updated.bytes if self.precision in MASTERS and self.optimizer != HOSTED else 0
         if isinstance(self.optimizer, int):
             return master + self.parallel.part_of(self.optimizer * elements, zero=1)
         return master + sum(state_sizes(self.optimizer, updated))

@@ -102,6 +102,8 @@ def script_text(
     ``loss`` is the name on the command line and what it names; ``machine`` says which devices share a host.
     """
     dtype = _DTYPES.get(plan.precision or "")
+    if plan.optimizer == "cpu_adamw":
+        raise InputError("--script steps on the devices, and DeepSpeed runs cpu_adamw; plan with --optimizer adamw")
     if plan.optimizer == "muon":
         raise InputError("--script writes one optimizer, and Muon steps matrices alone; plan with --optimizer adamw")
     masters, other = plan.precision in MASTERS, _BITSANDBYTES.get(plan.optimizer)

@@ -108,3 +108,18 @@ def test_the_text_form_comes_back(text: str) -> None:
 def test_what_cannot_be_read_is_said(choices: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         planned(stack(), **choices)
+
+
+def test_an_optimizer_on_the_host_takes_its_states_and_time_for_them() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(4)])
+    sample = torch.empty(64, 2048, device="meta")
+    asked = {"sample": sample, "precision": "bf16_fp32_master"}
+    here, hosted = (planned(model, **asked, optimizer=name) for name in ("adamw", "cpu_adamw"))
+    count = 4 * 2048**2
+    [before, after] = (found.stages[0].memory for found in (here, hosted))
+    assert (before.optimizer_bytes, after.optimizer_bytes) == (12 * count, 0)
+    assert before.peak_bytes - after.peak_bytes >= 12 * count
+    pcie = 4 * count / 32e9  # gradients down, weights up
+    assert hosted.step_s - here.step_s == pytest.approx(pcie + 1e-10 * count, rel=0.3)
+    assert "the hosts hold 192 MiB of fp32 weights and Adam's state" in " ".join(hosted.notes)

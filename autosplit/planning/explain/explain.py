@@ -19,6 +19,7 @@ from autosplit.planning.paper_loss import note_on_no_loss
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.search.sweep import Space
 from autosplit.progress import phase
+from autosplit.schedule.memory.updates import HOSTED
 from autosplit.units import format_bytes, format_seconds
 
 MOST_ROWS = 2**20
@@ -175,6 +176,12 @@ def assumed(plan: Plan, paper: OnPaper, *, price: float | None = None) -> Plan:
             f"the forward reads values {'once' if len(answers) == 1 else f'{len(answers)} times'} (first: "
             f"{answers[0].name}); where sizes do not decide them, it is planned for finite values and for masks that "
             "hide something"
+        )
+    if plan.optimizer == HOSTED and plan.schedule != "forward":
+        held = format_bytes(12 * (plan.parameters - plan.frozen))
+        notes.append(
+            f"the hosts hold {held} of fp32 weights and Adam's state, and gradients beside them; autosplit steps on "
+            "devices alone: DeepSpeed's CPUAdam is planned, with nothing of it hidden behind the work"
         )
     asked = {} if paper.adapters is None else paper.adapters.words
     if asked.get("base") and plan.mesh is not None and plan.mesh.tp > 1:

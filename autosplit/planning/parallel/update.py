@@ -21,6 +21,7 @@ from autosplit.planning.profiled.specs import link_seconds
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.schedule.action import Action, Schedule
 from autosplit.schedule.entry import Entry, Send, Unshard, Update
+from autosplit.schedule.memory.updates import HOSTED
 from autosplit.schedule.order import lane_lists, with_updates
 from autosplit.schedule.simulate import Timeline, TransferTime
 from autosplit.schedule.simulate_lists import simulate_lists
@@ -28,6 +29,9 @@ from cost_models.collectives import BESIDE, group_of
 
 _REACHED = 0.8
 """The part of a device's memory bandwidth that an update reaches: `cost_models.roofline`'s for optimizers."""
+
+_HOST_STEP_S = 1e-10
+"""Of CPUAdam per parameter, on all cores of a host: 1.0 s for 10 G (arXiv 2101.06840, table 4: recalled)."""
 
 
 def update_s(
@@ -51,7 +55,24 @@ def update_s(
     for action, end_s in zip(schedule.issue_order, timeline.ends_s, strict=True):
         ends_s[action.stage] = max(end_s, ends_s[action.stage])
     sums_s = summed_s(schedule, states, options)
+    if options.optimizer == HOSTED:
+        sums_s = [sum_s + on_host_s(stage, schedule, states, options) for stage, sum_s in enumerate(sums_s)]
     return max(0.0, *(end_s + sum_s - timeline.step_s for end_s, sum_s in zip(ends_s, sums_s, strict=True)))
+
+
+def on_host_s(stage: int, schedule: Schedule, states: Mapping[int, Sequence[StateProfile]], options: Options) -> float:
+    """Return how long the host takes to update a stage: gradients come there, Adam steps, parameters go back.
+
+    Nothing of it is hidden, and the devices of a host take their turns at its cores.
+    """
+    if options.machine is None:
+        return 0.0
+    part_of, device = options.parallel.part_of, options.machine.devices[schedule.stage_lane[stage]]
+    trained = [state for state in states.get(stage, ()) if state.is_parameter and state.trainable]
+    down = sum(part_of(options.parallel.kept_of(state), zero=2) for state in trained)
+    up = sum(part_of(state.bytes, zero=1) for state in trained)
+    stepped = max(options.machine.host_devices) * sum(part_of(state.elements, zero=1) for state in trained)
+    return device.host_link.transfer_s(down) + stepped * _HOST_STEP_S + device.host_link.transfer_s(up)
 
 
 def summed_s(schedule: Schedule, states: Mapping[int, Sequence[StateProfile]], options: Options) -> list[float]:
@@ -161,6 +182,8 @@ class _RankLists:
     def _updated_s(self, stage: int) -> float:
         """Return how long the optimizer takes to step a stage's parameters: as long as their bytes are moved."""
         assert self.options.machine is not None
+        if self.options.optimizer == HOSTED:
+            return on_host_s(stage, self.timeline.schedule, self.states, self.options)
         device = self.options.machine.devices[self.timeline.schedule.stage_lane[stage]]
         touched = 0
         for state in self._trained(stage):

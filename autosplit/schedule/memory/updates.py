@@ -10,6 +10,7 @@
 | lion | n | two of a tensor |
 | adamw8bit | 2 n bytes, 4 bytes for each block of 256; 8 n bytes below 4096 elements | nothing: one kernel |
 | paged_adamw, paged_adamw8bit | as adamw in fp32, adamw8bit; none from 100,000 elements on | nothing |
+| cpu_adamw | none: on the host, fp32 master weights too | nothing |
 
 Read from torch 2.13 (``torch/optim``: ``adam.py``, ``sgd.py``, ``_adafactor.py``, ``_muon.py``; default arguments),
 lion_pytorch 0.2 and bitsandbytes 0.45 (``optim/optimizer.py``: ``min_8bit_size``, ``blocksize``, ``get_state_buffer``).
@@ -28,6 +29,8 @@ from autosplit.schedule.memory.pieces import Change
 
 _SMALL_8BIT, _BLOCK, _PAGED = 4096, 256, 100_000
 _ADAM = ("adam", "adamw")
+HOSTED = "cpu_adamw"
+"""DeepSpeed's CPUAdam: state and fp32 weights lie on the host, which steps them (ZeRO-Offload, arXiv 2101.06840)."""
 _IN_PLACE = ("none", "sgd", "momentum", "adamw8bit", "paged_adamw", "paged_adamw8bit")
 _AT_ONCE = ("lion", "adamw8bit", "paged_adamw", "paged_adamw8bit")
 """Those of other packages: their masters are stepped all at once."""
@@ -62,6 +65,8 @@ class Updated:
 def state_sizes(name: str, tensor: Updated) -> tuple[int, ...]:
     """Return the bytes of each tensor that an optimizer keeps on the device of one that it updates."""
     whole = tensor.bytes
+    if name == HOSTED:
+        return ()
     if name in ("momentum", "lion"):
         return (whole,)
     if name in _ADAM:
@@ -87,6 +92,8 @@ def optimizer_changes(
     ``masters_bytes``: master weights are stepped (`autosplit.optimizers.MasterWeights`), of at most so many bytes at
     once or of one parameter, and there are gradients in fp32 of these.
     """
+    if name == HOSTED:
+        return ()
     if masters_bytes is not None:
         changes: list[Change] = []
         left = iter(updated)
