@@ -116,7 +116,7 @@ def test_make_targets_exist() -> None:
 
 
 def test_command_line_options_exist() -> None:
-    commands = ("plan", "report", "verify", "profile", "diff", "solve", "devices")
+    commands = ("plan", "report", "verify", "profile", "compare", "diff", "solve", "devices")
     helps = [CliRunner().invoke(app, [*name, "--help"]) for name in ((), *((name,) for name in commands))]
     assert [result.exit_code for result in helps] == [0] * len(helps)
     others = (run.parser(), races.parser(), get_args_parser())
