@@ -34,6 +34,10 @@ _HOST_STEP_S = 1e-10
 """Of CPUAdam per parameter, on all cores of a host: 1.0 s for 10 G (arXiv 2101.06840, table 4: recalled)."""
 
 
+_SUMMED = 4
+"""The bytes of an element of sums by programs that have them in bf16 or, as Megatron-LM's ``--bf16``, in fp32."""
+
+
 def update_s(
     timeline: Timeline,
     transfers: Sequence[TransferTime],
@@ -162,7 +166,8 @@ class _RankLists:
     def _buckets_s(self, stage: int) -> list[float]:
         """Return how long the sum of each bucket takes, of the last parameters first; of shards each is one."""
         parallel = self.parallel
-        sizes = [parallel.sum_of(state) for state in reversed(self._trained(stage))]
+        least = _SUMMED * parallel.rules.varies
+        sizes = [max(parallel.sum_of(state), least * state.elements) for state in reversed(self._trained(stage))]
         if self.sums_beside:
             sizes = [*buckets_of(sizes, bucket_bytes=parallel.rules.bucket_bytes)]
         return [self.group.seconds("reduce_scatter" if parallel.zero else "all_reduce", size) for size in sizes]
