@@ -80,7 +80,7 @@ def test_devices_that_are_not_known_are_told(devices: object, message: str) -> N
         ({"reserve": "100%"}, "from 0% to less than 100% of a device"),
         ({"reserve": "30GiB"}, r"30\.0 GiB\) leaves nothing of the 21\.6 GiB that L4-24GB may use"),
         ({"reserve": 8, "memory_limit": 8}, r"reserve=8 \(8 B\) leaves nothing of the 8 B"),
-        ({"optimizer": "lion"}, "optimizer='lion'"),
+        ({"optimizer": "shampoo"}, "optimizer='shampoo'"),
         ({"recompute": "some"}, "recompute='some'"),
         ({"sample": Sample(torch.randn(0, 64))}, "the batch is empty"),
     ],
