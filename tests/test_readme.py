@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import autosplit
 from autosplit.cli.app import app
 from benchmarks.gpu import races, run
+from tests.planning.test_jobs import megatron
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -119,7 +120,7 @@ def test_command_line_options_exist() -> None:
     commands = ("plan", "report", "verify", "profile", "compare", "diff", "solve", "devices")
     helps = [CliRunner().invoke(app, [*name, "--help"]) for name in ((), *((name,) for name in commands))]
     assert [result.exit_code for result in helps] == [0] * len(helps)
-    others = (run.parser(), races.parser(), get_args_parser())
+    others = (run.parser(), races.parser(), get_args_parser(), megatron())
     known = "".join((*(result.stdout for result in helps), *(parser.format_help() for parser in others)))
     named = set(re.findall(r"--[a-z][a-z-]+", TEXT))
     assert {"--devices", "--chunks", "--input", "--json", "--save"} <= named
