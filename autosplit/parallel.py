@@ -111,8 +111,14 @@ class Parallel:
         return max(state.bytes, max(self.sum_bytes, self.rules.sum_bytes) * state.elements)
 
     def kept_of(self, state: StateProfile) -> int:
-        """Return the bytes of a parameter's gradient, or of all its shards, as a step keeps it."""
-        return max(self.sum_of(state), self.shard_bytes * state.elements if self.scatters else 0)
+        """Return the bytes of a parameter's gradient, or of all its shards, as a step keeps it.
+
+        Shards of sums in fp32 count as the parameter's own dtype where the runtime alone says fp32: it has no shard of
+        that beside its fp32 weights, which are the optimizer's here.
+        """
+        if not self.scatters:
+            return self.sum_of(state)
+        return max(state.bytes, max(self.sum_bytes, self.shard_bytes) * state.elements)
 
     def part_of(self, byte_count: int, *, zero: int) -> int:
         """Return one rank's share of bytes that are sharded from ZeRO stage ``zero`` on."""

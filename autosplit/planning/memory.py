@@ -165,7 +165,7 @@ def _gathered(cut: Cut, stage: int) -> int:
     """Return what a stage holds of parameters and gradients that are whole for a while: of its largest block.
 
     Under ZeRO-3 there are the parameters of the block that runs and of the next, and gradients of two blocks: some are
-    made while others are scattered. Under ZeRO-2 there are one block's gradients.
+    made while others are scattered, in the dtype of sums. Under ZeRO-2 there are one block's gradients.
     """
     parallel, blocks = cut.options.parallel, cut.blocks
     if not parallel.scatters:
@@ -178,7 +178,7 @@ def _gathered(cut: Cut, stage: int) -> int:
         summed[block] += parallel.sum_of(state) * state.is_parameter
     count = 2 if parallel.zero == 3 else 0
     ordered, sums = (sorted(each.values(), reverse=True) for each in (largest, summed))
-    return sum(ordered[:count]) + sum(sums[: max(count, 1)])
+    return sum(ordered[:count]) + sum(sums[:1]) + sum(ordered[1:count])
 
 
 def _roots(nodes: StageNodes, first: fx.Node | None) -> frozenset[str]:
@@ -194,13 +194,13 @@ def _static(cut: Cut, stage: int, nodes: StageNodes) -> StaticBytes:
     states = cut.states.get(stage, ())
     taken = [node.meta[INFO] for node in nodes.inputs]
     shared = [info for info in taken if info.node_class is NodeClass.SHARED and info.name in cut.profile.nodes]
-    outputs = tuple(cut.profile.nodes[info.name].output_bytes for info in shared)
+    outputs = {storage: size for info in shared for storage, size in cut.profile.nodes[info.name].outputs.items()}
     epilogue = _epilogue(cut) if stage == cut.schedule.stages - 1 else ()
     parameters = sum(state_bytes(state, cut.options).tensor for state in states)
     return StaticBytes(
         parameters=(parameters + cut.copies.get(stage, 0) + _gathered(cut, stage),),
         optimizer=(sum(state_bytes(state, cut.options).optimizer for state in states),),
-        whole_batch=(*outputs, *_drawn(cut, stage), *epilogue),
+        whole_batch=(*outputs.values(), *_drawn(cut, stage), *epilogue),
     )
 
 
