@@ -17,12 +17,13 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autosplit.options import Options, Sample
 from autosplit.parallel import Parallel
@@ -156,7 +157,7 @@ def machine_of(row: Row) -> MachineSpec:
     return known.model_copy(update={"devices": (spec,) * len(known)})
 
 
-def request_of(row: Row, *, own: bool) -> MeshRequest:
+def request_of(row: Row, *, own: bool, criterion: Callable[[Tensor, Tensor], Tensor] = loss) -> MeshRequest:
     """Return a recorded row: its published layout, or everything open but devices, batch and precision."""
     machines = machine_of(row)
 
@@ -181,7 +182,7 @@ def request_of(row: Row, *, own: bool) -> MeshRequest:
         devices=stand_ins(machines), **choices(devices=row.parallel.pp), measure=False, machine=machines, processes=True
     )
     sample = Sample(torch.zeros(row.batch, row.shape.length, dtype=torch.int64, device="meta"))
-    paper = prepare(build(row.shape), sample, options, loss_fn=loss)
+    paper = prepare(build(row.shape), sample, options, loss_fn=criterion)
     if own:
         return MeshRequest(paper, machines, choices, "auto", "auto", True, row.parallel.runtime)
     return MeshRequest(paper, machines, choices, row.parallel, row.parallel.zero, False, row.parallel.runtime)

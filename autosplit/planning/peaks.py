@@ -6,7 +6,8 @@
 ```
 
 Each item is uniform from its low to its high and independent of the others; the sum is taken as normal, with the sum of
-their means and of their variances. Between ``low_bytes`` and ``high_bytes`` it lies nine times in ten.
+their means and of their variances. Between ``low_bytes`` and ``high_bytes`` it lies nine times in ten. In a choice
+programs of one runtime differ: all are their least for the low end, and their most for the high one.
 
 What a limit that was given is held against is the peak of tensors alone. CPU lanes have no range: their peaks were
 within 0.4% of the allocator's for transformers, 4% for others (``benchmarks/memory_pipe.py``). How the widths were
@@ -46,6 +47,7 @@ With the simulation's own they cover what torchtitan reserved for Llama 3.1 70B 
 """
 _LOGITS_BYTES = 10
 """Per word of logits that are whole on every rank: in bf16, their fp32 copy, and its log-softmax or gradient."""
+_CHOICES = ("gradients in fp32", "whole logits")
 _CONTEXT = (-150 * _MIB, 500 * _MIB)
 """Around the one context that a device's usable memory is without: 300 to 600 MiB, and libraries' kernels."""
 
@@ -62,9 +64,11 @@ class PeakRange:
     def of(cls, items: Iterable[MemoryItem]) -> PeakRange:
         """Return the range of the sum of independent items."""
         kept = tuple(items)
-        middle = sum(item.low_bytes + item.high_bytes for item in kept) / 2
-        deviation = math.hypot(*(item.high_bytes - item.low_bytes for item in kept)) / math.sqrt(12)
-        low, high = round(middle - CERTAIN * deviation), round(middle + CERTAIN * deviation)
+        chances = [item for item in kept if not item.choice]
+        middle = sum(item.low_bytes + item.high_bytes for item in chances) / 2
+        half = CERTAIN * math.hypot(*(item.high_bytes - item.low_bytes for item in chances)) / math.sqrt(12)
+        low = round(middle - half) + sum(item.low_bytes for item in kept if item.choice)
+        high = round(middle + half) + sum(item.high_bytes for item in kept if item.choice)
         return cls(max(0, low), max(0, high), kept)
 
     def above(self, waiting: int) -> PeakRange:
@@ -111,7 +115,7 @@ def _items(cut: Cut, lane: int, device: DeviceReplay, *, share: float) -> Iterat
     }
     for name, (low, high, source) in items.items():
         if low or high:
-            yield MemoryItem(name=name, low_bytes=low, high_bytes=high, source=source)
+            yield MemoryItem(name=name, low_bytes=low, high_bytes=high, source=source, choice=name in _CHOICES)
 
 
 def _around(half: float) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -39,6 +40,16 @@ def test_nine_of_ten_sums_of_uniform_items_are_in_the_range(widths: tuple[int, .
     sums = [sum(random.uniform(each.low_bytes, each.high_bytes) for each in items) for _ in range(1000)]
     inside = sum(found.low_bytes <= total <= found.high_bytes for total in sums) / len(sums)
     assert 0.87 <= inside <= 0.97
+
+
+def test_a_choice_is_its_least_or_its_most() -> None:
+    items = item(100, 100), item(0, 12), item(0, 50).model_copy(update={"choice": True})
+    found, without = PeakRange.of(items), PeakRange.of(items[:2])
+    assert (found.low_bytes, found.high_bytes) == (without.low_bytes, without.high_bytes + 50)
+    known = dict.fromkeys(("parameter", "buffer", "gradient", "optimizer", "activation", "transient", "peak"), 0)
+    sizes: dict[str, Any] = {f"{name}_bytes": size for name, size in known.items()}
+    memory = StageMemory(**sizes, **asdict(found), capacity_bytes=130)
+    assert (memory.verdict, memory.odds) == ("borderline", 0.5)
 
 
 @given(st.integers(0, 10**12), st.integers(10**4, 10**12), st.integers(0, 2 * 10**12))

@@ -39,6 +39,8 @@ class MemoryItem(FrozenFields):
     low_bytes: Count
     high_bytes: Count
     source: str
+    choice: bool = False
+    """Whether programs differ in it: it is its least or its most, and not between."""
 
 
 class MeshDegrees(FrozenFields):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import NormalDist
+from statistics import NormalDist, mean
 
 from autosplit.planning.plan.fields import CERTAIN, Count, FrozenFields, MemoryItem, Size, Verdict
 
@@ -46,8 +46,10 @@ class StageMemory(FrozenFields):
         """The chance that the peak is no more than the capacity; None without a range or a capacity."""
         if self.capacity_bytes is None or self.low_bytes is None or self.high_bytes is None:
             return None
-        middle, half = (self.low_bytes + self.high_bytes) / 2, (self.high_bytes - self.low_bytes) / 2
-        return round(NormalDist(middle, max(half, 1) / CERTAIN).cdf(self.capacity_bytes), 3)
+        choices = sum(item.high_bytes - item.low_bytes for item in self.items if item.choice)
+        half = max((self.high_bytes - self.low_bytes - choices) / 2, 1.0)
+        middles = self.low_bytes + half, self.high_bytes - half
+        return round(mean(NormalDist(middle, half / CERTAIN).cdf(self.capacity_bytes) for middle in middles), 3)
 
 
 def judged(
