@@ -63,7 +63,8 @@ def head() -> nn.Sequential:
 
 
 def with_loss(loss_fn: Any) -> Any:
-    return plan(head(), "2xL4-24GB", 4, sample=torch.zeros(ROWS, 16, dtype=torch.int64), loss_fn=loss_fn)
+    sample = torch.zeros(ROWS, 16, dtype=torch.int64)
+    return plan(head(), "2xL4-24GB", 4, sample=sample, loss_fn=loss_fn, schedule="1f1b")
 
 
 def test_a_loss_is_counted_on_the_last_stage() -> None:
