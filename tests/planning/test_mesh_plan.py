@@ -156,7 +156,7 @@ def test_tensor_parallel_ranks_hold_less(runtime: str, least: float, most: float
     assert str(own.mesh) == "dp=4, tp=2, pp=1" + ", sequence parallel" * (runtime == "megatron")
     assert ("assumed" in dict(header(own).facts)) is (runtime == "megatron")
     for stage, other in zip(own.stages, whole.stages, strict=True):
-        assert least < stage.memory.activation_bytes / other.memory.activation_bytes < most
+        assert least <= stage.memory.activation_bytes / other.memory.activation_bytes < most
         assert stage.memory.parameter_bytes < 0.52 * other.memory.parameter_bytes
 
 
