@@ -20,6 +20,7 @@ from torch import nn
 from autosplit.cli.common import caused_by
 from autosplit.cli.inputs import CONFIG_PREFIX, InputSpec, read_config
 from autosplit.errors import InputError
+from autosplit.planning.explain.extremes import POSITIONS, positions_of
 from autosplit.progress import phase
 from autosplit.units import format_bytes
 
@@ -94,6 +95,7 @@ def default_inputs(
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     vocabulary = getattr(text, "vocab_size", None)
     tokens = _tokens(text) if sequence is None else sequence
+    _check_positions(model, text, tokens)
     specs = []
     if main == "input_ids" and vocabulary:
         specs.append(InputSpec.tensor("input_ids", "int64", (batch, tokens), vocabulary))
@@ -146,12 +148,26 @@ def _heads(config: Any) -> Iterator[tuple[str, tuple[type, ...]]]:
 
 
 def _tokens(config: Any) -> int:
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if not isinstance(positions, int) or positions < 1:
-        positions = _TOKENS_UNSAID
+    named = (getattr(config, key, None) for key in POSITIONS)
+    positions = next((count for count in named if isinstance(count, int) and count > 0), _TOKENS_UNSAID)
     # The two first positions of RoBERTa's table stand for padding, and no row may be as long as the table.
     special = 2 if config.model_type in ("roberta", "xlm-roberta", "camembert", "longformer") else 0
     return max(1, min(positions - special, _MOST_TOKENS))
+
+
+def _check_positions(model: nn.Module, config: Any, tokens: int) -> None:
+    """Raise InputError for more tokens than a table of learned positions has; warn where the config names fewer."""
+    positions = positions_of(model)
+    if positions is None or tokens <= positions:
+        return
+    name = next(key for key in POSITIONS if getattr(config, key, None) == positions)
+    text = f"rows of {tokens} tokens, and the config has {name}={positions}"
+    sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    if any(positions <= size <= positions + 2 for size in sizes - {getattr(config, "vocab_size", None)}):
+        raise InputError(
+            f"{text}, which a table of learned positions has; give fewer, or --kwargs '{{\"{name}\": ...}}'"
+        )
+    warnings.warn(text, stacklevel=2)
 
 
 def _images(config: Any, *, dtype: str, batch: int) -> InputSpec:

@@ -287,7 +287,7 @@ class InputOptions:
     ] = None
     sequence: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens per row, for the inputs that a config describes (at most 4096)."),
+        typer.Option(min=1, help="Tokens per row, for the inputs that a config describes."),
     ] = None
     seed: Annotated[int, typer.Option(help="Seed of the factory and of the inputs.")] = 0
 

@@ -10,6 +10,8 @@ kernel does. Sources: peft/tuners/lora/layer.py and bnb.py (0.21), bitsandbytes/
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -129,6 +131,8 @@ def adapt(model: nn.Module, adapters: Adapters, *, compute: torch.dtype | None) 
                 last = dict.fromkeys(name.rpartition(".")[2] for name in linear)
                 raise InputError(f"lora: no linear layer is called {target!r}; there are {', '.join(last) or 'none'}")
         targets = {name for name in linear if any(_named(name, target) for target in wanted)}
+    elif adapters.lora is not None:
+        _warn_of_others(model, linear)
     for name, module in linear.items():
         layer, shape = module, _shape(module)
         if adapters.base is not None and name not in rest:
@@ -137,6 +141,19 @@ def adapt(model: nn.Module, adapters: Adapters, *, compute: torch.dtype | None) 
             layer = LoraLinear(layer, adapters.lora, shape)
         if layer is not module:
             model.set_submodule(name, layer)
+
+
+def _warn_of_others(model: nn.Module, linear: Collection[str]) -> None:
+    """Warn of matrices that no linear layer has, such as stacked experts: PEFT adapts some of these."""
+    tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    known = tables.union(linear)
+    others = [name for name, p in model.named_parameters() if p.dim() > 1 and name.rpartition(".")[0] not in known]
+    if others:
+        warnings.warn(
+            f"lora: {len(others)} parameters of no linear layer (first: {others[0]}) get no adapter here, PEFT may "
+            "adapt them; for such a model plan what peft.get_peft_model makes",
+            stacklevel=2,
+        )
 
 
 def _named(name: str, target: str) -> bool:

@@ -43,7 +43,7 @@ _ESTIMATED_SHARE = 0.1
 _FRAGMENTS_SHARE = {"default": 0.15, "expandable": 0.05}
 """Of what is no state, beyond the simulated allocator, by its setting: it has one stream, and replays two steps.
 
-With the simulation's own they cover what torchtitan reserved for Llama 3.1 70B and 405B (``decisions/19-memory.md``).
+With the simulation's own they cover what torchtitan reserved for Llama 3.1 70B (``decisions/19-memory.md``).
 """
 _LOGITS_BYTES = 10
 """Per word of logits that are whole on every rank: in bf16, their fp32 copy, and its log-softmax or gradient."""

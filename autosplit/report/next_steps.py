@@ -33,10 +33,10 @@ def _commands(plan: Plan, command: str) -> Iterator[str]:
     if plan.replicas:
         yield 'in Python: plan.save("plan.json"), there autosplit(model, plan="plan.json", devices=..., sample=batch)'
         return
-    if plan.mesh is None or plan.mesh.runtime == "autosplit":
+    if "--script" not in command and (plan.mesh is None or plan.mesh.runtime == "autosplit"):
         yield f"{command} --script train.py: writes the program that trains by this plan, and says how to start it"
     if plan.mesh is None:
         yield 'in Python: plan.save("plan.json"), there autosplit(model, plan="plan.json", devices=..., sample=batch)'
-    else:
+    elif "--export" not in command:
         exports = "--export torchtitan-toml:job.toml --export megatron-args:arguments.txt"
         yield f"{command} {exports}: the plan as settings of these tools"

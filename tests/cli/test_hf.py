@@ -259,6 +259,16 @@ def test_the_inputs_that_a_config_describes(
     assert list(map(str, default_inputs(model, batch=6, sequence=sequence))) == inputs
 
 
+def test_rows_beyond_the_positions_of_a_config(written: Callable[..., str]) -> None:
+    model = build(written(TINY), kwargs={}, blank=True)
+    with pytest.warns(UserWarning, match=r"rows of 40 tokens, and the config has max_position_embeddings=16"):
+        default_inputs(model, batch=6, sequence=40)
+    model.places = nn.Embedding(16, 4)
+    assert default_inputs(model, batch=6, sequence=16)
+    with pytest.raises(InputError, match=r"rows of 17 tokens, and the config has .*=16, which a table of learned"):
+        default_inputs(model, batch=6, sequence=17)
+
+
 @pytest.mark.parametrize(
     ("name", "labels"),
     [

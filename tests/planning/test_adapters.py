@@ -67,6 +67,20 @@ def test_adapters_have_pefts_numbers() -> None:
         assert getattr(own.stages[0], field) == getattr(theirs.stages[0], field)
 
 
+def test_matrices_that_no_linear_layer_has_are_told() -> None:
+    class Stacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.experts = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(2, WIDTH, WIDTH))
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return self.first(value) @ self.experts[0]
+
+    model = nn.Sequential(Stacked(), nn.Linear(WIDTH, WIDTH))
+    with pytest.warns(UserWarning, match=r"1 parameters of no linear layer \(first: 0.experts\) get no adapter"):
+        planned(model, lora="r=4")
+
+
 def batch() -> dict[str, torch.Tensor]:
     ids = torch.zeros(8, 8, dtype=torch.int64)
     return {"input_ids": ids, "labels": ids}

@@ -141,9 +141,11 @@ def test_links_and_buffers_are_those_of_the_cards_and_their_hosts() -> None:
     assert [options.world.host_of(lane) for lane in range(4)] == [0, 0, 1, 1]
     assert [link.name for link in options.links] == ["NVLink 4", "network", "NVLink 4"]
     assert link_seconds(options, 2**30) == registry.network().transfer_s(2**30)
-    factors = link_factors(options)
+    factors = link_factors(options, 64 * 1024)
     assert factors is not None
     assert factors[1] == 1.0 > factors[0] == factors[2]
+    # A small message is mostly latency: it takes as long on a link inside a host as that link says.
+    assert factors[0] * link_seconds(options, 64 * 1024) == pytest.approx(options.links[0].transfer_s(64 * 1024))
     assert options.capacity_bytes(0) == 80 * 2**30 - LINKED
     assert options.capacity_bytes(1) == 80 * 2**30 - LINKED - 128 * MIB
     near = Options(devices, chunks=2, processes=True)
@@ -158,6 +160,6 @@ def test_processes_on_cpu_lanes_send_through_gloo() -> None:
     options = Options((torch.device("cpu"),) * 3, chunks=2, processes=True)
     assert link_seconds(options, 65536) == pytest.approx(30e-6, rel=0.05)
     assert link_seconds(options, 4 * MIB) == pytest.approx(0.8e-3, rel=0.05)
-    assert link_factors(options) is None
+    assert link_factors(options, MIB) is None
     assert options.communicator_bytes([(0, 1)]) == (0, 0, 0)
     assert link_seconds(Options((torch.device("cpu"),), chunks=2, processes=True), MIB) == 0.0

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from autosplit.errors import InputError
 from autosplit.options import Sample
@@ -18,6 +19,8 @@ from autosplit.planning.plan.plan import Plan
 from autosplit.planning.search.sweep import Space
 from autosplit.trace.inputs.objects import mapped
 
+POSITIONS = ("max_position_embeddings", "n_positions")
+"""What configs of transformers call the number of their positions."""
 MOST_TOKENS = 2**22
 """Of one row."""
 _GUESSES, _GRAINS, _GRAIN = 4, 32, 64
@@ -36,9 +39,9 @@ class Extreme:
 def largest_sequence(paper: OnPaper, space_of: Callable[[OnPaper], Space]) -> Extreme:
     """Return the plan for the longest rows with which the sample's batch surely fits, to about 3%.
 
-    Every length is recorded anew, and judged by the cut that needs the least; whether the model was trained for so many
-    positions is not looked at. Where not even 64 tokens fit, it is the plan for these. Raises InputError for a sample
-    without a table of tokens, for a forward that reads values, and where no capacity is known.
+    Every length is recorded anew, and judged by the cut that needs the least. The words say where a config of
+    transformers names fewer positions. Where not even 64 tokens fit, it is the plan for these. Raises InputError for a
+    sample without a table of tokens, for a forward that reads values, and where no capacity is known.
     """
     planned, rows = tokens_per_row(paper.recorded.trace.inputs), paper.recorded.rows
     if planned is None or paper.by_values:
@@ -65,9 +68,20 @@ def largest_sequence(paper: OnPaper, space_of: Callable[[OnPaper], Space]) -> Ex
     beyond = least(is_beyond, guess=near // grain + 1, low=1, high=high) or high + 1
     most = max(beyond - 1, 1) * grain
     words = f"the longest rows that surely fit, {rows} in a batch, have {most} tokens; of {beyond * grain} no cut does"
+    positions = positions_of(paper.recorded.model)
+    if positions is not None and positions < most:
+        words += f"; the model's config names {positions} positions"
     if beyond == 1:
         words = f"not even rows of {grain} tokens surely fit, {rows} in a batch"
     return Extreme(request(most).plan(), request(most).paper, words)
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """Return how many positions the transformers config of a model names; None where it names none."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    named = (getattr(text, key, None) for key in POSITIONS)
+    return next((count for count in named if isinstance(count, int) and count > 0), None)
 
 
 def _near(fullness: Callable[[int], float], planned: int) -> int:

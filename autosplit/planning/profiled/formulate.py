@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
+from statistics import median_high
 
 from torch import fx
 
@@ -197,9 +198,13 @@ class _Formulator:
             self._ties(),
             microbatches=self.microbatches,
             devices=tuple(devices),
-            links=link_factors(self.options),
+            links=link_factors(self.options, self._sent_bytes()),
             block_again=self._block_again() if self.options.parallel.rules.stops else 1.0,
         )
+
+    def _sent_bytes(self) -> int:
+        """Return about what a cut sends: the median of what the nodes of a microbatch give."""
+        return median_high([self.profile.nodes[info.name].output_bytes for info in self.micro] or [0])
 
     def _block_again(self) -> float:
         """Return the part of their forwards that blocks do again: up to the last value that a backward takes.

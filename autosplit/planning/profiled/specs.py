@@ -16,8 +16,6 @@ from cost_models.calibration import Calibrated
 from cost_models.specs import DeviceSpec, LinkSpec
 from cost_models.work import DType
 
-_TYPICAL_BYTES = 2**25
-
 
 def device_specs(options: Options) -> tuple[DeviceSpec, ...]:
     """Return what is known of each device: on paper its own figures, else the data sheet of what its driver names."""
@@ -97,12 +95,12 @@ def link_seconds(options: Options, count: int) -> float:
     return max(_link(*pair).transfer_s(count) for pair in pairs)
 
 
-def link_factors(options: Options) -> tuple[float, ...] | None:
+def link_factors(options: Options, count: int) -> tuple[float, ...] | None:
     """Return the factor between a transfer's time on each link of neighbours and that of `link_seconds`.
 
-    None if all links are equal, or all devices are one. Latencies count as in a transfer of 32 MiB.
+    None if all links are equal, or all devices are one. Latencies count as in a transfer of ``count`` bytes.
     """
-    times_s = [link.transfer_s(_TYPICAL_BYTES) for link in options.links]
+    times_s = [link.transfer_s(count) for link in options.links]
     if len(set(times_s)) < 2 or len(set(options.places)) == 1:
         return None
     return tuple(time_s / max(times_s) for time_s in times_s)
