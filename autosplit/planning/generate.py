@@ -176,7 +176,7 @@ def _figures(
         return [itemsize * sum(each.elements(tokens) for each in stage) for stage in caches]
 
     def fits(batch: int, length: int) -> bool:
-        grown = batch * length / (rows * prompt)
+        grown = (batch * length - rows) / (rows * max(prompt - 1, 1))  # a decode has a token of each row, too
         sizes = zip(held(prompt + new), held(length + new), strict=True)
         for stage, other, (before, now) in zip(plan.stages, decode.stages, sizes, strict=True):
             memory, lean = stage.memory, other.memory

@@ -138,10 +138,10 @@ class CostMemo:
         """Return the costs in model order; nodes of a batch cost the same whatever the size of its microbatches."""
         micro, full = runs.micro(rows), runs.full(batch_rows, rows=rows)
         costs: dict[str, NodeProfile] = {}
-        for part in (micro, full):
-            if (id(runs), id(part)) not in self._known:
-                self._known[id(runs), id(part)] = expanded_costs(blocks, {**micro, **full}, of=part)
-            costs |= self._known[id(runs), id(part)]
+        for part, key in ((micro, (id(runs), rows)), (full, (id(runs), rows, batch_rows))):
+            if key not in self._known:
+                self._known[key] = expanded_costs(blocks, {**micro, **full}, of=part)
+            costs |= self._known[key]
         return {info.name: costs[info.name] for _, info in self._traced.compute_nodes()}
 
 
