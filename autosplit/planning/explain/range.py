@@ -13,7 +13,7 @@ from autosplit.planning.plan.fields import Sensitivity
 from autosplit.planning.plan.figures import tokens_per_row
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.write import Writer
-from autosplit.planning.search.make import as_given
+from autosplit.planning.search.make import as_given, with_choices
 from cost_models.kernels import architecture
 from cost_models.machines import MachineSpec
 from cost_models.specs import DeviceSpec
@@ -66,14 +66,6 @@ def _step_s(plan: Plan, paper: OnPaper, machine: MachineSpec) -> float:
     if plan.mesh is not None:
         placed = place(machine, plan.mesh.parallel)
         options = replace(options, devices=stand_ins(placed.pipeline), machine=placed.pipeline, placed=placed)
-    chosen = replace(
-        options,
-        chunks=plan.chunks,
-        schedule=plan.schedule,
-        virtual_stages=plan.virtual_stages,
-        actions=plan.schedule_rows,
-        replicas=plan.replicas,
-    )
-    case = paper.recorded.scheduled_problem(chosen, plan.microbatch_rows)
+    case = paper.recorded.scheduled_problem(with_choices(options, plan), plan.microbatch_rows)
     recompute = tuple(stage.recompute for stage in plan.stages)
     return Writer(case, as_given(case, plan.stage_of(), recompute, stages=len(plan.stages))).step_s

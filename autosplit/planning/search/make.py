@@ -74,6 +74,18 @@ _UNITS = 320
 """About as many units the model is shown in, as in a search."""
 
 
+def with_choices(options: Options, plan: Plan) -> Options:
+    """Return the options with a plan's own chunks, schedule and replicas."""
+    return replace(
+        options,
+        chunks=plan.chunks,
+        schedule=plan.schedule,
+        virtual_stages=plan.virtual_stages,
+        actions=plan.schedule_rows,
+        replicas=plan.replicas,
+    )
+
+
 def recosted(model: nn.Module, trace: Trace, options: Options, plan: Plan) -> Plan:
     """Return the plan of a plan's own cut and choices, with the figures that ``options`` give it on this recording.
 
@@ -92,14 +104,7 @@ def recosted(model: nn.Module, trace: Trace, options: Options, plan: Plan) -> Pl
     cut = plan.stage_of()
     _check_nodes(model, trace.graph, plan)
     check_order(trace.graph, cut, stages=len(plan.stages))
-    chosen = replace(
-        options,
-        chunks=plan.chunks,
-        schedule=plan.schedule,
-        virtual_stages=plan.virtual_stages,
-        actions=plan.schedule_rows,
-        replicas=plan.replicas,
-    )
+    chosen = with_choices(options, plan)
     rows, dp = batch_rows(trace.inputs), options.parallel.dp
     if rows % dp:
         raise PlanError(f"the plan has {dp} replicas, which do not divide the batch of {rows} rows; give another batch")
