@@ -233,30 +233,14 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return result
 
 
-def conclude(
-    path: Path | None,
-    *,
-    benchmark: str,
-    settings: Mapping[str, Any],
-    machine: Mapping[str, Any],
-    figures: Sequence[Mapping[str, Any]],
-    checks: Sequence[Check],
-) -> None:
+def conclude(path: Path | None, *, checks: Sequence[Check], **content: Any) -> None:
     """Print the checks, and write all as :func:`write` does where a path is asked for."""
     print(checks_text(checks))
     if path is not None:
-        write(path, benchmark=benchmark, settings=settings, machine=machine, figures=figures, checks=checks)
+        write(path, checks=checks, **content)
 
 
-def write(
-    path: Path,
-    *,
-    benchmark: str,
-    settings: Mapping[str, Any],
-    machine: Mapping[str, Any],
-    figures: Sequence[Mapping[str, Any]],
-    checks: Sequence[Check],
-) -> None:
+def write(path: Path, *, benchmark: str, settings: Any, machine: Any, checks: Sequence[Check], figures: Any) -> None:
     """Write a benchmark's figures as JSON; raises ValueError for a figure that is no finite number."""
     content = {
         "benchmark": benchmark,

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from autosplit.options import Sample
-from benchmarks import pairs, planning, published
+from benchmarks import pairs, published
 from benchmarks.families import Family
 from benchmarks.family_transformers import Chain, ClassHead, Patches, PreNormBlock
 from benchmarks.layout_models import SHAPES, build
@@ -19,7 +18,6 @@ from benchmarks.layouts import Row, machine_of, rows
 from benchmarks.memory_step import Way, step_lines
 from benchmarks.memory_subject import Subject, recorded
 from benchmarks.pairs import Reading, Spread
-from benchmarks.planning import Pair, measured
 from benchmarks.published_models import unet
 from benchmarks.published_torchgpipe import Experiment, experiments, stages_of
 
@@ -70,19 +68,6 @@ def test_figures_are_written_as_plain_json(tmp_path):
     assert content["machine"]["cores"] == 2
     with pytest.raises(ValueError, match="not JSON compliant"):
         pairs.write(path, figures=[{"wall_s": float("nan")}], **given)
-
-
-def test_a_small_pair_goes_through_search_and_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "CHUNKS", (4,))
-    monkeypatch.setattr(planning, "SCHEDULES", (("1f1b", 1),))
-
-    def build() -> tuple[nn.Module, Sample]:
-        return nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), Sample(torch.empty(64, 64))
-
-    found = measured(Pair("small", build, "2xL4-24GB"))
-    assert (found.configurations, found.devices) == (4, 2)
-    assert found.above == pytest.approx(0.0, abs=planning.ABOVE)
-    assert found.chosen == found.best
 
 
 def test_every_row_is_modelled_or_says_why_not() -> None:
