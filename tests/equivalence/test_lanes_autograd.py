@@ -136,20 +136,6 @@ def test_two_forwards_before_their_backwards(order: str, lanes: str) -> None:
     check(run, "shared weight", lanes)
 
 
-@both
-def test_gradients_accumulate_over_calls_and_steps(lanes: str) -> None:
-    plain, pipe = pair("shared weight", lanes)
-    target = numbers(9, WIDTH, seed=3)
-    for seed in range(3):
-        value = value_of(seed=seed)
-        for module in (plain, pipe):
-            F.mse_loss(module(value), target).backward()
-        assert_equal(grads(pipe), grads(plain))
-    pipe.train_step(value, target=target, loss_fn=F.mse_loss)
-    F.mse_loss(plain(value), target).backward()
-    assert_equal(grads(pipe), grads(plain))
-
-
 @as_plain("shared weight")
 def test_the_output_lives_on_after_the_backward_and_may_be_changed(module: nn.Module) -> Sequence[Any]:
     value = value_of()
@@ -209,24 +195,3 @@ def test_frozen_between_forward_and_backward(module: nn.Module) -> Sequence[Any]
     loss.backward()
     module.requires_grad_(True)
     return [value.grad]
-
-
-@pytest.mark.parametrize("what", ["data", "object"])
-@both
-def test_parameters_that_are_replaced_between_calls(what: str, lanes: str) -> None:
-    def run(module: nn.Module) -> Sequence[Any]:
-        found: list[Any] = []
-        for _ in range(2):
-            value = value_of()
-            probe_loss(module(value)).backward()
-            found += [value.grad, *grads(module)]
-            module.zero_grad()
-            layer = module.get_submodule("first")
-            with torch.no_grad():
-                if what == "data":
-                    layer.weight.data = layer.weight.data * 2
-                else:
-                    layer.bias = nn.Parameter(layer.bias * 2)
-        return found
-
-    check(run, "shared weight", lanes)

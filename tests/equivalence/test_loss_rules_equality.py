@@ -217,14 +217,11 @@ def inputs(rows: int = ROWS) -> Batch:
     return Batch((numbers(rows, TIME, CLASSES, seed=5).requires_grad_(),))
 
 
-def assert_equal_step(
-    form: str, loss_fn: Callable[..., Any], target: Any, *, batch: Batch | None = None, step: Any = (), **options: Any
-) -> Tensor:
+def assert_equal_step(form: str, loss_fn: Callable[..., Any], target: Any, **options: Any) -> Tensor:
     """Run a step on both, the gradients of the inputs included; return the pipe's loss."""
-    plain, pipe = pair(form, **options)
-    batch = batch or inputs()
+    (plain, pipe), batch = pair(form, **options), inputs()
     expected = forward_backward(plain, batch, loss=lambda o: loss_fn(o) if target is None else loss_fn(o, target))
-    actual = train_step(pipe, batch, target=target, loss_fn=loss_fn, **dict(step))
+    actual = train_step(pipe, batch, target=target, loss_fn=loss_fn)
     assert_equal_runs(actual, Run({}, expected.loss, expected.gradients, expected.buffers))
     return actual.loss
 

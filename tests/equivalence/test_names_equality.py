@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,80 +12,50 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import autosplit
+from tests.models.three_layers import WIDTH, Model
 
-WIDTH, ROWS = 6, 24
+ROWS = 24
 """Microbatches have as many rows as tensors have, so that one in the place of another fits."""
 
 
-def square() -> nn.Parameter:
-    return nn.Parameter(torch.randn(WIDTH, WIDTH))
+def tied() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    return Model(lambda m, x: torch.tanh(m.layer(torch.tanh(x @ m.x))), x=layer.weight, layer=lambda: layer)
 
 
-class AsInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.x, self.other = square(), square()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(torch.tanh(x @ self.x) @ self.other)
+def centred(model: Any, x: Tensor) -> Tensor:
+    y = model.b(torch.tanh(model.a(x)))
+    return (y - y.mean(0)) @ model.x + (x - x.mean(0)) @ model.x
 
 
-class TiedAsInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.x, self.layer = square(), nn.Linear(WIDTH, WIDTH)
-        self.layer.weight = self.x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(torch.tanh(x @ self.x)))
+def chained(model: Any, x: Tensor) -> Tensor:
+    for weight in model.weights:
+        x = torch.tanh(x @ weight)
+    return x
 
 
-class BufferAsInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("x", torch.randn(WIDTH, WIDTH))
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x @ self.x)))
+def square(kind: Any = nn.Parameter) -> Tensor:
+    return kind(torch.randn(WIDTH, WIDTH))
 
 
-class OnTheWholeBatch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.x, self.first, self.second = square(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.second(torch.tanh(self.first(x)))
-        return (y - y.mean(0)) @ self.x + (x - x.mean(0)) @ self.x
-
-
-class AsValue(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.matmul, self.tanh = square(), square()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(torch.tanh(x @ self.matmul) @ self.tanh) @ self.matmul
-
-
-class Numbers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([square() for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            x = torch.tanh(x @ weight)
-        return x
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "an input": lambda: Model(lambda m, x: torch.tanh(torch.tanh(x @ m.x) @ m.other), x=square, other=square),
+    "an input, tied": tied,
+    "an input, a buffer": lambda: Model(lambda m, x: m.b(torch.tanh(m.a(x @ m.x))), x=square(nn.Buffer)),
+    "an input, on the whole batch": lambda: Model(centred, x=square),
+    "a value": lambda: Model(
+        lambda m, x: torch.tanh(torch.tanh(x @ m.matmul) @ m.tanh) @ m.matmul, matmul=square, tanh=square
+    ),
+    "numbers": lambda: Model(chained, weights=lambda: nn.ParameterList(square() for _ in range(4))),
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*of the work runs on the whole batch")
 @pytest.mark.parametrize("recompute", ["auto", "always"])
-@pytest.mark.parametrize("make", [AsInput, TiedAsInput, BufferAsInput, OnTheWholeBatch, AsValue, Numbers])
-def test_names(make: Any, recompute: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_names(case: str, recompute: str) -> None:
     torch.manual_seed(0)
-    plain = make().double()
+    plain = CASES[case]()
     model = copy.deepcopy(plain)
     pipe = autosplit(model, ["cpu"] * 2, chunks=4, recompute=recompute)
     x, target = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)

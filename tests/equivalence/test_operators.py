@@ -112,18 +112,7 @@ def names(pipe: PipelinedModule) -> set[str]:
 
 @pytest.mark.slow
 def test_attention_keeps_is_causal() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        max_position_embeddings=64,
-    )
-    model = transformers.LlamaForCausalLM(config).double()
-    ids = torch.randint(3, 64, (8, 7))
+    model, ids = llama().double(), torch.randint(3, 64, (8, 7))
     whole, padded = torch.ones_like(ids), torch.ones_like(ids)
     padded[3, :4] = 0
     pipe = autosplit(model, devices=2, chunks=4)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from autosplit import autosplit
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
 from tests.models.own_python import CASES as OWN_PYTHON
+from tests.models.own_python import seed
 from tests.models.three_layers import WIDTH, Body, Model, numbers
 from tests.pairwise import pairwise
 from tests.runtime.test_batch_norm_statistics import NormAct
@@ -141,12 +141,6 @@ TRAPS = {
 }
 
 
-def seed(number: int) -> None:
-    random.seed(number)
-    np.random.seed(number)
-    torch.manual_seed(number)
-
-
 def on_tree(pipe: Any) -> bool:
     """Tell whether the pipe's last call ran the model's own Python."""
     return "module_tree" in pipe.code
@@ -168,10 +162,6 @@ NORM = "5 batch norm act"
 
 @pairwise(name=[name for name in TRAPS if name != NORM], mode=("train", "eval"), lanes=LANES)
 def test_a_trap_takes_its_rung_and_equals_the_plain_model(name: str, mode: str, lanes: str) -> None:
-    takes_its_rung_and_equals_the_plain_model(name, mode, lanes)
-
-
-def takes_its_rung_and_equals_the_plain_model(name: str, mode: str, lanes: str) -> None:
     trap, rung = TRAPS[name], TRAPS[name].training if mode == "train" else TRAPS[name].evaluation
     plain, pipe = twins(name, mode == "train", lanes=lanes)
     for number, count in enumerate((7, 7, 4, 10)):

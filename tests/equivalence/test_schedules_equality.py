@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,17 @@ from torch.nn import functional as F
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.request import ask
-from tests.equivalence.equality import LANES, TOLERANCE, difference
+from tests.equivalence.equality import (
+    LANES,
+    Batch,
+    Run,
+    assert_equal_runs,
+    assert_same_bits,
+    collect,
+    forward_backward,
+    train_step,
+)
+from tests.equivalence.side_by_side import assert_equal
 from tests.pairwise import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -70,6 +82,24 @@ class Normalised(nn.Module):
         return value
 
 
+class InPlace(nn.Module):
+    """Operations in place on what may have crossed a cut: a skip, a view of it, an input, and in layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, value: Tensor) -> Tensor:
+        near = self.first(value)
+        far = self.second(near.tanh())
+        near.add_(1.0)
+        far.view(far.shape[0], 2, -1)[:, 0].mul_(0.5)
+        far = F.dropout(self.act(self.third(self.act(far))), 0.0, self.training, inplace=True)
+        near += far
+        return self.last(near).sigmoid_()
+
+
 @functools.cache
 def file_of(folder: Path) -> Path:
     path = folder / "own.csv"
@@ -95,102 +125,103 @@ def split(model: nn.Module, name: str, lanes: str, folder: Path, recompute: str 
     return PipelinedModule(model, options)
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch(dtype: torch.dtype = torch.float64) -> tuple[Batch, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    value, target = (torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
-    return value.requires_grad_(), target
+    value, target = torch.randn(2, ROWS, WIDTH, dtype=torch.float64, generator=generator).to(dtype)
+    return Batch((value.requires_grad_(),)), target.detach()
 
 
-def gradients(model: nn.Module, value: Tensor) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters()} | {"input": value.grad}
-    assert all(gradient is not None for gradient in found.values())
-    return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
+def step(pipe: PipelinedModule, dtype: torch.dtype = torch.float64) -> Run:
+    given, target = batch(dtype)
+    torch.manual_seed(5)
+    return train_step(pipe, given, target=target, loss_fn=nn.MSELoss())
 
 
-def step(pipe: PipelinedModule, *, seed: int = 5) -> dict[str, Tensor]:
-    """Run a training step and return its loss, gradients and buffers."""
-    value, target = batch()
-    pipe.zero_grad()
-    torch.manual_seed(seed)
-    loss = pipe.train_step(value, target=target, loss_fn=nn.MSELoss())
-    return {"loss": loss} | gradients(pipe, value) | {n: b.clone() for n, b in pipe.named_buffers()}
+def call(model: nn.Module, dtype: torch.dtype = torch.float64) -> Run:
+    given, target = batch(dtype)
+    torch.manual_seed(5)
+    return forward_backward(model, given, loss=lambda output: F.mse_loss(output, target))
 
 
-def plain_step(model: nn.Module, *, seed: int = 5) -> dict[str, Tensor]:
-    value, target = batch()
-    model.zero_grad()
-    torch.manual_seed(seed)
-    loss = F.mse_loss(model(value), target)
-    loss.backward()
-    return {"loss": loss.detach()} | gradients(model, value)
-
-
-def assert_plain(found: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
-    for name, expected in plain.items():
-        assert difference(found[name], expected) <= TOLERANCE[torch.float64], name
-
-
-def assert_same_bits(found: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert list(found) == list(other)
-    for name, value in found.items():
-        assert torch.equal(value, other[name]), f"other bits in {name}"
+MAKE: dict[str, Callable[[], nn.Module]] = {
+    "everything": Everything,
+    # operations in place hold values together, so that one of these has two parts that can be separated
+    "in place": lambda: nn.Sequential(InPlace(), InPlace()).double(),
+}
 
 
 @functools.cache
-def everything() -> tuple[nn.Module, dict[str, Tensor]]:
+def plain(kind: str) -> tuple[nn.Module, Run, Run]:
+    """Return a model, what a call of it gives, and a step."""
     torch.manual_seed(0)
-    model = Everything()
-    return model, plain_step(copy.deepcopy(model))
+    model = MAKE[kind]()
+    found = call(copy.deepcopy(model))
+    return model, found, Run({}, found.loss, found.gradients, found.buffers)
 
 
-_GPIPE: list[dict[str, Tensor]] = []
+@functools.cache
+def by_gpipe(kind: str) -> Run:
+    return step(split(copy.deepcopy(plain(kind)[0]), "gpipe", "inline", Path()))
 
 
-def by_gpipe(folder: Path) -> dict[str, Tensor]:
-    """Return what GPipe gives for the same model, found once."""
-    if not _GPIPE:
-        _GPIPE.append(step(split(copy.deepcopy(everything()[0]), "gpipe", "inline", folder)))
-    return _GPIPE[0]
+def check(kind: str, name: str, lanes: str, folder: Path) -> None:
+    model, called, stepped = plain(kind)
+    pipe = split(copy.deepcopy(model), name, lanes, folder)
+    found = [step(pipe), step(pipe)]
+    assert pipe.plan is not None
+    assert len(pipe.plan.stages) == 2 * pipe.plan.virtual_stages
+    assert_equal_runs(call(pipe), called)
+    assert_equal_runs(found[0], stepped)
+    for other in (*found[1:], by_gpipe(kind)):
+        assert_same_bits(found[0], other)
 
 
 @in_turn(rest=False, name=list(SCHEDULES), lanes=LANES)
 def test_every_schedule_is_the_plain_model(name: str, lanes: str, tmp_path: Path) -> None:
-    model, plain = everything()
+    check("everything", name, lanes, tmp_path)
+
+
+@in_turn(share=(0, 3), rest=False, name=list(SCHEDULES), lanes=LANES)
+def test_operations_in_place_at_cuts(name: str, lanes: str, tmp_path: Path) -> None:
+    check("in place", name, lanes, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "name", "precision"),
+    [
+        ("inline", "1f1b", torch.bfloat16),
+        ("threads", "zb_h1", torch.bfloat16),
+        ("threads", "zb_v", torch.float16),
+        ("threads", "gpipe", torch.float16),
+    ],
+)
+def test_steps_under_autocast(precision: torch.dtype, lanes: str, name: str, tmp_path: Path) -> None:
+    model = copy.deepcopy(plain("in place")[0]).float()
     pipe = split(copy.deepcopy(model), name, lanes, tmp_path)
-    found = [step(pipe), step(pipe)]
-    assert pipe.plan is not None
-    assert len(pipe.plan.stages) == 2 * pipe.plan.virtual_stages
-    value, target = batch()
-    pipe.zero_grad()
-    torch.manual_seed(5)
-    F.mse_loss(pipe(value), target).backward()
-    assert_plain({"loss": plain["loss"]} | gradients(pipe, value), plain)
-    assert_plain(found[0], plain)
-    for other in (*found[1:], by_gpipe(tmp_path)):
-        assert_same_bits(found[0], other)
+    with torch.autocast("cpu", dtype=precision):
+        mine, other = step(pipe, torch.float32), call(model, torch.float32)
+    assert mine.loss.dtype == other.loss.dtype
+    assert_equal([mine.loss, *mine.gradients.values()], [other.loss, *other.gradients.values()], tolerance=3e-2)
+    assert not torch.is_autocast_enabled("cpu")
 
 
 @in_turn(name=("zb_h1", "zb_v", "own"), again=list(AGAIN))
 def test_what_runs_again_under_a_split_backward(name: str, again: str, tmp_path: Path) -> None:
-    model, plain = everything()
+    model, _, stepped = plain("everything")
     pipe = split(copy.deepcopy(model), name, "threads", tmp_path, again)
     found = step(pipe)
-    assert_plain(found, plain)
+    assert_equal_runs(found, stepped)
     assert_same_bits(found, step(pipe))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v", "own"])
 def test_batch_norm_counts_every_microbatch_once_under_every_schedule(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = Normalised()
-    value, target = batch()
-    twin, loss = copy.deepcopy(model), torch.zeros((), dtype=torch.float64)
-    for rows, goal in zip(value.tensor_split(CHUNKS), target.tensor_split(CHUNKS), strict=True):
+    model, (given, target) = Normalised(), batch()
+    twin, inputs, loss = copy.deepcopy(model), given.fresh(), torch.zeros((), dtype=torch.float64)
+    for rows, goal in zip(inputs.args[0].tensor_split(CHUNKS), target.tensor_split(CHUNKS), strict=True):
         loss = loss + F.mse_loss(twin(rows), goal) * len(rows) / ROWS
     loss.backward()
-    plain = {"loss": loss.detach()} | gradients(twin, value)
-    found = step(split(copy.deepcopy(model), name, "threads", tmp_path))
-    assert_plain(found, plain)
-    first = copy.deepcopy(model)
-    first(value)
-    assert_plain(found, {name: b for name, b in first.named_buffers() if b.is_floating_point()})
+    found, first = step(split(copy.deepcopy(model), name, "threads", tmp_path)), copy.deepcopy(model)
+    first(given.args[0])
+    assert_equal_runs(found, replace(collect(twin, inputs, output=(), loss=loss), buffers=dict(first.named_buffers())))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,60 +13,6 @@ from autosplit import autosplit
 from autosplit.errors import TraceError
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
 from tests.models.three_layers import ROWS, WIDTH, Model, assert_equal_steps, numbers
-from tests.pairwise import in_turn
-
-
-class Nested(nn.Module):
-    """A block inside, and settings of the kinds that models keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Model(lambda m, x: m.b(torch.tanh(m.a(x))))
-        self.tensor = torch.tensor(2.0, dtype=torch.float64)
-        self.numbers = [1.0, 2.0]
-        self.settings: dict[str, Any] = {"square": False, "act": torch.tanh, "scale": self.tensor}
-        self.act: Callable[[Tensor], Tensor] = torch.tanh
-        self.acts: list[Any] = [torch.tanh]
-        self.config = SimpleNamespace(act=torch.tanh, scale=self.tensor)
-        self.bias: Tensor | None = None
-
-    def forward(self, value: Tensor) -> Tensor:
-        hidden = self.act(self.block(value)) * self.tensor * self.numbers[0]
-        hidden = hidden**2 if self.settings["square"] else hidden
-        hidden = self.settings["act"](self.acts[0](hidden)) * self.settings["scale"]
-        hidden = self.config.act(hidden) * self.config.scale
-        return hidden if self.bias is None else hidden + self.bias
-
-
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "a hook on a container": lambda m: m.block.register_forward_hook(lambda _, i, o: o * 2),
-    "a hook before a container": lambda m: m.block.register_forward_pre_hook(lambda _, i: (i[0] * 2,)),
-    "a tensor": lambda m: setattr(m, "tensor", torch.tensor(5.0, dtype=torch.float64)),
-    "a list": lambda m: m.numbers.__setitem__(0, 3.0),
-    "a dict": lambda m: m.settings.__setitem__("square", True),
-    "a function": lambda m: setattr(m, "act", torch.relu),
-    "a function in a list": lambda m: m.acts.__setitem__(0, torch.exp),
-    "a function in a dict": lambda m: m.settings.update(act=torch.exp),
-    "a tensor in a dict": lambda m: m.settings.update(scale=torch.tensor(3.0, dtype=torch.float64)),
-    "a function in an object": lambda m: vars(m.config).update(act=torch.sigmoid),
-    "a tensor in an object": lambda m: vars(m.config).update(scale=torch.tensor(3.0, dtype=torch.float64)),
-    "none becomes a tensor": lambda m: setattr(m, "bias", torch.ones(WIDTH, dtype=torch.float64)),
-    "a forward": lambda m: setattr(m.block, "forward", lambda value: value * 3),
-}
-
-
-@in_turn(share=(0, 2), name=list(CHANGES))
-def test_a_change_between_calls_is_seen(name: str) -> None:
-    plain = Nested()
-    twin = copy.deepcopy(plain)
-    pipe = autosplit(twin, devices=["cpu"] * 2, chunks=3)
-    assert_equal_runs(forward_backward(pipe, ROWS), forward_backward(plain, ROWS))
-    for model in (plain, twin):
-        CHANGES[name](model)
-    assert_equal_runs(forward_backward(pipe, ROWS), forward_backward(plain, ROWS))
-    made = pipe._core.recordings.made
-    pipe(*ROWS.args)
-    assert pipe._core.recordings.made == made
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -110,6 +110,3 @@ def test_hooks_are_called_and_statistics_are_counted_once_per_use(kind: Any, mom
     assert norm.num_batches_tracked is counter
     for name, buffer in plain.named_buffers():
         torch.testing.assert_close(norm.get_buffer(name), buffer, rtol=1e-13, atol=0)
-
-
-# -- many microbatches ---------------------------------------------------------------------------------------------

@@ -29,8 +29,6 @@ SCHEDULES = ["gpipe", "1f1b"]
 
 STEP_PLACES = ["one card", "back and forth", "from the CPU", "CPU and cards", "from a card to the CPU"]
 
-schedule_of = pytest.mark.parametrize("schedule", SCHEDULES)
-
 
 class Several(nn.Module):
     """Outputs of the first and of the last stage, and an input that is an output too."""
@@ -156,19 +154,6 @@ def test_an_optimizer_between_steps() -> None:
                 for parameter in changed.parameters():
                     parameter.mul_(0.9)
     assert problems(run.streams.log) == []
-
-
-@schedule_of
-@pytest.mark.parametrize(
-    ("place", "stream"), [("one card", "compute"), ("two cards", "compute"), ("two cards", "outb")]
-)
-def test_a_lifetime_that_a_training_step_leaves_out_is_found(place: str, stream: str, schedule: str) -> None:
-    run = RecordedPipe(Skips(), *PLACES[place], schedule=schedule)
-    run.streams.forget = lambda entry: isinstance(entry, Keep) and entry.stream.startswith(stream)
-    for _ in range(2):
-        run.train(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), own)
-    assert run.streams.forgotten
-    assert any("too early" in problem for problem in problems(run.streams.log))
 
 
 @pytest.mark.parametrize("forgotten", [False, True])

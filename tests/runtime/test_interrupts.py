@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -31,17 +31,12 @@ from tests.runtime.gates import (
 
 ROOT = Path(__file__).parents[2]
 ACTIONS = [Action(0, "F", 0), Action(1, "F", 3), Action(2, "B", 0), Action(0, "B", 2)]
-SENDERS: dict[str, Callable[[], None]] = {
-    "to the process": lambda: os.kill(os.getpid(), signal.SIGINT),
-    "to the main thread": lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT),
-    "to the lane's thread": lambda: signal.raise_signal(signal.SIGINT),
-}
 how_of = pytest.mark.parametrize("how", HOWS)
 
 
 def press() -> None:
     """Press Ctrl-C."""
-    SENDERS["to the process"]()
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autosplit.options import Sample
 from autosplit.schedule.action import Action
@@ -138,27 +138,6 @@ def test_lanes_have_one_intra_op_thread_and_nobody_else_does() -> None:
 
 
 # -- callers ---------------------------------------------------------------------------------------------------------
-def test_two_callers_at_once_are_both_right() -> None:
-    plain, together, wrong = model().double(), threading.Barrier(2), []
-    pipe = split(copy.deepcopy(plain))
-    pipe(ROWS.double())
-
-    def call(value: Tensor) -> None:
-        value = value.clone().requires_grad_()
-        together.wait(SAFETY_S)
-        for _ in range(20):
-            output = pipe(value)
-            (mine,) = torch.autograd.grad(output.sum(), [value])
-            other = plain(value)
-            (expected,) = torch.autograd.grad(other.sum(), [value])
-            if not (torch.allclose(output, other) and torch.allclose(mine, expected)):
-                wrong.append(value)
-
-    callers = [threading.Thread(target=call, args=(ROWS.double() * factor,)) for factor in (1, -2)]
-    for caller in callers:
-        caller.start()
-    assert_ended(callers)
-    assert wrong == []
 
 
 def test_a_second_caller_waits_until_the_lanes_are_free() -> None:

@@ -216,9 +216,6 @@ SKIP = [set(), {0}, {0, 1}]
 """Stage 2 takes values of stages 0 and 1."""
 
 
-# -- turns -----------------------------------------------------------------------------------------------------------
-
-
 # -- lanes that run toy actions --------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def lanes(count: int, *, timeout_s: float | None = SAFETY_S) -> Iterator[LaneThreads]:
@@ -231,11 +228,6 @@ def lanes(count: int, *, timeout_s: float | None = SAFETY_S) -> Iterator[LaneThr
 
 def run(own: LaneThreads, made: Turns, act: Callable[[Action], None]) -> None:
     own.run(made, act, ThreadState.current())
-
-
-def forwards(stages: int, microbatches: int) -> Turns:
-    """Return forwards of stages that take nothing of each other."""
-    return turns(lane_lists(forward_only(stages, microbatches), [set()] * stages))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -260,5 +252,5 @@ def test_any_error_comes_as_it_is(error: type[BaseException]) -> None:
         raise raised
 
     with lanes(1) as own, pytest.raises(error) as caught:
-        run(own, forwards(1, 1), act)
+        run(own, turns(lane_lists(forward_only(1, 1), [set()])), act)
     assert caught.value is raised
