@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit import autosplit
-from autosplit.errors import InputError
+from tests.distributed.processes import error_of
 from tests.distributed.replicas import mesh_of, replica_of
 
 LOSS = nn.MSELoss()
@@ -54,14 +54,6 @@ def trained(pipe: Any) -> None:
     inputs, targets = rows()
     own = slice(2 * replica_of(mesh_of(2)), 2 * replica_of(mesh_of(2)) + 2)
     pipe.train_step(inputs[own], target=targets[own], loss_fn=LOSS)
-
-
-def message(act: Callable[[], Any]) -> str:
-    try:
-        act()
-        return "was not refused"
-    except InputError as error:
-        return str(error)
 
 
 # -- before ----------------------------------------------------------------------------------------------------------
@@ -164,7 +156,7 @@ REFUSED: dict[Callable[[], Any], str] = {
 
 def changed() -> list[str]:
     """Return what is not right; called in every process."""
-    found = [said for act, text in REFUSED.items() if text not in (said := message(act))]
+    found = [f"{text}: {said}" for act, text in REFUSED.items() if text not in (said := error_of(act))]
     plain, pipe, calls = Small(), piped(Small()), list[Tensor]()
     pipe.get_parameter("head.weight").register_hook(calls.append)
     trained(pipe)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,21 +20,6 @@ from tests.distributed.moments import Moment, Watch
 
 STEPS, EVERY = 12, 2
 """Steps of a training, and after how many of them it saves."""
-HANG_S = 3.0
-"""After how many seconds steps hang, where something fails."""
-HAPPENS: dict[str, Callable[[], None]] = {}
-"""What happens from now on in the forward of the last layer ("forward") and in the loss ("loss"), where they run."""
-
-
-@torch.library.custom_op("autosplit_tests::happen", mutates_args=())
-def happen(value: Tensor, place: str) -> Tensor:
-    """Return a copy, unless something else happens."""
-    HAPPENS.get(place, _nothing)()
-    return value.clone()
-
-
-happen.register_fake(lambda value, _place: torch.empty_like(value))
-happen.register_autograd(lambda _, gradient: (gradient, None))
 
 
 class Layer(nn.Module):
@@ -68,20 +51,12 @@ class Tied(nn.Module):
         return self.head(value)
 
 
-class Mortal(Tied):
-    """The same model, in the last layer of which something may happen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[2].register_forward_hook(lambda _module, _args, value: happen(value, "forward"))
-
-
 class Training:
     """A training of which everything that changes is in its checkpoints."""
 
-    def __init__(self, folder: Path, model: type[Tied] = Tied, **options: Any) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder, self.step = folder, 0
-        self.pipe = autosplit(model(), devices="torchrun", chunks=4, sample=tokens(8).args, **options)
+        self.pipe = autosplit(Tied(), devices="torchrun", chunks=4, sample=tokens(8).args)
         self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=STEPS)
         torch.manual_seed(1)
@@ -93,11 +68,11 @@ class Training:
         with open(folder / f"starts{dist.get_rank()}", "a") as file:
             file.write(f"{self.step}\n")
 
-    def advance(self, loss_fn: Callable[[Tensor, Tensor], Tensor] = next_token) -> None:
+    def advance(self) -> None:
         """Take a step, and write its loss down."""
         batch = tokens(8 - self.step % 2)
         self.optimizer.zero_grad()
-        loss = self.pipe.train_step(*batch.args, target=few_targets(batch, self.step % 3), loss_fn=loss_fn)
+        loss = self.pipe.train_step(*batch.args, target=few_targets(batch, self.step % 3), loss_fn=next_token)
         self.pipe.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.scheduler.step()
@@ -158,37 +133,3 @@ def outputs(folder: Path, steps: int) -> dict[int, Tensor]:
         training.advance()
         found[training.step] = training.pipe.eval_step(*tokens(8).args)
     return found
-
-
-def fault(folder: Path, place: str, kind: str) -> None:
-    """Train, and fail in step 3: in the forward of a stage, or in the loss."""
-    training = Training(folder, Mortal, timeout=HANG_S)
-    for _ in range(2):
-        training.advance(_loss)
-    started()
-    HAPPENS[place] = {"raise": _raise, "hang": lambda: time.sleep(1000.0)}[kind]
-    training.advance(_loss)
-    time.sleep(1000.0)
-
-
-def apart(folder: Path) -> None:
-    """Go backward on rank 0 while rank 1 takes a step."""
-    training = Training(folder, outputs="all", timeout=timedelta(seconds=HANG_S))
-    training.advance()
-    output = training.pipe(*tokens(8).args)
-    started()
-    if dist.get_rank() == 0:
-        output.mean().backward()
-    training.advance()
-
-
-def _nothing() -> None:
-    pass
-
-
-def _raise() -> None:
-    raise ValueError("a bad row")
-
-
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return next_token(happen(output, "loss"), target)

@@ -29,15 +29,15 @@ class Ranks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._started: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-        """Call ``function(*args)`` in every process and return what each returned, by rank.
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, **options: Any) -> list[Any]:
+        """Call ``function(*args, **options)`` in every process and return what each returned, by rank.
 
         The function is one of a module; ranks are told apart by ``torch.distributed.get_rank()``. Raises the first
         rank's error as RuntimeError with its traceback; after an error, or when time is out, all processes end.
         """
         self._start()
         for _, pipe in self._started:
-            pipe.send((function, args))
+            pipe.send((function, args, options))
         found: list[tuple[bool, Any]] = []
         for rank, (_, pipe) in enumerate(self._started):
             try:
@@ -90,13 +90,13 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, as_nccl: bool) ->
         rendezvous.install()
     while True:
         try:
-            function, args = pipe.recv()
+            function, args, options = pipe.recv()
         except (EOFError, ConnectionError):
             for world in _JOINED.values():
                 world.watch.close()
             os._exit(0)
         try:
-            answer: tuple[bool, Any] = True, function(*args)
+            answer: tuple[bool, Any] = True, function(*args, **options)
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send(answer)
@@ -125,3 +125,17 @@ def first(found: Sequence[Any]) -> Any:
     """Return the one value among the ranks' answers that is not None."""
     (value,) = [one for one in found if one is not None]
     return value
+
+
+def error_of(call: Callable[..., Any], *args: Any, meet: bool = False, **options: Any) -> str:
+    """Return the error that a call raises, with its class; ``meet``: ranks wait for each other behind it."""
+    found = "nothing was raised"
+    try:
+        call(*args, **options)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    if meet:
+        import torch.distributed as dist
+
+        dist.barrier()
+    return found

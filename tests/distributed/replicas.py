@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from autosplit import autosplit
 from autosplit.options import Sample
 from autosplit.tensor.state import TensorPart
-from tests.distributed.training import Training, without_gradients
+from tests.distributed.training import Training, named, without_gradients
 from tests.equivalence.equality import Batch
 
 Rows = Sequence[Sequence[int]]
@@ -136,7 +136,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def compare(
-    training: Training,
+    which: Training | str,
     shape: tuple[int, ...],
     rows: Rows,
     *,
@@ -147,7 +147,7 @@ def compare(
     **options: Any,
 ) -> list[str]:
     """Train both ways and return what differs: relative to the largest value by more than a few roundings."""
-    mesh = mesh_of(*shape)
+    mesh, training = mesh_of(*shape), named(which)
     own = train_replicas(training, mesh, rows, dtype, every, make, options, reduction)
     every_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every_rank, own)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from autosplit import autosplit
 from autosplit.distributed.facts import call_text, checksum
 from autosplit.distributed.words import difference
-from tests.distributed.processes import Pool
+from tests.distributed.processes import Pool, error_of
 
 
 def model(seed: int = 0, width: int = 8) -> nn.Module:
@@ -31,17 +31,10 @@ def batch(rows: int = 8, seed: int = 0, width: int = 8) -> Tensor:
 
 
 def _refused(make: Callable[[int], Any]) -> str:
-    """Return this rank's error; ranks go on together afterwards."""
-    try:
-        make(dist.get_rank())
-    except Exception as error:
-        dist.barrier()
-        return f"{type(error).__name__}: {error}"
-    dist.barrier()
-    return "nothing was raised"
+    return error_of(make, dist.get_rank(), meet=True)
 
 
-def _pipe(rank: int = 0, **how: Any) -> Any:
+def _pipe(**how: Any) -> Any:
     return autosplit(how.pop("model", model)(), devices="torchrun", chunks=4, sample=batch(), **how)
 
 
@@ -266,13 +259,9 @@ def test_ranks_that_differ_are_told_so(ranks: Pool, call: Callable[[], str]) -> 
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_differs_is_refused_and_the_next_one_runs(ranks: Pool, name: str, first: bool) -> None:
-    one, other = ranks(2).run(_one_step, name, first)
+    one, other = ranks(2).run(one_step, name, first=first)
     assert one == other
     assert f"the ranks differ in {STEPS[name]}" in one[0]
-
-
-def _one_step(name: str, first: bool) -> tuple[str, float]:
-    return one_step(name, first=first)
 
 
 def test_a_difference_names_the_module_or_parameter() -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,7 @@ from autosplit.distributed.checkpoint import latest, restore, save
 from autosplit.distributed.together import new_folder
 from autosplit.errors import CheckpointError, InputError
 from tests.distributed.parts import Part, Plain, check_same, grouped, my_part, state_of, trained_and_saved
-
-
-def error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:
-    try:
-        function(*args, **options)
-    except (InputError, CheckpointError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+from tests.distributed.processes import error_of
 
 
 def test_a_step_is_not_overwritten(tmp_path):
@@ -140,7 +132,7 @@ def test_one_key_with_different_values_is_an_error_on_every_rank(ranks, tmp_path
     assert "under one key: model.bias, model.weight" in texts[2]
     assert "under one key: others.random" in texts[3]
     assert "under one key: others.deep" in texts[4]
-    assert texts[5:] == ["no error"] * 2
+    assert texts[5:] == ["nothing was raised"] * 2
     constant = Constant(0.0)
     assert restore(tmp_path, constant, step=1) == {"same": {"a": [1, {"b": (1.0, "xx")}], "c": 0}}
     assert constant.value.isnan()

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit import autosplit, plan
-from autosplit.errors import AutosplitError
 from autosplit.runtime.step_log import Performed, StepLog
 from autosplit.trace.inputs.objects import tensors_in
-from tests.distributed.processes import Pool
+from tests.distributed.processes import Pool, error_of
 from tests.distributed.replicas import mesh_of, replica_of
 
 WIDTH, BLOCKS, CHUNKS = 128, 8, 4
@@ -124,7 +123,7 @@ def test_a_plan_knows_what_ranks_of_dp_and_tp_hold(ranks: Pool, reshard: str) ->
 
 def refused() -> list[str]:
     """Return what was not refused as it is to be; called in every process."""
-    wrong, x = [], torch.randn(4, WIDTH)
+    x = torch.randn(4, WIDTH)
     model = nn.Sequential(*(Block() for _ in range(4)))
 
     cases = {
@@ -132,15 +131,8 @@ def refused() -> list[str]:
         "leave compile= out": {"compile": True},
         "fsdp_reshard": {"fsdp_reshard": "sometimes"},
     }
-    for text, options in cases.items():
-        how: dict[str, Any] = {"parallelize": "fsdp", "fsdp_reshard": "always", **options}
-        try:
-            autosplit(model, mesh=mesh_of(2, 1), chunks=2, sample=x, **how)
-            wrong.append(f"not refused: {text}")
-        except AutosplitError as error:
-            if text not in str(error):
-                wrong.append(f"{text}: {error}")
-    return wrong
+    how: dict[str, Any] = {"mesh": mesh_of(2, 1), "sample": x, "parallelize": "fsdp", "fsdp_reshard": "always"}
+    return [f"{t}: {said}" for t, o in cases.items() if t not in (said := error_of(autosplit, model, **how | o))]
 
 
 def test_what_cannot_be_gathered_unit_by_unit_is_refused(ranks: Pool) -> None:

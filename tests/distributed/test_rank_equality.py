@@ -26,12 +26,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 RECOMPUTE = ("always", "except_last", "block")
 
 
-def trained(name: str, options: dict[str, Any], steps: int | None = None) -> list[str]:
-    """Compare one of the trainings, over its own number of steps or another; called in every process."""
+def in_20_steps(name: str) -> list[str]:
     training = TRAININGS[name]
-    if steps is not None:
-        training = replace(training, rows=tuple(islice(cycle(training.rows), steps)))
-    return compare(training, options)
+    return compare(replace(training, rows=tuple(islice(cycle(training.rows), 20))), {})
 
 
 def _slow(values: Iterable[str], slow: Collection[str]) -> list[Any]:
@@ -41,37 +38,37 @@ def _slow(values: Iterable[str], slow: Collection[str]) -> list[Any]:
 @pytest.mark.quick
 @pytest.mark.parametrize("name", _slow(TRAININGS, DEAR - {"tied gpt with dropout"}))
 def test_a_training_has_the_bits_of_one_process(ranks: Pool, name: str) -> None:
-    assert ranks(3).run(trained, name, {})[0] == []
+    assert ranks(3).run(compare, name, {})[0] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
 def test_20_steps_on_4_ranks_have_the_bits_of_one_process(ranks: Pool, name: str) -> None:
-    assert ranks(4).run(trained, name, {}, 20)[0] == []
+    assert ranks(4).run(in_20_steps, name)[0] == []
 
 
 @pytest.mark.quick
 @in_turn(schedule=list(SCHEDULES), name=("dropout", "relative bias"))
 def test_every_schedule_has_the_bits_of_one_process(ranks: Pool, schedule: str, name: str) -> None:
-    assert ranks(2).run(trained, name, SCHEDULES[schedule])[0] == []
+    assert ranks(2).run(compare, name, SCHEDULES[schedule])[0] == []
 
 
 @in_turn(schedule=("1f1b", "zb_h1", "zb_v"), recompute=RECOMPUTE, name=("dropout", "tied gpt with dropout"))
 def test_recomputing_has_the_bits_of_one_process(ranks: Pool, schedule: str, recompute: str, name: str) -> None:
     options = {**SCHEDULES[schedule], "recompute": recompute}
-    assert ranks(2).run(trained, name, options)[0] == []
+    assert ranks(2).run(compare, name, options)[0] == []
 
 
 @pytest.mark.parametrize("name", ["dropout", pytest.param("tied gpt with dropout", marks=pytest.mark.slow)])
 def test_random_numbers_by_counter_have_the_bits_of_one_process(ranks: Pool, name: str) -> None:
-    assert ranks(2).run(trained, name, {"rng": "counter"})[0] == []
+    assert ranks(2).run(compare, name, {"rng": "counter"})[0] == []
 
 
 def test_a_norm_of_the_whole_batch_has_the_bits_of_one_process(ranks: Pool) -> None:
-    assert ranks(2).run(trained, "batch norm", {"batch_norm": "full"})[0] == []
+    assert ranks(2).run(compare, "batch norm", {"batch_norm": "full"})[0] == []
 
 
 def test_an_action_file_of_the_users_own(ranks: Pool, tmp_path: Path) -> None:
     path = tmp_path / "actions.csv"
     path.write_text("0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3\n1F0,1B0,1F1,1F2,1B1,1B2,1F3,1B3\n", encoding="utf-8")
-    assert ranks(2).run(trained, "relative bias", {"schedule": str(path)})[0] == []
+    assert ranks(2).run(compare, "relative bias", {"schedule": str(path)})[0] == []

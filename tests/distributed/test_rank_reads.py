@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.distributed.checkpoint import save
-from tests.distributed.processes import Pool
+from tests.distributed.processes import Pool, error_of
 
 GIVEN: dict[str, Any] = {"target": torch.zeros(8, 8), "loss_fn": F.mse_loss}
 
@@ -31,14 +30,6 @@ def _chain() -> nn.Sequential:
 
 def _pipe(model: nn.Module | None = None, **how: Any) -> Any:
     return autosplit(model or _chain(), devices="torchrun", chunks=4, sample=_batch(), **how)
-
-
-def _error(make: Callable[[], Any]) -> str:
-    try:
-        make()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 class _Centred(nn.Module):
@@ -63,7 +54,7 @@ def python_reads_a_parameter(how: str) -> str:
     """Split a model whose forward reads a parameter, and train it."""
     model = _Scaled()
     model.scale.requires_grad_(how == "trained")
-    return _error(lambda: _pipe(model).train_step(_batch(), **GIVEN))
+    return error_of(lambda: _pipe(model).train_step(_batch(), **GIVEN))
 
 
 def other_attribute() -> str:
@@ -71,7 +62,7 @@ def other_attribute() -> str:
     pipe = _pipe()
     pipe.train_step(_batch(), **GIVEN)
     pipe.unsplit()[1].p = (0.1, 0.2)[dist.get_rank()]
-    return _error(lambda: pipe.train_step(_batch(), **GIVEN))
+    return error_of(lambda: pipe.train_step(_batch(), **GIVEN))
 
 
 def penalty_without_gradients() -> list[str]:
@@ -86,7 +77,7 @@ def penalty_without_gradients() -> list[str]:
             return F.mse_loss(output, target) * next(model.parameters()).data.norm()
 
     return [
-        _error(lambda loss=loss: pipe.train_step(_batch(), **GIVEN | {"loss_fn": loss}))
+        error_of(lambda loss=loss: pipe.train_step(_batch(), **GIVEN | {"loss_fn": loss}))
         for loss in (sized, reading, sized)
     ]
 
@@ -116,7 +107,7 @@ def taken_back_in_part() -> str:
     """Take a model back that has no values of other ranks."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    return _error(lambda: _pipe(model).unsplit())
+    return error_of(lambda: _pipe(model).unsplit())
 
 
 def saved_beside_a_step(folder: Path) -> str:
@@ -124,7 +115,7 @@ def saved_beside_a_step(folder: Path) -> str:
     pipe = _pipe()
     pipe.train_step(_batch(), **GIVEN)
     calls = [lambda: save(folder, 1, pipe), lambda: pipe.train_step(_batch(), **GIVEN)]
-    return _error(calls[dist.get_rank()])
+    return error_of(calls[dist.get_rank()])
 
 
 def scaled(kind: Any, *, behind: bool) -> list[tuple[float, bool]]:
@@ -180,9 +171,5 @@ def test_a_save_beside_a_step_is_an_error_on_every_rank(ranks: Pool, tmp_path: P
 
 @pytest.mark.parametrize(("kind", "behind"), [(torch.amp.GradScaler, False), (ShardedGradScaler, True)])
 def test_a_scaler_of_several_ranks_skips_the_same_steps(ranks: Pool, kind: Any, behind: bool) -> None:
-    for found in ranks(2).run(_scaled, kind, behind):
+    for found in ranks(2).run(scaled, kind, behind=behind):
         assert found == [(4096.0, True), (8192.0, True), (4096.0, False), (4096.0, True)]
-
-
-def _scaled(kind: Any, behind: bool) -> list[tuple[float, bool]]:
-    return scaled(kind, behind=behind)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from autosplit import autosplit
 from tests.distributed.models import TRAININGS, Dropping, flat
-from tests.distributed.processes import Pool
+from tests.distributed.processes import Pool, error_of
 from tests.distributed.training import squares, without_gradients
 
 
@@ -23,17 +23,9 @@ class _Returning(nn.Module):
         return self.layers(value), self.layers[0].weight
 
 
-def _error(make: Any) -> str:
-    try:
-        make()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 def returned_parameter() -> str:
     """Split a model that returns a parameter of the first rank."""
-    return _error(lambda: autosplit(_Returning(), devices="torchrun", chunks=4, sample=flat(8).args))
+    return error_of(lambda: autosplit(_Returning(), devices="torchrun", chunks=4, sample=flat(8).args))
 
 
 def drawn_between() -> list[float]:
@@ -56,7 +48,7 @@ def penalty(name: str) -> str:
     def loss(output: Any, _: None = None) -> Tensor:
         return squares(output) + 0.1 * weight.square().sum()
 
-    return _error(lambda: pipe.train_step(*batch.args, loss_fn=loss, loss_reduction="mean"))
+    return error_of(lambda: pipe.train_step(*batch.args, loss_fn=loss, loss_reduction="mean"))
 
 
 class _Holder(nn.Module):
@@ -99,7 +91,7 @@ def refusals() -> list[str]:
         lambda: nn.parallel.DistributedDataParallel(_chain()),
     ]
     assert _chain().to("cpu:0") is not None
-    return [_error(ask) for ask in asked]
+    return [error_of(ask) for ask in asked]
 
 
 class _Saving(nn.Sequential):
@@ -119,9 +111,9 @@ def shared_by_pipes() -> list[str]:
     whole, part = _chain(model=model), _chain(model=model[:2])
     given = {"target": torch.ones(4, 8), "loss_fn": nn.functional.mse_loss}
     used = [lambda: part.eval_step(torch.ones(4, 8)), lambda: whole.train_step(torch.ones(4, 8), **given)]
-    found = [_error(used[0]), _error(used[1]), _error(used[0])]
+    found = [error_of(used[0]), error_of(used[1]), error_of(used[0])]
     part = _chain(model=model[:2])  # nothing has changed: no optimizer has stepped
-    return [*found, *(_error(use) for use in (used[0], used[1], used[0]))]
+    return [*found, *(error_of(use) for use in (used[0], used[1], used[0]))]
 
 
 def test_a_module_that_holds_a_pipe_has_the_ranks_part(ranks: Pool) -> None:

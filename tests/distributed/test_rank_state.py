@@ -19,8 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from autosplit import autosplit
 from autosplit.distributed import checkpoint
-from autosplit.errors import InputError
-from tests.distributed.processes import Pool
+from tests.distributed.processes import Pool, error_of
 
 
 class Blocks(nn.Module):
@@ -98,12 +97,8 @@ def trained_and_evaluated(where: str, path: Path, *, first_in_eval: bool) -> lis
 @pytest.mark.parametrize("where", ["real", "meta", "tp"])
 @pytest.mark.parametrize("first_in_eval", [False, True])
 def test_what_some_calls_leave_out_has_one_owner(ranks: Pool, tmp_path: Path, where: str, first_in_eval: bool) -> None:
-    for off in ranks(2).run(_called, where, tmp_path, first_in_eval):
+    for off in ranks(2).run(trained_and_evaluated, where, tmp_path, first_in_eval=first_in_eval):
         assert max(off) < 1e-12
-
-
-def _called(where: str, path: Path, first_in_eval: bool) -> list[float]:
-    return trained_and_evaluated(where, path, first_in_eval=first_in_eval)
 
 
 class Router(nn.Module):
@@ -232,11 +227,7 @@ def taken_for_whole() -> list[str]:
         lambda: before.update_parameters(pipe),
         lambda: average(_value()),
     ]
-    said = []
-    for use in uses:
-        with pytest.raises(InputError) as refused:
-            use()
-        said.append(str(refused.value))
+    said = list(map(error_of, uses))
     assert core.recordings.made == 1
     whole = pipe.unsplit()
     copies = copy.deepcopy(whole)(_value()), whole(_value())

@@ -19,19 +19,11 @@ from autosplit.distributed import checkpoint
 from autosplit.distributed.replicas import Reductions, adding_gradients
 from autosplit.distributed.world import World
 from tests.distributed.models import TRAININGS, WIDTH, Dropping, MixesRows, Pictures, Relative, mlp, pictures
-from tests.distributed.processes import Pool
+from tests.distributed.processes import Pool, error_of
 from tests.distributed.replicas import mesh_of
 from tests.distributed.training import without_gradients
 
-
-def _error(make: Callable[[], Any]) -> str:
-    try:
-        make()
-    except Exception as error:
-        dist.barrier()
-        return f"{type(error).__name__}: {error}"
-    dist.barrier()
-    return "nothing was raised"
+_error = partial(error_of, meet=True)
 
 
 def _split(model: nn.Module, sample: Any, **how: Any) -> tuple[Any, int]:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit
 from autosplit.distributed.world import World
-from tests.distributed.processes import Pool
+from tests.distributed.processes import Pool, error_of
 from tests.distributed.test_agreement import batch, model
 
 
@@ -65,14 +65,6 @@ OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def _refused(make: Callable[[], Any]) -> str:
-    try:
-        make()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 def diverge(name: str, steps: int, culprit: int) -> tuple[str, bool, float, float]:
     """Take steps, then have one rank do another thing, then one more step.
 
@@ -87,7 +79,7 @@ def diverge(name: str, steps: int, culprit: int) -> tuple[str, bool, float, floa
     torch.manual_seed(4)
     gradients = [parameter.grad.clone() for parameter in pipe.parameters()]
     state = torch.get_rng_state()
-    found = _refused(lambda: OTHERS[name][0](pipe) if dist.get_rank() == culprit else _step(pipe))
+    found = error_of(lambda: OTHERS[name][0](pipe) if dist.get_rank() == culprit else _step(pipe))
     torch.set_rng_state(state)
     kept = all(map(torch.equal, gradients, (parameter.grad for parameter in pipe.parameters())))
     after = float(_step(pipe))
@@ -128,7 +120,7 @@ def meetings(check_inputs: Any, steps: int) -> list[int]:
         _step(pipe, x=batch(8, seed), loss_fn=lambda output, target: F.mse_loss(output, target))
 
     for number in range(steps):
-        different = _refused(lambda: step(dist.get_rank()))
+        different = error_of(lambda: step(dist.get_rank()))
         if different != "nothing was raised":
             assert "the batch's values" in different
             found.append(number)
@@ -201,11 +193,11 @@ def other_attribute() -> list[str]:
             if everywhere or dist.get_rank():
                 loss.mode = mode
             torch.manual_seed(0)
-            found.append(_refused(lambda: _step(pipe, loss_fn=loss)))
+            found.append(error_of(lambda: _step(pipe, loss_fn=loss)))
     return found
 
 
-def test_an_attribute_of_a_loss_that_differs_is_refused(ranks: Pool) -> None:
+def test_an_attribute_of_a_loss_that_differs_iserror_of(ranks: Pool) -> None:
     one, other = ranks(2).run(other_attribute)
     assert one == other
     refused = ["the ranks differ in the loss" in text for text in one]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit import autosplit
-from tests.distributed.models import TRAININGS, WIDTH
+from tests.distributed.models import WIDTH
 from tests.distributed.processes import Pool
 from tests.distributed.replicas import adam, compare, mesh_of, replica_of
 
@@ -27,15 +27,10 @@ def rows_of(shape: tuple[int, ...]) -> Any:
     return TWO if shape[1] == 2 else ONE
 
 
-def trained(name: str, shape: tuple[int, ...], rows: Any, options: dict[str, Any]) -> list[str]:
-    """Compare one of the trainings; called in every process."""
-    return compare(TRAININGS[name], shape, rows, **options)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["mlp", "grouped gpt"])
 def test_two_ranks_train_as_the_plain_model(ranks: Pool, name: str) -> None:
-    assert ranks(2).run(trained, name, (1, 1, 1, 2), ONE, {})[0] == []
+    assert ranks(2).run(compare, name, (1, 1, 1, 2), ONE)[0] == []
 
 
 @pytest.mark.quick
@@ -43,7 +38,7 @@ def test_two_ranks_train_as_the_plain_model(ranks: Pool, name: str) -> None:
     ("name", "shape"), [("grouped gpt", "pp2 x tp2"), ("mlp", "dp2 x tp2"), ("experts", "tp4"), ("vit", "pp2 x tp2")]
 )
 def test_meshes(ranks: Pool, name: str, shape: str) -> None:
-    assert ranks(4).run(trained, name, SHAPES[shape], rows_of(SHAPES[shape]), {"make": adam})[0] == []
+    assert ranks(4).run(compare, name, SHAPES[shape], rows_of(SHAPES[shape]), make=adam)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -61,7 +56,7 @@ def test_meshes(ranks: Pool, name: str, shape: str) -> None:
 def test_replicas_share_out_parts_of_tp(ranks: Pool, name: str, shape: tuple[int, ...], reshard: str) -> None:
     options = {"parallelize": "fsdp", "fsdp_reshard": reshard}
     rows = TWO if shape[0] == 1 else [[4, 4, 2, 1], [5, 3, 0, 0], [8, 0, 1, 1]]
-    assert ranks(math.prod(shape)).run(trained, name, shape, rows, options)[0] == []
+    assert ranks(math.prod(shape)).run(compare, name, shape, rows, **options)[0] == []
 
 
 class Normed(nn.Module):
@@ -132,4 +127,4 @@ def test_20_steps(ranks: Pool, name: str, shape: str, dtype: torch.dtype, reques
         reason = "losses as small as 0.005 are up to 1.9e-6 off; the plain model's own are 2.7e-6 off float64 there"
         request.applymarker(pytest.mark.xfail(reason=reason))
     rows = list(islice(cycle(rows_of(SHAPES[shape])), 20))
-    assert ranks(4).run(trained, name, SHAPES[shape], rows, {"dtype": dtype})[0] == []
+    assert ranks(4).run(compare, name, SHAPES[shape], rows, dtype=dtype)[0] == []

@@ -21,9 +21,11 @@ from torch.nn import functional as F
 from autosplit import autosplit, initialise
 from autosplit.distributed import checkpoint
 from autosplit.distributed.ranks import agreement
-from tests.distributed.models import TRAININGS, WIDTH, GroupedGPT, mlp, tokens
-from tests.distributed.processes import Pool
+from tests.distributed.models import WIDTH, GroupedGPT, mlp, tokens
+from tests.distributed.processes import Pool, error_of
 from tests.distributed.replicas import compare, mesh_of, whole
+
+_error = partial(error_of, meet=True)
 
 ONE = [[8], [5], [8]]
 
@@ -76,16 +78,6 @@ def _split(model: nn.Module, *sample: Tensor, shards: bool = False, **how: Any) 
 
 def _values(*shape: int) -> Tensor:
     return torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(1))
-
-
-def _error(make: Callable[[], Any]) -> str:
-    try:
-        make()
-    except Exception as error:
-        dist.barrier()
-        return f"{type(error).__name__}: {error}"
-    dist.barrier()
-    return "nothing was raised"
 
 
 # -- what they give ----------------------------------------------------------------------------------------------------
@@ -198,7 +190,7 @@ def test_two_ranks(ranks: Pool, call: Callable[[], list[bool]]) -> None:
 
 @pytest.mark.parametrize("call", [states, on_meta])
 def test_replicas_that_share_out_parts(ranks: Pool, call: Callable[..., list[bool]]) -> None:
-    for found in ranks(4).run(partial(call, shards=True)):
+    for found in ranks(4).run(call, shards=True):
         assert all(found), found
 
 
@@ -206,11 +198,6 @@ def test_replicas_that_share_out_parts(ranks: Pool, call: Callable[..., list[boo
 def test_whole_files(ranks: Pool, tmp_path: Any, shards: bool) -> None:
     for found in ranks(4 if shards else 2).run(saved, str(tmp_path), shards):
         assert all(found), found
-
-
-def trained(name: str, options: dict[str, Any]) -> list[str]:
-    """Compare one of the trainings; called in every process."""
-    return compare(TRAININGS[name], (1, 1, 1, 2), ONE, **options)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +212,7 @@ def trained(name: str, options: dict[str, Any]) -> list[str]:
     ],
 )
 def test_ways_to_train(ranks: Pool, name: str, options: dict[str, Any]) -> None:
-    assert ranks(2).run(trained, name, options)[0] == []
+    assert ranks(2).run(compare, name, (1, 1, 1, 2), ONE, **options)[0] == []
 
 
 # -- rows and gradients ------------------------------------------------------------------------------------------------

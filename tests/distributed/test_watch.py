@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,52 +16,6 @@ LIMIT_S = 2.0
 KILLED_S, HUNG_S = 12.0, 15.0
 """Bounds of seconds on a busy machine; an idle one takes 2 and 5."""
 FAULT = "in stage {0}, forward, microbatch 2"
-
-LAUNCHES: dict[str, Callable[[], Ended]] = {
-    "torchrun kill": lambda: launch(failing.pipeline, 2, kill=Kill(1), torchrun=True),
-    "torchrun raise outside": lambda: launch(failing.pipeline, 2, "raise outside", 1, torchrun=True),
-    "alone": lambda: launch(failing.alone, 1),
-    "leave": lambda: launch(failing.pipeline, 3, "leave", 2, LIMIT_S),
-    "raise outside": lambda: launch(failing.pipeline, 3, "raise outside", 1),
-    "end early": lambda: launch(failing.end_early, 2),
-    "own wait": lambda: launch(failing.in_a_wait_of_ones_own, 3, kill=Kill(1)),
-    "go on": lambda: launch(failing.pipeline, 3, "raise and go on", 1),
-    "raise 0": lambda: launch(failing.pipeline, 3, "raise", 0),
-    "raise 1": lambda: launch(failing.pipeline, 3, "raise", 1),
-    "hang": lambda: launch(failing.pipeline, 3, "hang", 1, LIMIT_S),
-    "stop": lambda: launch(failing.pipeline, 3, "stop", 2, LIMIT_S),
-    "stop the store": lambda: launch(failing.pipeline, 3, "stop", 0, LIMIT_S),
-    "freeze": lambda: launch(failing.pipeline, 3, "freeze", 1, LIMIT_S),
-    "deadlock": lambda: launch(failing.pipeline, 3, "deadlock", 1, LIMIT_S),
-    "explained": lambda: launch(failing.explained, 2),
-    "lost": lambda: launch(failing.lost_connection, 2),
-    "slow outside": lambda: launch(failing.pipeline, 3, "slow outside", 1, LIMIT_S, 4),
-    "one works long": lambda: launch(failing.one_works_long, 2),
-    "finish 0": lambda: launch(failing.pipeline, 3, "finish", 0, LIMIT_S, 4),
-    "finish 2": lambda: launch(failing.pipeline, 3, "finish", 2, LIMIT_S, 4),
-    "apart kill": lambda: launch(failing.apart, 3, "kill", kill=Kill(1)),
-    "apart raise": lambda: launch(failing.apart, 3, "raise"),
-    "terminate": lambda: launch(failing.pipeline, 3, kill=Kill(1, signal.SIGTERM)),
-    "terminate in a wait": lambda: launch(failing.terminated_in_a_wait, 2, kill=Kill(1, signal.SIGTERM)),
-    "terminated child": lambda: launch(failing.terminated_child, 2),
-    "not all": lambda: launch(failing.not_all, 2),
-    "twice": lambda: launch(failing.twice, 2),
-    "cost": lambda: launch(failing.cost, 1),
-    **{f"kill {rank}": lambda rank=rank: launch(failing.pipeline, 3, kill=Kill(rank)) for rank in range(3)},
-}
-
-
-@pytest.fixture(scope="module")
-def ended() -> Callable[[str], Ended]:
-    """How the ranks of a launch ended."""
-    runs: dict[str, Ended] = {}
-
-    def of(name: str) -> Ended:
-        if name not in runs:
-            runs[name] = LAUNCHES[name]()
-        return runs[name]
-
-    return of
 
 
 def assert_all_end(run: Ended, culprit: int, cause: str, *, within_s: float, size: int = 3) -> None:
@@ -79,8 +32,8 @@ def assert_all_end(run: Ended, culprit: int, cause: str, *, within_s: float, siz
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_raises(ended, rank):
-    run = ended(f"raise {rank}")
+def test_a_rank_that_raises(rank):
+    run = launch(failing.pipeline, 3, "raise", rank)
     assert_all_end(run, rank, f"rank {rank} raised ValueError: a bad row, {FAULT.format(rank)}", within_s=KILLED_S)
     assert rank not in causes(run)
     assert "\nValueError: a bad row" in run.stderr  # its own exception goes on
@@ -89,58 +42,62 @@ def test_a_rank_that_raises(ended, rank):
 
 
 @pytest.mark.slow
-def test_a_rank_that_catches_its_error_and_goes_on(ended):
-    run = ended("go on")
+def test_a_rank_that_catches_its_error_and_goes_on():
+    run = launch(failing.pipeline, 3, "raise and go on", 1)
     assert_all_end(run, 1, f"rank 1 raised ValueError: a bad row, {FAULT.format(1)}", within_s=KILLED_S + 8)
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_a_rank_that_is_killed(ended, rank):
-    run = ended(f"kill {rank}")
+def test_a_rank_that_is_killed(rank):
+    run = launch(failing.pipeline, 3, kill=Kill(rank))
     hosts = ", which hosts the store," if rank == 0 else ""
     action = rf"in stage {rank}, (forward|backward), microbatch \d|between actions|outside a step"
     assert_all_end(run, rank, f"rank {rank}{hosts} was killed, last seen ({action})", within_s=KILLED_S)
     assert run.codes[rank] == -signal.SIGKILL
 
 
-def test_a_rank_that_gets_sigterm(ended):
-    run = ended("terminate")
+def test_a_rank_that_gets_sigterm():
+    run = launch(failing.pipeline, 3, kill=Kill(1, signal.SIGTERM))
     assert run.codes == [1, -signal.SIGTERM, 1]
     assert all(text.startswith("rank 1 was killed, last seen") for text in causes(run).values())
 
 
 @pytest.mark.slow
-def test_a_rank_that_gets_sigterm_while_it_waits_in_gloo(ended):
+def test_a_rank_that_gets_sigterm_while_it_waits_in_gloo():
     assert_all_end(
-        ended("terminate in a wait"), 1, "rank 1 was killed, last seen outside a step", within_s=KILLED_S, size=2
+        launch(failing.terminated_in_a_wait, 2, kill=Kill(1, signal.SIGTERM)),
+        1,
+        "rank 1 was killed, last seen outside a step",
+        within_s=KILLED_S,
+        size=2,
     )
 
 
 @pytest.mark.slow
-def test_ranks_of_other_machines_are_known_by_their_heartbeat_alone(ended):
+def test_ranks_of_other_machines_are_known_by_their_heartbeat_alone():
     cause = rf"rank 1 raised ValueError: a bad row, {FAULT.format(1)}"
-    assert_all_end(ended("apart raise"), 1, cause, within_s=KILLED_S)
+    assert_all_end(launch(failing.apart, 3, "raise"), 1, cause, within_s=KILLED_S)
     cause = r"rank 1 was killed or stopped \(no heartbeat for 3 s\), last seen in stage 1, .*"
-    assert_all_end(ended("apart kill"), 1, cause, within_s=HUNG_S)
+    assert_all_end(launch(failing.apart, 3, "kill", kill=Kill(1)), 1, cause, within_s=HUNG_S)
 
 
-def test_a_rank_that_hangs(ended):
-    run = ended("hang")
+def test_a_rank_that_hangs():
+    run = launch(failing.pipeline, 3, "hang", 1, LIMIT_S)
     assert_all_end(run, 1, f"rank 1 hangs {FAULT.format(1)} for 2 s", within_s=HUNG_S)
     assert causes(run)[1] == causes(run)[0]
 
 
-@pytest.mark.parametrize(("name", "rank"), [("stop", 2), ("freeze", 1)])
-def test_a_rank_without_a_heartbeat_is_killed(ended, name, rank):
-    run = ended(name)
+@pytest.mark.parametrize(("fault", "rank"), [("stop", 2), ("freeze", 1)])
+def test_a_rank_without_a_heartbeat_is_killed(fault, rank):
+    run = launch(failing.pipeline, 3, fault, rank, LIMIT_S)
     cause = rf"rank {rank} was killed or stopped \(no heartbeat for 2 s\), last seen {FAULT.format(rank)}"
     assert_all_end(run, rank, cause, within_s=HUNG_S)
     assert run.codes[rank] == -signal.SIGKILL
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_that_hosts_the_store(ended):
-    run = ended("stop the store")
+def test_a_stopped_rank_that_hosts_the_store():
+    run = launch(failing.pipeline, 3, "stop", 0, LIMIT_S)
     for text in causes(run).values():
         assert re.match("rank 0, which hosts the store, was killed", text)
     assert set(causes(run)) == {1, 2}
@@ -148,15 +105,15 @@ def test_a_stopped_rank_that_hosts_the_store(ended):
     assert run.seconds < HUNG_S
 
 
-def test_ranks_that_wait_for_each_other(ended):
-    run = ended("deadlock")
+def test_ranks_that_wait_for_each_other():
+    run = launch(failing.pipeline, 3, "deadlock", 1, LIMIT_S)
     places = "rank 0 in stage 0, backward, microbatch 0; rank 1 in stage 1, forward, microbatch 3(; rank 2 in .*)?"
     assert_all_end(run, 0, f"ranks wait for each other for 2 s: {places}", within_s=HUNG_S)
     assert set(causes(run)) == {0, 1, 2}
 
 
-def test_waiting_for_a_rank_that_has_finished(ended):
-    run = ended("leave")
+def test_waiting_for_a_rank_that_has_finished():
+    run = launch(failing.pipeline, 3, "leave", 2, LIMIT_S)
     assert set(causes(run)) == {0, 1}
     assert re.fullmatch("rank 1 in stage 1, .* waits for rank 2, which has finished", causes(run)[0])
     assert run.codes == [1, 1, 0]
@@ -164,58 +121,72 @@ def test_waiting_for_a_rank_that_has_finished(ended):
 
 
 @pytest.mark.slow
-def test_a_process_of_multiprocessing_that_raises_outside_a_step(ended):
+def test_a_process_of_multiprocessing_that_raises_outside_a_step():
     assert_all_end(
-        ended("raise outside"), 1, "rank 1 raised ValueError: no more data, outside a step", within_s=KILLED_S
+        launch(failing.pipeline, 3, "raise outside", 1),
+        1,
+        "rank 1 raised ValueError: no more data, outside a step",
+        within_s=KILLED_S,
     )
 
 
-def test_a_process_of_multiprocessing_that_ends_too_early(ended):
-    run = ended("end early")
+def test_a_process_of_multiprocessing_that_ends_too_early():
+    run = launch(failing.end_early, 2)
     assert run.codes == [1, 0]
     assert causes(run) == {0: "rank 0 in a receive waits for rank 1, which has finished"}
 
 
 @pytest.mark.slow
-def test_a_connection_lost_in_a_wait_of_the_users_own_is_no_cause(ended):
+def test_a_connection_lost_in_a_wait_of_the_users_own_is_no_cause():
     cause = r"rank 1 was killed or stopped \(no heartbeat for 3 s\), last seen outside a step"
-    assert_all_end(ended("own wait"), 1, cause, within_s=HUNG_S)
+    assert_all_end(launch(failing.in_a_wait_of_ones_own, 3, kill=Kill(1)), 1, cause, within_s=HUNG_S)
 
 
 @pytest.mark.slow
-def test_a_lost_connection_without_a_cause_is_one(ended):
-    run = ended("lost")
+def test_a_lost_connection_without_a_cause_is_one():
+    run = launch(failing.lost_connection, 2)
     cause = "rank 0 raised RuntimeError: Connection closed by peer, between actions"
     assert_all_end(run, 0, cause, within_s=HUNG_S, size=2)
 
 
 @pytest.mark.slow
-def test_a_lost_connection_is_explained_when_the_culprit_has_ended_despite_sigterm(ended):
-    run = ended("explained")
+def test_a_lost_connection_is_explained_when_the_culprit_has_ended_despite_sigterm():
+    run = launch(failing.explained, 2)
     assert run.codes == [1, -signal.SIGKILL]
     assert run.stderr.splitlines()[-1] == "autosplit.errors.DeviceError: rank 1 was killed, last seen outside a step"
 
 
-@pytest.mark.parametrize("name", ["slow outside", "one works long", "finish 0", "finish 2", "terminated child"])
-def test_no_failure(ended, name):
-    run = ended(name)
+@pytest.mark.parametrize(
+    "given",
+    [
+        (failing.pipeline, 3, "slow outside", 1, LIMIT_S, 4),
+        (failing.one_works_long, 2),
+        (failing.pipeline, 3, "finish", 0, LIMIT_S, 4),
+        (failing.pipeline, 3, "finish", 2, LIMIT_S, 4),
+        (failing.terminated_child, 2),
+    ],
+    ids=["slow outside", "one works long", "finish 0", "finish 2", "terminated child"],
+)
+def test_no_failure(given):
+    run = launch(*given)
     assert set(run.codes) == {0}, run.stderr
     assert run.stderr == ""
 
 
 @pytest.mark.slow
-def test_a_second_watch_starts_anew(ended):
-    run = ended("twice")
+def test_a_second_watch_starts_anew():
+    run = launch(failing.twice, 2)
     assert_all_end(run, 1, f"rank 1 raised ValueError: a bad row, {FAULT.format(1)}", within_s=KILLED_S, size=2)
 
 
-@pytest.mark.parametrize("name", ["alone", "cost"])
-def test_one_rank(ended, name):
-    assert ended(name).codes == [0], ended(name).stderr
+@pytest.mark.parametrize("function", [failing.alone, failing.cost])
+def test_one_rank(function):
+    run = launch(function, 1)
+    assert run.codes == [0], run.stderr
 
 
-def test_a_rank_without_a_watch(ended):
-    run = ended("not all")
+def test_a_rank_without_a_watch():
+    run = launch(failing.not_all, 2)
     assert run.codes == [1, 0]
     assert "DeviceError: rank 1 has not made the pipe within 0.5 s; every rank must" in run.stderr
 
@@ -225,8 +196,8 @@ def test_a_watch_over_a_store_in_a_file(ranks):
 
 
 @pytest.mark.slow
-def test_torchrun_reports_a_rank_that_is_killed(ended):
-    run = ended("torchrun kill")
+def test_torchrun_reports_a_rank_that_is_killed():
+    run = launch(failing.pipeline, 2, kill=Kill(1), torchrun=True)
     assert not run.left
     assert re.match("rank 1 was killed, last seen ", causes(run)[0])
     assert root_cause(run)[0] == 1
@@ -234,8 +205,8 @@ def test_torchrun_reports_a_rank_that_is_killed(ended):
 
 
 @pytest.mark.slow
-def test_torchrun_reports_an_exception_outside_a_step(ended):
-    run = ended("torchrun raise outside")
+def test_torchrun_reports_an_exception_outside_a_step():
+    run = launch(failing.pipeline, 2, "raise outside", 1, torchrun=True)
     rank, text = root_cause(run)
     assert rank == 1
     assert text.splitlines()[0].startswith("Traceback")

@@ -65,9 +65,18 @@ Trained = tuple[list[Tensor], list[Any]]
 """Losses, and outputs in eval mode."""
 
 
-def compare(training: Training, options: Mapping[str, Any], by: Callable[[Any, Training], Trained] = run) -> list[str]:
+def named(training: Training | str) -> Training:
+    """Return a training, or that of a name, by which other processes are told of it."""
+    from tests.distributed.models import TRAININGS
+
+    return TRAININGS[training] if isinstance(training, str) else training
+
+
+def compare(
+    which: Training | str, options: Mapping[str, Any], by: Callable[[Any, Training], Trained] = run
+) -> list[str]:
     """Train over all ranks and, on rank 0, in one process by the same plan; return what differs there."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+    training, world, rank = named(which), dist.get_world_size(), dist.get_rank()
     batch = without_gradients(training.batch(max(training.rows)))
     sample = Sample(*batch.args, **batch.kwargs)
     pipe = autosplit(

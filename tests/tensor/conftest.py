@@ -1,20 +1,3 @@
 """Groups of processes for the tests of this folder."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-import pytest
-
-from tests.distributed.processes import Pool
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    """Return processes by their number: ``ranks(2).run(function, ...)``.
-
-    They end with a file's tests: every group of gloo has a thread that polls, and hundreds take a third of a core.
-    """
-    pool = Pool()
-    yield pool
-    pool.close()
+from tests.distributed.conftest import ranks  # noqa: F401
