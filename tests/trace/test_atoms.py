@@ -307,14 +307,3 @@ def test_a_number_out_of_an_atom_makes_the_module_around_it_an_atom() -> None:
     assert "outer#0" in nodes(found)
     assert not any(name.startswith("outer.") for name in nodes(found))
     equal_on(model, [rows(count, seed) for seed, count in enumerate((7, 3, 1))])
-
-
-def test_recording_atoms_leaves_buffers_counters_and_random_states() -> None:
-    model = host(
-        counts_calls, writes_a_buffer, draws_in_python, around=lambda m, x: m.c(m.part2(m.part1(m.part0(m.a(x)))))
-    )
-    state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    recorded(model, numbers(7, WIDTH))
-    assert model.part0.calls == 0
-    assert float(model.part1.seen.abs().sum()) == 0
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == state

@@ -6,6 +6,8 @@ import functools
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,50 +99,32 @@ class Other(Net):
         return self.second(value)
 
 
-def hooked(model: Net, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    model.first.register_forward_hook(lambda module, args, output: None)
-    return model
+def changed(change: Callable[[Net], object]) -> Callable[[], Net]:
+    """Return what makes a model that is changed before it is split."""
+
+    def make() -> Net:
+        change(model := Net())
+        return model
+
+    return make
 
 
-def doubled(model: Net, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    model.scale = 6.0
-    return model
+CHANGES: dict[str, Callable[[], nn.Module]] = {
+    "a hook": changed(lambda net: net.first.register_forward_hook(lambda module, args, output: None)),
+    "an attribute": changed(lambda net: setattr(net, "scale", 6.0)),
+    "frozen": changed(lambda net: net.first.bias.requires_grad_(False)),
+    "untied": changed(lambda net: setattr(net.second, "weight", nn.Parameter(net.second.weight.detach().clone()))),
+    "an instance's forward": changed(lambda net: vars(net.drop).update(forward=partial(nn.Dropout.forward, net.drop))),
+    "other code": Other,
+    "another mode": lambda: Net().eval(),
+}
 
 
-def frozen(model: Net, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    model.first.bias.requires_grad_(False)
-    return model
-
-
-def untied(model: Net, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    model.second.weight = nn.Parameter(model.second.weight.detach().clone())
-    return model
-
-
-def instance_forward(model: Net, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    own = model.drop.forward
-    model.drop.__dict__["forward"] = lambda value: own(value)
-    return model
-
-
-CHANGES = [hooked, doubled, frozen, untied, instance_forward]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_what_differs_in_anything_is_proved_anew(
-    change: Any, proving: Proving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = planned(Net(), tmp_path)
-    model = change(Net(), monkeypatch)
-    proving.ran.clear()
-    call(model, path)
-    assert "check_recording" in proving.ran
-
-
-def test_other_code_of_the_class_is_proved_anew(proving: Proving, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_in_anything_is_proved_anew(change: str, proving: Proving, tmp_path: Path) -> None:
     path = planned(Net(), tmp_path)
     proving.ran.clear()
-    call(Other(), path)
+    call(CHANGES[change](), path)
     assert "check_recording" in proving.ran
 
 
@@ -169,13 +153,6 @@ def test_what_cannot_be_told_apart_has_no_proof() -> None:
         pipe = autosplit(kind(), devices=2, chunks=2, sample=torch.randn(4, 4), lanes="inline")
         assert pipe.plan is not None
         assert pipe.plan.proofs == ()
-
-
-def test_another_mode_is_proved_anew(proving: Proving, tmp_path: Path) -> None:
-    path = planned(Net(), tmp_path)
-    proving.ran.clear()
-    call(Net().eval(), path)
-    assert "check_recording" in proving.ran
 
 
 def test_a_proof_holds_in_another_process(tmp_path: Path) -> None:
