@@ -81,21 +81,15 @@ class FastSimulator:
         self.schedule = schedule
         rows, stages = schedule.rows, schedule.stages
         self.count, self.stages = len(rows.ticks), stages
-        last_tick = rows.ticks[-1] if rows.ticks else -1
-        self.starts: Ints = np.searchsorted(np.array(rows.ticks, dtype=np.int64), np.arange(last_tick + 2))
-        self.stage, self.duration, self.microbatch, lane = (
-            np.array(each, dtype=np.int64)
-            for each in (rows.stages, rows.kinds, rows.microbatches, [cell.lane for cell in rows.cells])
-        )
-        by_lane = np.argsort(lane, kind="stable")
-        ends = np.append(np.flatnonzero(np.diff(lane[by_lane])), self.count - 1) if self.count else by_lane
+        self.starts: Ints = np.searchsorted(rows.ticks, np.arange(rows.ticks.max(initial=-1) + 2))
+        self.stage, self.duration, self.microbatch = rows.stages, rows.kinds, rows.microbatches
+        by_lane = np.argsort(rows.lanes, kind="stable")
+        ends = np.append(np.flatnonzero(np.diff(rows.lanes[by_lane])), self.count - 1) if self.count else by_lane
         self.last: Ints = by_lane[ends]
         self.previous: Ints = np.full(self.count, self.count, dtype=np.int64)
         self.previous[by_lane[1:]] = by_lane[:-1]
         self.previous[by_lane[ends[:-1] + 1]] = self.count
-        self.forward_row: Ints = np.array(rows.forward, dtype=np.int64)
-        self.gradient_row: Ints = np.array(rows.gradient, dtype=np.int64)
-        self.near: Ints = np.array(rows.near, dtype=np.int64)
+        self.forward_row, self.gradient_row, self.near = rows.forward, rows.gradient, rows.near
         """For each action the neighbouring stage's that it waits for; ``count`` stands for none."""
         lane_of = np.array(schedule.stage_lane)
         self.travels: NDArray[np.bool_] = np.triu(lane_of[:, None] != lane_of[None, :])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autosplit.errors import ScheduleError
+
+Ints = NDArray[np.int64]
 
 Kind = Literal["F", "B", "I", "W", "U"]
 """F: forward of one microbatch. B: its whole backward. I: the gradient of the input only. W: the weights' gradients.
@@ -170,7 +175,7 @@ class Schedule:
 
         Cells that can never start (a deadlock) are missing. They come by tick, then by lane.
         """
-        return dict(zip(self.rows.cells, self.rows.ticks, strict=True))
+        return dict(zip(self.rows.cells, self.rows.ticks.tolist(), strict=True))
 
     @cached_property
     def rows(self) -> Rows:
@@ -199,13 +204,11 @@ class Schedule:
         """
         most = [0] * self.stages
         for lane in self.lanes:
-            held: Counter[int] = Counter()
-            for stage, kind, _ in lane:
-                if kind == "F":
-                    held[stage] += 1
-                    most[stage] = max(most[stage], held[stage])
-                if kind in "BW" or not self.has_backward:
-                    held[stage] -= 1
+            stages = np.array([action.stage for action in lane])
+            change = np.array([{"F": 1, "I": 0}.get(action.kind, -1) for action in lane])
+            for stage in set(stages.tolist()):
+                held = change[stages == stage].cumsum().max() if self.has_backward else 1
+                most[stage] = max(most[stage], int(held))
         return tuple(most)
 
     def grid(self, marked: Collection[Cell] = ()) -> str:
@@ -235,88 +238,107 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The actions that can start, by clock tick and within a tick by lane: lists with one entry per action.
-
-    Simulators loop over these: looking up a list's entry by its number is fast.
+    """The actions that can start, by clock tick and within a tick by lane: arrays with one entry per action.
 
     Attributes:
         ticks: its tick when every action takes one and starts as early as it can.
-        cells: where it stands in the schedule.
+        lanes, positions: where it stands in the schedule.
         stages, kinds, microbatches: what it is; kinds are numbered as in ``KINDS``.
         same: the row of what it needs of the same stage: a backward its forward, W its I.
         near: the row of what it needs of a neighbouring stage. ``len(ticks)`` stands for nothing, here and below.
-        forward: the row of each stage's forward of each microbatch.
+        forward: the row of each stage's forward of each microbatch: [stage, microbatch].
         gradient: the row of what makes the gradient of its input, I where the backward is split and B elsewhere.
     """
 
-    ticks: list[int]
-    cells: list[Cell]
-    stages: list[int]
-    kinds: list[int]
-    microbatches: list[int]
-    same: list[int]
-    near: list[int]
-    forward: list[list[int]]
-    gradient: list[list[int]]
+    ticks: Ints
+    lanes: Ints
+    positions: Ints
+    stages: Ints
+    kinds: Ints
+    microbatches: Ints
+    same: Ints
+    near: Ints
+    forward: Ints
+    gradient: Ints
+
+    @property
+    def cells(self) -> Iterator[Cell]:
+        """Where each stands in the schedule."""
+        return map(Cell, self.lanes.tolist(), self.positions.tolist())
 
 
 def _rows_of(schedule: Schedule) -> Rows:
-    """Return the rows of a schedule; what can never start (a deadlock) has none."""
-    places = sorted(
-        (tick, lane, position) for lane, ticks in enumerate(_ticks(schedule)) for position, tick in enumerate(ticks)
+    """Return the rows of a schedule; what can never start (a deadlock) has none.
+
+    Actions are numbers here, by kind, stage and microbatch; ``same`` and ``near`` are what `Schedule.needs` says.
+    """
+    microbatches = schedule.microbatches
+    stages = max([schedule.stages, *(action.stage + 2 for action in schedule)])
+    shape = len(KINDS), stages, microbatches
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    forward, backward, split, _ = numbers
+    begin = {kind: number * stages * microbatches for number, kind in enumerate(KINDS)}
+    lanes = [[begin[kind] + stage * microbatches + m for stage, kind, m in lane] for lane in schedule.lanes]
+    exists = np.zeros(numbers.size, dtype=np.bool_)
+    exists[[number for lane in lanes for number in lane]] = True
+    gradient = np.where(exists.reshape(shape)[2], split, backward)
+    same, near = np.full((2, *shape), numbers.size)
+    same[1:3], same[3] = forward, split
+    near[0, 1:], near[1:3, :-1] = forward[:-1], gradient[1:]
+    near[1:3, schedule.stages - 1 : schedule.stages] = numbers.size
+    ticks = _ticks(lanes, same.ravel().tolist(), near.ravel().tolist())
+
+    counts = [len(of_lane) for of_lane in ticks]
+    tick = np.array([each for of_lane in ticks for each in of_lane], dtype=np.int64)
+    actions = np.array(
+        [n for of_lane, count in zip(lanes, counts, strict=True) for n in of_lane[:count]], dtype=np.int64
     )
-    actions = [schedule.lanes[lane][position] for _, lane, position in places]
-    row = {action: index for index, action in enumerate(actions)}
-    nothing = len(actions)
-    same, near = [nothing] * nothing, [nothing] * nothing
-    for index, action in enumerate(actions):
-        for need in schedule.needs(action):
-            if need.stage == action.stage:
-                same[index] = row[need]
-            else:
-                near[index] = row[need]
-    microbatches = range(schedule.microbatches)
+    lane, position = (
+        np.repeat(np.arange(len(lanes)), counts),
+        np.array([n for count in counts for n in range(count)], dtype=np.int64),
+    )
+    order = np.lexsort((lane, tick))
+    actions = actions[order]
+    row = np.full(numbers.size + 1, len(actions))
+    row[actions] = np.arange(len(actions))
+    kinds, of_stage, microbatch = np.unravel_index(actions, shape)
     return Rows(
-        ticks=[tick for tick, _, _ in places],
-        cells=[Cell(lane, position) for _, lane, position in places],
-        stages=[action.stage for action in actions],
-        kinds=[KINDS.index(action.kind) for action in actions],
-        microbatches=[action.microbatch for action in actions],
-        same=same,
-        near=near,
-        forward=[[row.get(Action(stage, "F", m), nothing) for m in microbatches] for stage in range(schedule.stages)],
-        gradient=[
-            [row.get(schedule.input_gradient(stage, m), nothing) for m in microbatches]
-            for stage in range(schedule.stages)
-        ],
+        ticks=tick[order],
+        lanes=lane[order],
+        positions=position[order],
+        stages=of_stage,
+        kinds=kinds,
+        microbatches=microbatch,
+        same=row[same.ravel()[actions]],
+        near=row[near.ravel()[actions]],
+        forward=row[forward][: schedule.stages],
+        gradient=row[gradient][: schedule.stages],
     )
 
 
-def _ticks(schedule: Schedule) -> list[list[int]]:
+def _ticks(lanes: Sequence[Sequence[int]], same: Sequence[int], near: Sequence[int]) -> list[list[int]]:
     """Return the clock tick of each action that can start, lane by lane.
 
     Follows each lane until it waits for an action of another, and goes on there once that has its tick.
     """
-    ticks: list[list[int]] = [[] for _ in schedule.lanes]
-    done: dict[Action, int] = {}
-    waiting: dict[Action, list[int]] = {}
-    running = list(range(len(schedule.lanes)))
+    ticks: list[list[int]] = [[] for _ in lanes]
+    done: list[int | None] = [None] * len(same) + [-1]
+    waiting: dict[int, list[int]] = {}
+    running = list(range(len(lanes)))
     while running:
         lane = running.pop()
-        of_lane, actions = ticks[lane], schedule.lanes[lane]
-        for position in range(len(of_lane), len(actions)):
-            action = actions[position]
-            tick = of_lane[-1] if of_lane else -1
-            missing = None
-            for need in schedule.needs(action):
-                if need in done:
-                    tick = max(tick, done[need])
-                else:
-                    missing = need
-            if missing is not None:
-                waiting.setdefault(missing, []).append(lane)
+        of_lane, tick = ticks[lane], ticks[lane][-1] if ticks[lane] else -1
+        numbers = lanes[lane]
+        for position in range(len(of_lane), len(numbers)):
+            number = numbers[position]
+            before, beside = done[same[number]], done[near[number]]
+            if before is None or beside is None:
+                waiting.setdefault(same[number] if before is None else near[number], []).append(lane)
                 break
-            of_lane.append(tick + 1)
-            done.setdefault(action, tick + 1)
-            running += waiting.pop(action, ())
+            tick = max(tick, before, beside) + 1
+            of_lane.append(tick)
+            if done[number] is None:
+                done[number] = tick
+            if number in waiting:
+                running += waiting.pop(number)
     return ticks

@@ -95,7 +95,8 @@ def simulate(
     starts, hosts, issued = list[float](), [0.0] * len(schedule.lanes), [0.0] * len(schedule.lanes)
     free, busy = [0.0] * len(schedule.lanes), [0.0] * len(schedule.lanes)
     ends = [0.0] * (len(rows.ticks) + 1)
-    actions = zip(rows.stages, rows.kinds, rows.microbatches, rows.same, rows.near, strict=True)
+    columns = rows.stages, rows.kinds, rows.microbatches, rows.same, rows.near
+    actions = zip(*(column.tolist() for column in columns), strict=True)
     for row, (stage, kind, microbatch, same, near) in enumerate(actions):
         lane, takes_s = schedule.lane_of(stage, microbatch), takes[kind][stage]
         host = lane if own_hosts else 0
@@ -132,7 +133,8 @@ def _coming(schedule: Schedule, transfers: Sequence[TransferTime]) -> list[list[
     forward, *backward = coming
     for transfer in transfers:
         if schedule.stage_lane[transfer.producer] != schedule.stage_lane[transfer.consumer]:
-            forward[transfer.consumer].append((schedule.rows.forward[transfer.producer], transfer.forward_s))
+            forward[transfer.consumer].append((schedule.rows.forward[transfer.producer].tolist(), transfer.forward_s))
+            gradients = schedule.rows.gradient[transfer.consumer]
             for kind in backward[:2]:  # W needs nothing of another stage
-                kind[transfer.producer].append((schedule.rows.gradient[transfer.consumer], transfer.backward_s))
+                kind[transfer.producer].append((gradients.tolist(), transfer.backward_s))
     return coming
