@@ -305,8 +305,9 @@ def plan(
             makes the step shorter. None: one each.
         memory_limit: bytes per device, or text such as "70GiB"; by default what the device has for tensors.
         mesh: how many ranks share the model by data (dp), tensor (tp) and pipeline (pp) parallelism: degrees such as
-            ``{"dp": 8, "tp": 2, "pp": 4}``, or "auto": those with the shortest step that fit. The sample is the global
-            batch; rows, bytes and times of the plan's stages are one rank's. None: a pipeline over all devices.
+            ``{"dp": 8, "tp": 2, "pp": 4}``, or "auto": those with the shortest step that fit. "cp" ranks share the
+            tokens of each row, and "ep" of those of dp and cp the experts, which autosplit does not run. The sample is
+            the global batch; rows, bytes and times of the plan's stages are one rank's. None: a pipeline over all.
         zero: what data-parallel ranks shard of a mesh: 0 nothing, 1 the optimizer's state, 2 gradients too, 3
             parameters too; "auto": what is fastest and fits, of what the runtime has.
         runtime: whose training on a mesh is planned: "autosplit", "megatron" or "torchtitan". They differ in what
@@ -345,23 +346,23 @@ def plan(
     degrees = degrees_of(mesh, zero, runtime, fsdp_reshard, len(spec), schedule=schedule, find=find, pinned=pinned)
     precision, like = in_dtypes(mesh, zero, runtime, fsdp_reshard, reduce_dtype, mp_policy, precision)
     spec = spread(spec) if degrees is not None else spec
-    others = {"mesh": mesh, "virtual_stages": virtual_stages, "find": find, "plan": plan, "processes": processes}
     adapters, precision = check_adapters(lora, base, precision, schedule)
-    each, schedule = dealt(replicas, spec.devices, schedule=schedule, recompute=recompute, others=others)
+    each, schedule = dealt(replicas, spec.devices, schedule=schedule, recompute=recompute, others=locals())
+    sample = given_sample(model, sample)
     choices = partial(chosen, precision=precision, **_named(_CHOICES, locals()))
-    asked = choices(devices=degrees.pp if isinstance(degrees, Parallel) else len(each or spec)) | {"replicas": each}
-    apart = processes or degrees is not None
-    options = Options(stand_ins(spec), **asked, batch_dims=batch_dims, measure=False, machine=spec, processes=apart)
+    pipeline = degrees if isinstance(degrees, Parallel) else Parallel(pp=len(each or spec))
+    asked = {"replicas": each, "batch_dims": batch_dims, "processes": processes or degrees is not None}
+    options = Options(stand_ins(spec), **choices(devices=pipeline.pp), **asked, measure=False, machine=spec)
     with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
         if generate is not None:
-            return generated(model, given_sample(model, sample), options, adapters, new=generate, chunks=chunks)
-        paper = prepare(model, given_sample(model, sample), options, loss_fn=loss_fn, adapters=adapters)
+            return generated(model, sample, options, adapters, new=generate, chunks=chunks)
+        paper = prepare(model, sample, options, loss_fn=loss_fn, adapters=adapters, context=pipeline.cp)
         meshes = partial(MeshRequest, paper, spec, choices, zero=zero, free_chunks=chunks == "auto")
         request = None if degrees is None else meshes(degrees, runtime=runtime, like=like)
         if pinned is not None:
-            own_options = request.options(degrees) if request and isinstance(degrees, Parallel) else paper.options
-            return assumed(recosted(paper.recorded.model, paper.recorded.trace, own_options, pinned), paper, price=usd)
-        best = plan_mesh(request) if request else answered(paper, free_chunks=chunks == "auto", find=find)
+            best = recosted(paper.recorded, request.options(pipeline) if request else paper.options, pinned)
+        else:
+            best = plan_mesh(request) if request else answered(paper, free_chunks=chunks == "auto", find=find)
         return assumed(best, paper, price=usd)
 
 

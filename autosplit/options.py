@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,6 +19,9 @@ from cost_models import registry
 from cost_models.communicators import collective_bytes, communicator_bytes
 from cost_models.machines import HostSpec, MachineSpec
 from cost_models.specs import DeviceSpec, LinkSpec, Source
+
+if TYPE_CHECKING:
+    from autosplit.profile.types import StateProfile
 
 _MASTER_BYTES = 4
 UNKNOWN_GPU = "A100-PCIe-80GB"
@@ -114,31 +117,32 @@ class Options:
     loss: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     """The loss of a microbatch on paper, from the first output and the number of rows; None: the mean of that."""
 
-    def optimizer_bytes(self, *, elements: int, parameter_bytes: int, shape: Sequence[int] = ()) -> int:
+    def optimizer_bytes(self, state: StateProfile) -> int:
         """Return the bytes of optimizer state of one parameter, an fp32 master weight among them."""
-        updated = self.updated(elements=elements, parameter_bytes=parameter_bytes, shape=shape)
+        updated = self.updated(state)
         master = updated.bytes if self.precision in MASTERS and self.optimizer != HOSTED else 0
         if isinstance(self.optimizer, int):
-            return master + self.parallel.part_of(self.optimizer * elements, zero=1)
+            return master + self.parallel.part_of(self.optimizer * state.elements, state, zero=1)
         return master + sum(state_sizes(self.optimizer, updated))
 
-    def updated(self, *, elements: int, parameter_bytes: int, shape: Sequence[int] = ()) -> Updated:
+    def updated(self, state: StateProfile) -> Updated:
         """Return what the optimizer updates of one parameter: its fp32 master weight, or else itself.
 
         Where data-parallel ranks shard the optimizer's state it is this rank's part.
         """
-        size = max(parameter_bytes // elements, self.parallel.shard_bytes) if elements else 1
+        elements = state.elements
+        size = max(state.bytes // elements, self.parallel.shard_bytes) if elements else 1
         size = _MASTER_BYTES if self.precision in MASTERS else size
-        return Updated(self.parallel.part_of(elements, zero=1), size, tuple(shape))
+        return Updated(self.parallel.part_of(elements, state, zero=1), size, state.shape)
 
-    def step_bytes(self, *, elements: int, parameter_bytes: int) -> int:
+    def step_bytes(self, state: StateProfile) -> int:
         """Return what the optimizer's step allocates for one parameter: the list of roots of torch's foreach Adam.
 
         Master weights are stepped in batches, which take little.
         """
         if self.optimizer not in ("adam", "adamw") or self.kernels == "cpu" or self.precision in MASTERS:
             return 0
-        return self.updated(elements=elements, parameter_bytes=parameter_bytes).bytes
+        return self.updated(state).bytes
 
     @property
     def parallel(self) -> Parallel:
@@ -211,8 +215,8 @@ class Options:
         """Return what NCCL keeps of each device for the directed pairs of lanes that send; 0 in one process."""
         if not self.processes or self.kernels == "cpu":
             return (0,) * len(self.devices)
-        groups = () if self.placed is None else (self.placed.dp, self.placed.tp)
-        kept = sum(map(collective_bytes, groups))
+        at = self.placed
+        kept = sum(map(collective_bytes, () if at is None else (at.dp, at.tp, at.cp, at.ep)))
         return tuple(size + kept for size in communicator_bytes(self.world, pairs))
 
     @cached_property

@@ -1,4 +1,8 @@
-"""How many ranks share a model in each way: data (dp), tensor (tp) and pipeline (pp) parallel."""
+"""How many ranks share a model in each way: data, context, tensor, pipeline and expert parallel.
+
+pp > dp > cp > tp      from the outermost to the innermost, whose ranks are neighbours
+     └──────┘          ranks of ep are neighbours among those of dp and cp, as torchtitan and Megatron-LM have them
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,8 @@ if TYPE_CHECKING:
     from cost_models.collectives import Group
     from cost_models.machines import MachineSpec
 
-DIMENSIONS = ("dp", "tp", "pp")
+DIMENSIONS = ("pp", "dp", "cp", "tp")
+"""The dimensions of a mesh from the outermost to the innermost."""
 ZERO = (0, 1, 2, 3)
 """What data-parallel ranks shard (Rajbhandari et al. 2020): nothing, the optimizer's state, gradients too, all."""
 BUCKET_BYTES = 25 << 20
@@ -61,6 +66,10 @@ class Parallel:
     """The least bytes of an element that gradients are added up in (``reduce_dtype=``)."""
     shard_bytes: int = 0
     """The least bytes of an element of what ZeRO-3 shards, and of gradients of it (``mp_policy=``)."""
+    cp: int = 1
+    """How many ranks share the tokens of each row (context parallel)."""
+    ep: int = 1
+    """How many ranks of dp and cp share the experts (expert parallel)."""
 
     @property
     def rules(self) -> Runtime:
@@ -70,19 +79,19 @@ class Parallel:
     @property
     def zero_stages(self) -> tuple[int, ...]:
         """The ZeRO stages that the runtime has with these degrees."""
-        others = {name for name in ("tp", "pp") if getattr(self, name) > 1}
+        others = {name for name in ("tp", "pp", "cp", "ep") if getattr(self, name) > 1}
         return tuple(stage for stage, dimensions in self.rules.zero.items() if others.issubset(dimensions))
 
     @property
     def whole(self) -> bool:
         """Whether a rank holds parameters and gradients whole through a step, and a shard of them between steps."""
         least = self.rules.whole_from
-        return self.zero == 3 and self.dp > 1 and least is not None and self.pp >= least and not self.by_units
+        return self.zero == 3 and self.replicas > 1 and least is not None and self.pp >= least and not self.by_units
 
     @property
     def scatters(self) -> bool:
         """Whether gradients are scattered in every backward, and a rank holds shards of them."""
-        return self.zero >= 2 and self.dp > 1 and not self.whole
+        return self.zero >= 2 and self.replicas > 1 and not self.whole
 
     def entries(self, entries: Sequence[Entry], marks: Sequence[tuple[int, str]] = ()) -> tuple[Entry, ...]:
         """Return a device's list with what its replicas gather and sum up.
@@ -91,7 +100,7 @@ class Parallel:
         """
         if self.by_units:
             return with_gathers(entries, each_action=True)
-        if self.dp == 1:
+        if self.replicas == 1:
             return tuple(entries)
         entries = [e for e in with_marks(entries, marks) if not isinstance(e, (Unshard, Reshard))]
         stages = sorted({entry.stage for entry in entries if isinstance(entry, Action)})
@@ -104,7 +113,12 @@ class Parallel:
     @property
     def ranks(self) -> int:
         """How many there are."""
-        return self.dp * self.tp * self.pp
+        return self.replicas * self.tp * self.pp
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks have the same part of the model, but for experts: gradients are summed over them."""
+        return self.dp * self.cp
 
     def sum_of(self, state: StateProfile) -> int:
         """Return the bytes of a parameter's gradient as it is added up."""
@@ -120,14 +134,19 @@ class Parallel:
             return self.sum_of(state)
         return max(state.bytes, max(self.sum_bytes, self.shard_bytes) * state.elements)
 
-    def part_of(self, byte_count: int, *, zero: int) -> int:
-        """Return one rank's share of bytes that are sharded from ZeRO stage ``zero`` on."""
+    def part_of(self, byte_count: int, state: StateProfile, *, zero: int) -> int:
+        """Return one rank's share of a parameter's bytes that are sharded from ZeRO stage ``zero`` on."""
         sharded = self.scatters if zero == 2 else self.zero >= zero
-        return -(-byte_count // self.dp) if sharded else byte_count
+        return -(-byte_count * state.experts // self.replicas) if sharded else byte_count
 
     def __str__(self) -> str:
-        named = [f"{name}={getattr(self, name)}" for name in DIMENSIONS]
-        return ",".join(named)
+        return ",".join(f"{name}={degree}" for name, degree in named_degrees(self))
+
+
+def named_degrees(mesh: Any) -> list[tuple[str, int]]:
+    """Return the degrees of a mesh by name; those of cp and ep where there are several ranks."""
+    every = [(name, getattr(mesh, name)) for name in ("dp", "tp", "pp", "cp", "ep")]
+    return every[:3] + [(name, degree) for name, degree in every[3:] if degree > 1]
 
 
 @dataclass(frozen=True)
@@ -136,49 +155,58 @@ class Placed:
 
     Attributes:
         parallel: the degrees.
-        order: the dimensions from the outermost, whose neighbours are the furthest apart, to the innermost.
         machine: the name of the whole machine.
         pipeline: the devices of one pipeline, as a machine of its own.
-        dp, tp: the groups of the first rank.
+        dp, tp, cp, ep: the groups of the first rank; that of dp takes in cp's ranks.
+        edp: the ranks of dp and cp that have the same experts.
     """
 
     parallel: Parallel
-    order: tuple[str, ...]
     machine: str
     pipeline: MachineSpec
     dp: Group
     tp: Group
+    cp: Group
+    ep: Group
+    edp: Group
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """The ranks that wait for each other in the actions of a step, by dimension."""
+        return {"tp": self.tp, "cp": self.cp, "ep": self.ep}
+
+    def summing(self, experts: int) -> Group:
+        """Return the ranks that sum a parameter's gradient, and share it out under ZeRO (`StateProfile.experts`)."""
+        return self.dp if experts == 1 else self.edp
 
 
-def place(machine: MachineSpec, parallel: Parallel, *, order: tuple[str, ...] = ("pp", "dp", "tp")) -> Placed:
-    """Return where the ranks of a mesh are: neighbours of the last dimension in the order are neighbours."""
+def place(machine: MachineSpec, parallel: Parallel) -> Placed:
+    """Return where the ranks of a mesh are, by the order of `DIMENSIONS`."""
     from cost_models.collectives import group_of
     from cost_models.machines import MachineSpec
 
-    strides, stride = {}, 1
-    for name in reversed(order):
-        strides[name] = stride
-        stride *= getattr(parallel, name)
-    along = {name: [index * strides[name] for index in range(getattr(parallel, name))] for name in DIMENSIONS}
-    islands = [machine.island_of(device) for device in along["pp"]]
+    tp, cp, ep, replicas = parallel.tp, parallel.cp, parallel.ep, parallel.replicas
+    stages = range(0, parallel.ranks, replicas * tp)
+    islands = [machine.island_of(device) for device in stages]
     hosts = [len(list(run)) for _, run in groupby(islands)]
-    far = next((at for at, island in zip(along["pp"], islands, strict=True) if island != islands[0]), None)
+    far = next((at for at, island in zip(stages, islands, strict=True) if island != islands[0]), None)
     pipeline = MachineSpec(
         name=machine.name,
-        devices=tuple(machine.devices[at] for at in along["pp"]),
+        devices=tuple(machine.devices[at] for at in stages),
         host_devices=tuple(hosts),
         host=machine.host,
         network=None if far is None else machine.link(0, far),
     )
-    groups = {name: group_of(machine, along[name]) for name in ("dp", "tp")}
-    return Placed(parallel, order, machine.name, pipeline, **groups)
+    along = {"dp": (tp, replicas), "tp": (1, tp), "cp": (tp, cp), "ep": (tp, ep), "edp": (tp * ep, replicas // ep)}
+    groups = {name: group_of(machine, range(0, stride * count, stride)) for name, (stride, count) in along.items()}
+    return Placed(parallel, machine.name, pipeline, **groups)
 
 
 def check_mesh(mesh: Any, *, devices: int) -> Parallel | str | None:
     """Return the degrees of a mapping or a text such as "dp=8,tp=2,pp=4"; "auto" and None as they are.
 
-    A dimension that is left out is 1. Raises InputError for an unknown dimension, a degree that is no positive number,
-    or degrees whose product is not the number of devices.
+    A dimension that is left out is 1; ep divides ranks of dp and cp, and is none of the product. Raises InputError for
+    an unknown dimension, a degree that is no positive number, or degrees whose product is not the number of devices.
     """
     if mesh is None or mesh == "auto":
         return mesh
@@ -186,16 +214,23 @@ def check_mesh(mesh: Any, *, devices: int) -> Parallel | str | None:
     if not isinstance(degrees, Mapping) or not degrees:
         raise InputError(f"mesh={mesh!r}: give 'auto', or degrees such as {{'dp': 8, 'tp': 2, 'pp': 4}}")
     for name, degree in degrees.items():
-        if name not in DIMENSIONS:
-            raise InputError(f"mesh has a dimension {name!r}; valid: {', '.join(DIMENSIONS)}")
+        if name not in (*DIMENSIONS, "ep"):
+            raise InputError(f"mesh has a dimension {name!r}; valid: {', '.join(DIMENSIONS)}, ep")
         if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
             raise InputError(f"mesh has {name}={degree!r}; give an int of at least 1")
-    if (size := math.prod(degrees.values())) != devices:
-        product = " x ".join(f"{name}={degree}" for name, degree in degrees.items())
+    dividing = {name: degree for name, degree in degrees.items() if name != "ep"}
+    if (size := math.prod(dividing.values())) != devices:
+        product = " x ".join(f"{name}={degree}" for name, degree in dividing.items())
         raise InputError(
             f"the mesh {product} has {size} ranks, devices names {devices}; give degrees that multiply to that"
         )
-    return Parallel(**degrees)
+    parallel = Parallel(**degrees)
+    if parallel.replicas % parallel.ep:
+        raise InputError(
+            f"ep={parallel.ep} ranks share experts among the dp x cp = {parallel.replicas} that have the same part of "
+            "the model, as in torchtitan and Megatron-LM; give a degree that divides those"
+        )
+    return parallel
 
 
 def _parsed(text: str) -> Mapping[str, int] | None:

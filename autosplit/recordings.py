@@ -24,6 +24,7 @@ from autosplit.options import Options, Sample
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.write import check_plan
 from autosplit.planning.profiled.apply import DataflowIndex, assign
+from autosplit.planning.profiled.problem import RecordedModel
 from autosplit.planning.request import sizes_of
 from autosplit.planning.search.make import make_plan, recosted
 from autosplit.planning.tree import plan_tree
@@ -346,7 +347,7 @@ class Recordings:
         else:
             self._check_plan(self.plan)
             if not self.kept and self.plan.edited:
-                self.plan = recosted(self.model, self._to_plan(trace), self.options, self.plan)
+                self.plan = recosted(RecordedModel(self.model, self._to_plan(trace)), self.options, self.plan)
         return trace
 
     def _to_plan(self, trace: Trace) -> Trace:

@@ -2,7 +2,7 @@
 
 | | autosplit | megatron | torchtitan |
 |---|---|---|---|
-| ZeRO | 0, 3 | 0, 1, 2, 3 | 0 without tp and pp; 3 |
+| ZeRO | 0, 3 | 0, 1, 2, 3 | 0 by dp alone; 3 |
 | ZeRO-3 | stages are whole through a step | by blocks | by blocks, under a pipeline whole through a step |
 | shards | gathered before a step, scattered behind it | beside the first forward, the last backward | likewise |
 | sequence parallelism | what the tensor plan has | gathers all of it again, shares the loss's words | likewise |
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 RuntimeName = Literal["autosplit", "megatron", "torchtitan"]
-_ALL = ("tp", "pp")
+_ALL = ("tp", "pp", "cp", "ep")
 
 
 @dataclass(frozen=True)

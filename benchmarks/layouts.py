@@ -107,9 +107,8 @@ def rows() -> Iterator[Row | tuple[str, str]]:
     for row in json.loads(DATA.read_text())["rows"]:
         source = next(short for text, short in _SOURCES.items() if row["source"].startswith(text))
         name = f"{source}: {row['model']} on {row['gpus']}"
-        if row.get("cp", 1) > 1:
-            yield f"{name}, cp {row['cp']}", "context parallelism is not modelled"
-        elif source == "llama3":
+        name += f", cp {row['cp']}" if row.get("cp", 1) > 1 else ""
+        if source == "llama3":
             yield f"{name}", "neither its microbatches nor its stages per device are published with it"
         else:
             yield _row(row, source, name)
@@ -137,7 +136,8 @@ def _row(row: Mapping[str, Any], source: str, name: str) -> Row:
         published_s = shape.step_flops(batch, again=True) / (row["tflops_per_gpu"] * 1e12 * row["gpus"])
     if source == "selective":
         name += f", {recompute}"
-    parallel = Parallel(dp, row["tp"], row["pp"], zero if dp > 1 else 0, row["tp"] > 1, runtime)
+    cp = row.get("cp", 1)
+    parallel = Parallel(dp, row["tp"], row["pp"], zero if dp * cp > 1 else 0, row["tp"] > 1, runtime, cp=cp)
     made = (row["device"], parallel, micro, batch, schedule, virtual, recompute, precision, published_s)
     return Row(name, source, shape, *made)
 
@@ -182,7 +182,8 @@ def request_of(row: Row, *, own: bool, criterion: Callable[[Tensor, Tensor], Ten
         devices=stand_ins(machines), **choices(devices=row.parallel.pp), measure=False, machine=machines, processes=True
     )
     sample = Sample(torch.zeros(row.batch, row.shape.length, dtype=torch.int64, device="meta"))
-    paper = prepare(build(row.shape), sample, options, loss_fn=criterion)
+    context = 1 if own else row.parallel.cp
+    paper = prepare(build(row.shape), sample, options, loss_fn=criterion, context=context)
     if own:
         return MeshRequest(paper, machines, choices, "auto", "auto", True, row.parallel.runtime)
     return MeshRequest(paper, machines, choices, row.parallel, row.parallel.zero, False, row.parallel.runtime)
@@ -241,7 +242,8 @@ def _changed_s(plan: Plan, request: MeshRequest, row: Row) -> float:
         shares = paper.recorded.shares(row.parallel, rng=options.rng)
         model = cost_model_of(options.machine.devices[0])  # type: ignore[union-attr]
         blocks = paper.recorded.outline.blocks
-        alone = rank_profile(whole, shares, group=Group(1, 1, None, None), blocks=blocks, model=model, fp8=True)
+        groups = {"tp": Group(1, 1, None, None)}
+        alone = rank_profile(whole, shares, groups=groups, blocks=blocks, model=model, fp8=True)
     stages = []
     for stage in plan.stages:
         forward_s = backward_s = 0.0

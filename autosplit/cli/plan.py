@@ -87,7 +87,9 @@ Script = Annotated[
 ]
 Mesh = Annotated[
     str | None,
-    typer.Option(metavar="auto|DEGREES", help="Degrees such as dp=8,tp=2,pp=4, or auto; the inputs are all rows."),
+    typer.Option(
+        metavar="auto|DEGREES", help="Degrees such as dp=8,tp=2,pp=4 (cp, ep too), or auto; the inputs are all rows."
+    ),
 ]
 Zero = Annotated[str, typer.Option(help="What replicas of a mesh shard: 0, 1, 2, 3, or auto.")]
 Replicas = Annotated[

@@ -104,6 +104,8 @@ def script_text(
     dtype = _DTYPES.get(plan.precision or "")
     if plan.optimizer == "cpu_adamw":
         raise InputError("--script steps on the devices, and DeepSpeed runs cpu_adamw; plan with --optimizer adamw")
+    if plan.mesh is not None and plan.mesh.cp * plan.mesh.ep > 1:
+        raise InputError(f"--script trains by autosplit, which runs no ranks of cp or ep, and the plan is {plan.mesh}")
     if plan.optimizer == "muon":
         raise InputError("--script writes one optimizer, and Muon steps matrices alone; plan with --optimizer adamw")
     masters, other = plan.precision in MASTERS, _BITSANDBYTES.get(plan.optimizer)
@@ -113,7 +115,7 @@ def script_text(
     return _SCRIPT.format(
         model=plan.fingerprint.model,
         plan=os.path.relpath(plan_path, path.parent),
-        devices=plural(_ranks(plan), "device") + ", a process for each," * plan.processes,
+        devices=plural(plan.parallel.ranks, "device") + ", a process for each," * plan.processes,
         loaders="load_model" if loss is None else "load_loss, load_model",
         imports="" if plan.mesh is None else _MESH,
         where=_where(plan),
@@ -132,10 +134,6 @@ def script_text(
         autocast=f"torch.autocast({kind}, torch.{autocast})" if autocast else "contextlib.nullcontext()",
         commands="\n".join(f"#     {command}" for command in commands(plan, path.name, machine)),
     )
-
-
-def _ranks(plan: Plan) -> int:
-    return len(plan.devices) if plan.mesh is None else plan.mesh.dp * plan.mesh.tp * plan.mesh.pp
 
 
 def _where(plan: Plan) -> str:
@@ -162,7 +160,7 @@ def commands(plan: Plan, name: str, machine: MachineSpec) -> list[str]:
     """Return what starts the program: on several hosts each runs its line, from the first host on."""
     if not plan.processes and plan.mesh is None:
         return [f"python {name}"]
-    left, counts = _ranks(plan), list[int]()
+    left, counts = plan.parallel.ranks, list[int]()
     for count in machine.host_devices:
         counts += [min(count, left)] if left else []
         left -= min(count, left)

@@ -13,7 +13,7 @@ from torch import nn
 from autosplit.checks import FIND, FSDP_RESHARD, MACHINE, check_replicas, choose
 from autosplit.errors import InputError
 from autosplit.options import Options, Sample
-from autosplit.parallel import Parallel, check_mesh, check_zero
+from autosplit.parallel import Parallel, check_mesh, check_zero, named_degrees
 from autosplit.planning.plan.plan import Plan
 from autosplit.runtimes import RUNTIMES
 from autosplit.units import format_bytes
@@ -52,7 +52,7 @@ def dealt(
     if replicas is None:
         return each, schedule
     defaults = {"mesh": None, "virtual_stages": 1, "find": "best", "plan": None, "processes": False}
-    foreign = [f"{name}=" for name, value in others.items() if value != defaults.get(name)]
+    foreign = [f"{name}=" for name, default in defaults.items() if others.get(name, default) != default]
     foreign += [f"schedule={schedule!r}"] if schedule not in ("auto", "1f1b") else []
     if foreign:
         raise InputError(
@@ -152,7 +152,7 @@ def degrees_of(
     if degrees is not None and (find != "best" or pinned is not None):
         raise InputError("mesh= plans the best for all devices; leave find= and plan= out")
     if planned is not None:
-        check_mesh({"dp": planned.dp, "tp": planned.tp, "pp": planned.pp}, devices=devices)
+        check_mesh(dict(named_degrees(planned)), devices=devices)
         return planned.parallel
     return degrees
 

@@ -134,7 +134,7 @@ def generated(
     turn = on_paper(_one_token(sample, length), length + new // 2)
     decode = Request(turn, search_space(turn.options, rows=rows, free_chunks=False), rows).plan()
     paper = on_paper(sample, 1)
-    plan = recosted(paper.recorded.model, paper.recorded.trace, paper.options, decode)
+    plan = recosted(paper.recorded, paper.options, decode)
     itemsize = next(p.element_size() for p in paper.recorded.model.parameters() if p.is_floating_point())
     figures = _figures(plan, decode, _by_stage(plan, caches), new=new, prompt=length, itemsize=itemsize)
     return assumed(plan.model_copy(update={"generation": figures}), paper)

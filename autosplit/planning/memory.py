@@ -153,12 +153,16 @@ def _parts(cut: Cut, nodes: StageNodes) -> RankParts | None:
     work = {name: share.work for name, share in shares.nodes.items()}
     trained = [state for states in cut.states.values() for state in states if state.is_parameter and state.trainable]
     wider = sum(map(parallel.kept_of, trained)) / sum(state.bytes for state in trained) if trained else 1.0
-    whole = {  # twice: as it comes in, and put together
-        name: 2 * round(cut.profile.nodes[share.whole].output_bytes / shares.of(share.whole).held)
-        for name, share in shares.nodes.items()
-        if share.whole
-    }
-    return RankParts(held, work, shares.states, border, wider / parallel.dp if parallel.scatters else wider, whole)
+    states = held | dict(shares.states)
+    if parallel.scatters:
+        states |= {name: states[name] * ranks for name, ranks in shares.experts.items()}
+        wider /= parallel.replicas
+
+    def whole(name: str) -> float:
+        return cut.profile.bytes_of(name) / shares.of(name).held
+
+    gathered = {name: count for name in shares.nodes if (count := shares.gathered(name, whole))}
+    return RankParts(held, work, states, border, wider, gathered)
 
 
 def _gathered(cut: Cut, stage: int) -> int:
@@ -222,13 +226,12 @@ def finish_of(cut: Cut, lane: int) -> tuple[Change, ...]:
         return ()
     stages, options = cut.schedule.stages_on(lane), cut.options
     trained = [s for s, home in cut.homes if home in stages and s.trainable and s.elements]
-    summed = options.parallel.dp > 1 or any(len(cut.schedule.lanes_of(stage)) > 1 for stage in stages)
+    summed = options.parallel.replicas > 1 or any(len(cut.schedule.lanes_of(stage)) > 1 for stage in stages)
     parallel, sizes = options.parallel, list(map(options.parallel.sum_of, trained))
     sizes = sizes if summed and not parallel.scatters else []
     bucket = max(sizes, default=0) if parallel.whole and not parallel.rules.beside else largest_bucket(sizes)
-    updated = [options.updated(elements=s.elements, parameter_bytes=s.bytes, shape=s.shape) for s in trained]
     changes = optimizer_changes(
-        updated,
+        list(map(options.updated, trained)),
         name=options.optimizer,
         foreach=options.devices[lane].type != "cpu",
         masters_bytes=4 * BATCH_ELEMENTS if options.precision in MASTERS else None,

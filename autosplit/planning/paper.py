@@ -22,11 +22,13 @@ from autosplit.options import Options, Sample
 from autosplit.planning.adapters import adapt
 from autosplit.planning.asked import check_room
 from autosplit.planning.paper_loss import paper_loss
+from autosplit.planning.parallel.tokens import tokens_of
 from autosplit.planning.profiled.problem import RecordedModel
 from autosplit.planning.search.sweep import Space, Sweep
 from autosplit.profile.autocasting import AUTOCASTS, autocast_of, set_dtypes
 from autosplit.profile.node_costs.shadow import shadow
 from autosplit.trace.borrowed.blank import blank, has_meta
+from autosplit.trace.inputs.inputs import flatten, tokens_per_row
 from autosplit.trace.inputs.objects import mapped
 from autosplit.trace.ladder import trace
 from cost_models.machines import MachineSpec
@@ -81,16 +83,22 @@ def prepare(
     loss_fn: Any = None,
     adapters: Adapters | None = None,
     then: Callable[[nn.Module], None] = lambda _: None,
+    context: int = 1,
 ) -> OnPaper:
     """Record a model on paper, in the precision that is asked for and with adapters; the model stays as it is.
 
-    ``then`` changes the twin that has adapters further.
+    ``then`` changes the twin that has adapters further. ``context``: so many ranks share the tokens of each row, and
+    those of one are recorded.
 
     Raises TraceError where no graph can follow it, InputError for a model without parameters, a sample whose batch
-    cannot be told, a reserve of all that a device has, or a loss that cannot be called on the output.
+    cannot be told, a reserve of all that a device has, a loss that cannot be called on the output, or tokens that ranks
+    cannot share.
     """
     check_room(options)
     dtype = _DTYPES.get(options.precision or "")
+    if context > 1:
+        tokens = tokens_per_row(flatten(model, sample, options.batch_dims))
+        sample = with_tokens(sample, tokens or 0, tokens_of(tokens, context))
     twin, blank = _twin(model, dtype, always=adapters is not None), _blank(sample, dtype)
     if adapters is not None:
         adapt(twin, adapters, compute=AUTOCASTS.get(options.precision or ""))
@@ -119,7 +127,8 @@ def prepare(
         if loss_fn is not None:
             options = replace(options, loss=paper_loss(loss_fn, traced.graph))
     by_values = twin is model and not has_meta(model)
-    return OnPaper(RecordedModel(twin, traced), options, sample if by_values else blank, loss_fn, by_values, adapters)
+    recorded = RecordedModel(twin, traced, context=context)
+    return OnPaper(recorded, options, sample if by_values else blank, loss_fn, by_values, adapters)
 
 
 def in_precision(paper: OnPaper, precision: str) -> OnPaper:
@@ -186,4 +195,17 @@ def _blank(sample: Sample, dtype: torch.dtype | None) -> Sample:
         return torch.empty(leaf.shape, dtype=_kind(leaf, dtype), device="meta").requires_grad_(leaf.requires_grad)
 
     args, kwargs = mapped(blank, (sample.args, sample.kwargs))
+    return Sample(*args, **kwargs)
+
+
+def with_tokens(sample: Sample, before: int, tokens: int) -> Sample:
+    """Return a sample whose tables of integers and masks have rows of another length, without values."""
+
+    def longer(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.is_floating_point() or leaf.is_complex():
+            return leaf
+        shape = [tokens if place and size == before else size for place, size in enumerate(leaf.shape)]
+        return torch.empty(shape, dtype=leaf.dtype, device="meta")
+
+    args, kwargs = mapped(longer, (sample.args, sample.kwargs))
     return Sample(*args, **kwargs)

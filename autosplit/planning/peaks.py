@@ -136,9 +136,10 @@ def _fp32_gradients(cut: Cut, lane: int, device: DeviceReplay) -> tuple[int, int
     parallel, homes = cut.options.parallel, cut.schedule.stages_on(lane)
     if not parallel.rules.varies or cut.options.precision not in MASTERS or not cut.schedule.has_backward:
         return 0, 0
-    elements = sum(state.elements for state, home in cut.homes if home in homes and state.trainable)
-    kept, update = 2 * parallel.part_of(elements, zero=2), device.moments[-1]
-    copied = update.total_bytes - update.bytes.get("transient", 0) + 4 * parallel.part_of(elements, zero=1)
+    trained = [state for state, home in cut.homes if home in homes and state.trainable]
+    shards = {zero: sum(parallel.part_of(each.elements, each, zero=zero) for each in trained) for zero in (1, 2)}
+    kept, update = 2 * shards[2], device.moments[-1]
+    copied = update.total_bytes - update.bytes.get("transient", 0) + 4 * shards[1]
     least, most = sorted((kept, max(0, copied - device.peak_bytes)))
     return least, most
 

@@ -57,7 +57,10 @@ class NodeProfile:
 
 @dataclass(frozen=True)
 class StateProfile:
-    """One parameter or buffer: its size and the nodes that read it, in model order; ``shape``: the whole's."""
+    """One parameter or buffer: its size and the nodes that read it, in model order; ``shape``: the whole's.
+
+    ``experts``: over how many expert-parallel ranks its experts are divided; its size is one rank's then.
+    """
 
     name: str
     elements: int
@@ -66,6 +69,7 @@ class StateProfile:
     is_parameter: bool
     uses: tuple[str, ...]
     shape: tuple[int, ...] = ()
+    experts: int = 1
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,13 @@ class Profile:
     input_grads: Mapping[str, bool] = field(default_factory=dict)
     shares: TensorShares = field(default_factory=TensorShares)
     before_loss: NodeProfile | None = None
+
+    def bytes_of(self, name: str) -> int:
+        """Return the bytes of what a node gives, of a parameter, or of an input."""
+        if name in self.nodes:
+            return self.nodes[name].output_bytes
+        state = self.state.get(name)
+        return self.input_bytes[name] if state is None else state.bytes
 
     @property
     def measured(self) -> bool:

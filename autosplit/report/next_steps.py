@@ -33,7 +33,7 @@ def _commands(plan: Plan, command: str) -> Iterator[str]:
     if plan.replicas:
         yield 'in Python: plan.save("plan.json"), there autosplit(model, plan="plan.json", devices=..., sample=batch)'
         return
-    if "--script" not in command and (plan.mesh is None or plan.mesh.runtime == "autosplit"):
+    if "--script" not in command and (plan.mesh is None or plan.mesh.is_runnable):
         yield f"{command} --script train.py: writes the program that trains by this plan, and says how to start it"
     if plan.mesh is None:
         yield 'in Python: plan.save("plan.json"), there autosplit(model, plan="plan.json", devices=..., sample=batch)'

@@ -28,8 +28,7 @@ class Offer:
     @property
     def devices(self) -> int:
         """How many devices the machine has."""
-        mesh = self.plan.mesh
-        return len(self.plan.devices) * (1 if mesh is None else mesh.dp * mesh.tp)
+        return self.plan.parallel.ranks
 
     @property
     def fits(self) -> bool:

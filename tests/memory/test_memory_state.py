@@ -52,8 +52,9 @@ def test_bytes_per_element(optimizer: str | int, precision: str | None, per_elem
 
 def test_what_the_optimizer_updates_is_the_master_weight_where_there_is_one() -> None:
     mixed = Options((torch.device("cpu"),), 1, precision="bf16_fp32_master")
-    assert mixed.updated(elements=10, parameter_bytes=20).bytes == 40
-    assert Options((torch.device("cpu"),), 1, precision="bf16").updated(elements=10, parameter_bytes=20).bytes == 20
+    state = StateProfile("weight", 10, 20, True, True, ())
+    assert mixed.updated(state).bytes == 40
+    assert Options((torch.device("cpu"),), 1, precision="bf16").updated(state).bytes == 20
 
 
 def test_the_order_of_adam_one_parameter_at_a_time() -> None:
@@ -136,7 +137,7 @@ def test_the_bytes_of_masters_are_what_a_plan_counts() -> None:
     optimizer = MasterWeights(torch.optim.AdamW, [parameter])
     optimizer.step()
     state = sum(value.nbytes for name, value in optimizer.state[parameter].items() if name != "step")
-    assert state == options.optimizer_bytes(elements=1000, parameter_bytes=2000) == 12 * 1000
+    assert state == options.optimizer_bytes(StateProfile("weight", 1000, 2000, True, True, ())) == 12 * 1000
 
 
 def test_only_state_is_known_of_an_optimizer_given_in_bytes() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import autosplit
 from autosplit import InputError, Sample
-from autosplit.planning.explain.extremes import with_tokens
+from autosplit.planning.paper import with_tokens
 
 
 class Tokens(nn.Module):

@@ -245,7 +245,10 @@ def test_a_batch_that_no_mesh_holds() -> None:
     ("mesh", "match"),
     [
         ({"dp": 3, "tp": 2}, "dp=3 x tp=2 has 6 ranks, devices names 8"),
-        ({"dp": 2, "cp": 4}, "mesh has a dimension 'cp'; valid: dp, tp, pp"),
+        ({"dp": 2, "sp": 4}, "mesh has a dimension 'sp'; valid: pp, dp, cp, tp, ep"),
+        ({"dp": 4, "cp": 2, "ep": 3}, "ep=3 ranks share experts among the dp x cp = 8"),
+        ({"cp": 8, "ep": 2}, "ep=2 ranks share experts, and the model no parameters of several experts"),
+        ({"dp": 2, "cp": 3}, "dp=2 x cp=3 has 6 ranks, devices names 8"),
         ("dp=8;tp=2", "give 'auto', or degrees such as"),
         ({"dp": 0, "tp": 8}, "mesh has dp=0; give an int of at least 1"),
     ],

@@ -186,5 +186,5 @@ def _rank(
     costs: Profile, shares: TensorShares, parallel: Parallel, *, blocks: dict[str, int] | None = None, fp8: bool = False
 ) -> Profile:
     placed, model = place(machine("8x8xH100-SXM5-80GB"), parallel), Roofline(device("H100-SXM5-80GB"))
-    part = rank_profile(costs, shares, group=placed.tp, blocks=blocks or {}, model=model, fp8=fp8)
+    part = rank_profile(costs, shares, groups=placed.groups, blocks=blocks or {}, model=model, fp8=fp8)
     return with_gathers(part, placed=placed, blocks=blocks or {})

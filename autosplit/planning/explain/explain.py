@@ -183,12 +183,27 @@ def assumed(plan: Plan, paper: OnPaper, *, price: float | None = None) -> Plan:
             f"the hosts hold {held} of fp32 weights and Adam's state, and gradients beside them; autosplit steps on "
             "devices alone: DeepSpeed's CPUAdam is planned, with nothing of it hidden behind the work"
         )
+    notes += _token_notes(plan)
     asked = {} if paper.adapters is None else paper.adapters.words
     if asked.get("base") and plan.mesh is not None and plan.mesh.tp > 1:
         notes.append("quantised weights lie whole on every tensor-parallel rank, and their products are not shared")
     said = (*plan.notes, *(note for note in notes if note is not None))
     known = range_of(plan, paper)
     return plan.model_copy(update=asked | known | {"notes": said, "price": price_of(plan, price)})
+
+
+def _token_notes(plan: Plan) -> Iterator[str]:
+    """Yield what is assumed of ranks of cp and ep, and who runs them."""
+    mesh = plan.parallel
+    if mesh.cp * mesh.ep == 1:
+        return
+    keys = "keys and values are gathered beside attention, as torchtitan does; a ring sends as many bytes"
+    experts = "tokens are taken to be spread evenly over the experts"
+    assumed = "; ".join([keys] * (mesh.cp > 1) + [experts] * (mesh.ep > 1))
+    yield (
+        f"autosplit runs no ranks of cp or ep: torchtitan and Megatron-LM do (--export torchtitan-toml or "
+        f"megatron-args); {assumed}"
+    )
 
 
 def _fewer_microbatches(plan: Plan, paper: OnPaper, space: Space) -> Iterator[str]:

@@ -7,17 +7,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from autosplit.errors import InputError
-from autosplit.options import Sample
 from autosplit.planning.explain.changes import Request, least
-from autosplit.planning.paper import OnPaper, prepare
-from autosplit.planning.plan.figures import tokens_per_row
+from autosplit.planning.paper import OnPaper, prepare, with_tokens
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.search.sweep import Space
-from autosplit.trace.inputs.objects import mapped
+from autosplit.trace.inputs.inputs import tokens_per_row
 
 POSITIONS = ("max_position_embeddings", "n_positions")
 """What configs of transformers call the number of their positions."""
@@ -99,16 +96,3 @@ def _near(fullness: Callable[[int], float], planned: int) -> int:
             break
         tried[tokens] = fullness(tokens)
     return min(tried, key=lambda tokens: abs(tried[tokens] - 1))
-
-
-def with_tokens(sample: Sample, before: int, tokens: int) -> Sample:
-    """Return a sample whose tables of integers and masks have rows of another length, without values."""
-
-    def longer(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.is_floating_point() or leaf.is_complex():
-            return leaf
-        shape = [tokens if place and size == before else size for place, size in enumerate(leaf.shape)]
-        return torch.empty(shape, dtype=leaf.dtype, device="meta")
-
-    args, kwargs = mapped(longer, (sample.args, sample.kwargs))
-    return Sample(*args, **kwargs)

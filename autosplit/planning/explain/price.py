@@ -11,7 +11,7 @@ from cost_models.prices import list_prices
 
 def price_of(plan: Plan, usd_per_hour: float | None) -> Price | None:
     """Return the price of a plan at so many US dollars per device and hour, or at list prices; None without these."""
-    ranks = 1 if plan.mesh is None else plan.mesh.dp * plan.mesh.tp
+    ranks = plan.parallel.ranks // plan.parallel.pp
     counts = {name: count * ranks for name, count in Counter(plan.devices).items()}
     if plan.machine is None or (usd_per_hour is None and not counts.keys() <= list_prices().keys()):
         return None

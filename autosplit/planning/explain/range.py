@@ -10,7 +10,6 @@ from typing import Any
 from autosplit.parallel import place
 from autosplit.planning.paper import OnPaper, stand_ins
 from autosplit.planning.plan.fields import Sensitivity
-from autosplit.planning.plan.figures import tokens_per_row
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.write import Writer
 from autosplit.planning.search.make import as_given, with_choices
@@ -27,7 +26,7 @@ _NETWORK = 0.5, 0.25
 
 def range_of(plan: Plan, paper: OnPaper) -> dict[str, Any]:
     """Return the fields of a plan on paper that say its range; none where it is of other devices, or has no step."""
-    machine, length = paper.options.machine, tokens_per_row(paper.recorded.trace.inputs)
+    machine, length = paper.options.machine, paper.recorded.tokens
     if machine is None or (plan.machine, plan.rung, plan.sequence) != (machine.name, "recorded", length):
         return {}
     found = [Sensitivity(what=what, ratio=_step_s(plan, paper, slow) / plan.step_s) for what, slow in _slower(machine)]

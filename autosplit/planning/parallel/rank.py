@@ -7,7 +7,7 @@ All that is planned from there on, times and bytes, is the rank's; nothing else 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -29,23 +29,24 @@ def rank_profile(
     costs: Profile,
     shares: TensorShares,
     *,
-    group: Group,
+    groups: Mapping[str, Group],
     blocks: Mapping[str, int],
     model: CostModel,
     fp8: bool = False,
     like: tuple[Profile, Profile] | None = None,
 ) -> Profile:
-    """Return one rank's part of a profile in a tensor-parallel group, with modelled times.
+    """Return one rank's part of a profile, with modelled times.
 
-    ``blocks`` are the numbers of the repeated blocks that nodes lie in. ``fp8``: products of these with a parameter run
-    in that. ``like``: another profile, at the same rows, and the rank's part of it: nodes of both have one part.
+    ``groups`` are the ranks that wait for each other, by the names of dimensions. ``blocks`` are the numbers of the
+    repeated blocks that nodes lie in. ``fp8``: products of these with a parameter run in that. ``like``: another
+    profile, at the same rows, and the rank's part of it: nodes of both have one part.
     """
     if fp8:
         shares = _kept_in_fp8(costs, shares, blocks)
-    ranked = _Rank(costs, shares, group, model, blocks if fp8 else {})
+    ranked = _Rank(costs, shares, groups, model, blocks if fp8 else {})
     before, done = ({}, {}) if like is None else (like[0].nodes, like[1].nodes)
     nodes = {name: done[name] if before.get(name) is node else ranked.node(node) for name, node in costs.nodes.items()}
-    state = {name: _state(entry, shares.states.get(name, 1.0)) for name, entry in costs.state.items()}
+    state = {name: _state(entry, shares) for name, entry in costs.state.items()}
     inputs = {name: round(count * shares.of(name).held) for name, count in costs.input_bytes.items()}
     return replace(costs, nodes=nodes, state=state, input_bytes=inputs, shares=shares)
 
@@ -70,15 +71,21 @@ def _products(costs: Profile) -> set[str]:
     return {name for state in costs.state.values() if state.is_parameter for name in state.uses}
 
 
-def _state(state: StateProfile, share: float) -> StateProfile:
-    return replace(state, elements=round(state.elements * share), bytes=round(state.bytes * share))
+def _state(state: StateProfile, shares: TensorShares) -> StateProfile:
+    share, experts = shares.states.get(state.name, 1.0), shares.experts.get(state.name, 1)
+    return replace(state, elements=round(state.elements * share), bytes=round(state.bytes * share), experts=experts)
 
 
 class _Rank:
     def __init__(
-        self, costs: Profile, shares: TensorShares, group: Group, model: CostModel, fp8: Mapping[str, int]
+        self,
+        costs: Profile,
+        shares: TensorShares,
+        groups: Mapping[str, Group],
+        model: CostModel,
+        fp8: Mapping[str, int],
     ) -> None:
-        self.costs, self.shares, self.group, self.model = costs, shares, group, model
+        self.costs, self.shares, self.groups, self.model = costs, shares, groups, model
         self.fp8 = _products(costs) & fp8.keys()
         self.held: dict[int, float] = {}
         for name, node in costs.nodes.items():
@@ -96,14 +103,14 @@ class _Rank:
         loss, loss_s = self._made(node.forward_operations[len(bare.forward_operations) :], share.held)
         back, back_s = self._made(node.backward_operations[len(bare.backward_operations) :], share.held)
         by_storage, later = dict.fromkeys(node.saved, share.held), share.work if bare is node else share.held
-        whole = 2 * self._bytes(share.whole) if share.whole else 0  # as it comes in, and put together
+        whole = self.shares.gathered(node.name, self.costs.bytes_of)
         saved = {storage: round(size * {**by_storage, **self.held}[storage]) for storage, size in node.saved.items()}
         return replace(
             node,
             forward_operations=forward + loss,
             backward_operations=backward + back,
-            forward_s=forward_s + loss_s + self.waits_s(share.forward),
-            backward_s=backward_s + back_s + self.waits_s(share.backward),
+            forward_s=forward_s + loss_s + self.waits_s(share.forward, forward_s),
+            backward_s=backward_s + back_s + self.waits_s(share.backward, backward_s),
             output_bytes=round(node.output_bytes * share.held),
             saved=saved,
             outputs={storage: round(size * self.held[storage]) for storage, size in node.outputs.items()},
@@ -111,15 +118,13 @@ class _Rank:
             backward_transient_bytes=round(node.backward_transient_bytes * later) + whole,
         )
 
-    def waits_s(self, collectives: Iterable[Collective]) -> float:
-        """Return how long collectives take."""
-        return sum(self.group.seconds(collective.kind, self._bytes(collective.value)) for collective in collectives)
-
-    def _bytes(self, name: str) -> int:
-        if name in self.costs.nodes:
-            return self.costs.nodes[name].output_bytes
-        state = self.costs.state.get(name)
-        return self.costs.input_bytes[name] if state is None else state.bytes
+    def waits_s(self, collectives: Iterable[Collective], work_s: float) -> float:
+        """Return how much longer some work takes for its collectives: keys travel beside one part of attention."""
+        alone_s = beside_s = 0.0
+        for each in collectives:
+            taken_s = self.groups[each.over].seconds(each.kind, each.times * self.costs.bytes_of(each.value))
+            alone_s, beside_s = (alone_s, beside_s + taken_s) if each.over == "cp" else (alone_s + taken_s, beside_s)
+        return alone_s + (longer_s(beside_s, work_s / self.groups["cp"].size) if beside_s else 0.0)
 
     def _ran(self, operations: tuple[Operation, ...], share: float, side: int, *, fp8: bool) -> _Ran:
         """Return a rank's part of some operations, and how long they take; nodes of repeated blocks share lists."""
@@ -157,13 +162,17 @@ def _in_fp8(operation: Operation) -> Sequence[Operation]:
     return replace(operation, dtype=_FP8), Operation("_to_copy", 0, operation.bytes, operation.dtype)
 
 
-def with_gathers(costs: Profile, *, placed: Placed, blocks: Mapping[str, int]) -> Profile:
+def with_gathers(
+    costs: Profile, *, placed: Placed, blocks: Mapping[str, int], served: Mapping[str, int] | None = None
+) -> Profile:
     """Return a rank's profile with the waits for what data-parallel ranks shard of each block's parameters.
 
     Under ZeRO-3 a block's parameters are gathered in both passes, those of the next block already beside it; from
     ZeRO-2 on its gradients are scattered in every backward. What the block's own work does not hide is waited for, and
     the work itself takes longer beside them. Nothing hides the gather of the first block and of what lies in front of
     it, nor the scatter of their gradients. What lies behind the blocks is kept for its backward.
+
+    ``served``: the blocks that nodes which run once per step serve.
     """
     nodes, parallel = costs.nodes, placed.parallel
     if not parallel.scatters:
@@ -174,16 +183,17 @@ def with_gathers(costs: Profile, *, placed: Placed, blocks: Mapping[str, int]) -
     first = next((place for place, unit in enumerate(members) if not isinstance(unit, str)), len(members))
     places = {unit: place for place, unit in enumerate(members)}
     held, summed = Counter[int | str](), Counter[int | str]()
-    for entry in costs.state.values():
-        used = [blocks.get(name, name) for name in entry.uses if name in nodes]
-        if used and entry.is_parameter:
-            unit = next((each for each in used if not isinstance(each, str)), used[0])
-            held[unit] += entry.bytes
-            summed[unit] += parallel.sum_of(entry)
+    gathers_s, scatters_s = defaultdict[int | str, float](float), defaultdict[int | str, float](float)
+    for (unit, experts), entries in _by_unit(costs, {**(served or {}), **blocks}).items():
+        group = placed.summing(experts)
+        count, sums = sum(entry.bytes for entry in entries), sum(map(parallel.sum_of, entries))
+        held[unit] += count
+        summed[unit] += sums
+        gathers_s[unit] += group.seconds("all_gather", count) if parallel.zero == 3 else 0.0
+        scatters_s[unit] += group.seconds("reduce_scatter", sums)
     changed = {}
     for unit, count in held.items():
-        scatter_s = placed.dp.seconds("reduce_scatter", summed[unit])
-        gather_s = placed.dp.seconds("all_gather", count) if parallel.zero == 3 else 0.0
+        gather_s, scatter_s = gathers_s[unit], scatters_s[unit]
         is_block, begins = not isinstance(unit, str), places[unit] <= first
         work_s = [sum(getattr(node, name) for node in members[unit]) for name in ("forward_s", "backward_s")]
         beside_s = gather_s * is_block + scatter_s * (not begins)
@@ -196,3 +206,14 @@ def with_gathers(costs: Profile, *, placed: Placed, blocks: Mapping[str, int]) -
             backward_transient_bytes=node.backward_transient_bytes + whole + summed[unit] * is_block,
         )
     return replace(costs, nodes={**nodes, **changed})
+
+
+def _by_unit(costs: Profile, blocks: Mapping[str, int]) -> Mapping[tuple[int | str, int], list[StateProfile]]:
+    """Return the parameters of each block, or of a node outside of blocks; those of experts apart."""
+    units: dict[tuple[int | str, int], list[StateProfile]] = {}
+    for entry in costs.state.values():
+        used = [blocks.get(name, name) for name in entry.uses if name in costs.nodes]
+        if used and entry.is_parameter:
+            unit = next((each for each in used if not isinstance(each, str)), used[0])
+            units.setdefault((unit, entry.experts), []).append(entry)
+    return units

@@ -251,7 +251,7 @@ class MeshSearch:
         asked, parallel = check_zero(self.request.zero), self._by_runtime(parallel)
         there = parallel.zero_stages
         zeros = {1 if 1 in there else 0, 3} if asked is None else {asked}
-        for zero in sorted(zeros.intersection(there)) if parallel.dp > 1 else (0,):
+        for zero in sorted(zeros.intersection(there)) if parallel.replicas > 1 else (0,):
             like = self.request.like
             dtypes: dict[str, Any] = {"sum_bytes": like.sum_bytes, "shard_bytes": like.shard_bytes}
             yield replace(parallel, zero=zero, by_units=like.by_units and zero == 3, **dtypes)

@@ -10,6 +10,7 @@ The lists of a mesh have gathers, sums and updates where its runtime has them, a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import repeat
@@ -25,7 +26,7 @@ from autosplit.schedule.memory.updates import HOSTED
 from autosplit.schedule.order import lane_lists, with_updates
 from autosplit.schedule.simulate import Timeline, TransferTime
 from autosplit.schedule.simulate_lists import simulate_lists
-from cost_models.collectives import BESIDE, group_of
+from cost_models.collectives import BESIDE, Kind, group_of
 
 _REACHED = 0.8
 """The part of a device's memory bandwidth that an update reaches: `cost_models.roofline`'s for optimizers."""
@@ -73,9 +74,9 @@ def on_host_s(stage: int, schedule: Schedule, states: Mapping[int, Sequence[Stat
         return 0.0
     part_of, device = options.parallel.part_of, options.machine.devices[schedule.stage_lane[stage]]
     trained = [state for state in states.get(stage, ()) if state.is_parameter and state.trainable]
-    down = sum(part_of(options.parallel.kept_of(state), zero=2) for state in trained)
-    up = sum(part_of(state.bytes, zero=1) for state in trained)
-    stepped = max(options.machine.host_devices) * sum(part_of(state.elements, zero=1) for state in trained)
+    down = sum(part_of(options.parallel.kept_of(state), state, zero=2) for state in trained)
+    up = sum(part_of(state.bytes, state, zero=1) for state in trained)
+    stepped = max(options.machine.host_devices) * sum(part_of(state.elements, state, zero=1) for state in trained)
     return device.host_link.transfer_s(down) + stepped * _HOST_STEP_S + device.host_link.transfer_s(up)
 
 
@@ -117,7 +118,7 @@ class _RankLists:
     ) -> None:
         assert options.placed is not None
         self.timeline, self.states, self.options = timeline, states, options
-        self.parallel, self.group = options.parallel, options.placed.dp
+        self.parallel, self.placed = options.parallel, options.placed
         self.sent_s = {(each.producer, each.consumer): (each.forward_s, each.backward_s) for each in transfers}
 
     @property
@@ -164,13 +165,20 @@ class _RankLists:
         return [state for state in self.states.get(stage, ()) if state.is_parameter and state.trainable]
 
     def _buckets_s(self, stage: int) -> list[float]:
-        """Return how long the sum of each bucket takes, of the last parameters first; of shards each is one."""
+        """Return how long the sum of each bucket takes, of the last parameters first; of shards each is one.
+
+        Experts' gradients have buckets of their own.
+        """
         parallel = self.parallel
         least = _SUMMED * parallel.rules.varies
-        sizes = [max(parallel.sum_of(state), least * state.elements) for state in reversed(self._trained(stage))]
+        sizes: dict[int, list[int]] = {}
+        for state in reversed(self._trained(stage)):
+            size = max(parallel.sum_of(state), least * state.elements)
+            sizes.setdefault(state.experts, []).append(size)
         if self.sums_beside:
-            sizes = [*buckets_of(sizes, bucket_bytes=parallel.rules.bucket_bytes)]
-        return [self.group.seconds("reduce_scatter" if parallel.zero else "all_reduce", size) for size in sizes]
+            sizes = {at: [*buckets_of(each, bucket_bytes=parallel.rules.bucket_bytes)] for at, each in sizes.items()}
+        kind: Kind = "reduce_scatter" if parallel.zero else "all_reduce"
+        return [self.placed.summing(at).seconds(kind, size) for at, each in sizes.items() for size in each]
 
     def _gathered_s(self, stage: int) -> float:
         """Return how long the first forward waits for parameters: beside it they are gathered bucket by bucket.
@@ -180,9 +188,11 @@ class _RankLists:
         if self.parallel.by_units:
             return 0.0
         held = [state for state in self.states.get(stage, ()) if state.is_parameter]
-        count = sum(state.bytes for state in (held if self.parallel.whole else self._trained(stage)))
+        counts = Counter[int]()
+        for state in held if self.parallel.whole else self._trained(stage):
+            counts[state.experts] += state.bytes
         hidden_s = self.timeline.seconds["F"][stage] if self.parallel.rules.beside else 0.0
-        return max(0.0, self.group.seconds("all_gather", count) - hidden_s)
+        return max(0.0, sum(self.placed.summing(at).seconds("all_gather", n) for at, n in counts.items()) - hidden_s)
 
     def _updated_s(self, stage: int) -> float:
         """Return how long the optimizer takes to step a stage's parameters: as long as their bytes are moved."""
@@ -192,5 +202,7 @@ class _RankLists:
         device = self.options.machine.devices[self.timeline.schedule.stage_lane[stage]]
         touched = 0
         for state in self._trained(stage):
-            touched += 2 * self.parallel.part_of(state.bytes, zero=1) + 2 * state_bytes(state, self.options).optimizer
+            touched += (
+                2 * self.parallel.part_of(state.bytes, state, zero=1) + 2 * state_bytes(state, self.options).optimizer
+            )
         return touched / (_REACHED * device.memory_bandwidth_bytes_per_s)

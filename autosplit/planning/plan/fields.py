@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from autosplit.parallel import Parallel, Placed
+from autosplit.parallel import DIMENSIONS, Parallel, Placed, named_degrees
 from autosplit.runtimes import RuntimeName
 
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
@@ -49,6 +49,9 @@ class MeshDegrees(FrozenFields):
     dp: Degree
     tp: Degree
     pp: Degree
+    cp: Degree = 1
+    ep: Degree = 1
+    """Ranks that share the tokens of rows, and those among dp x cp that share experts; no pipe runs either."""
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     """ZeRO stage: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
     sequence: bool = False
@@ -60,13 +63,18 @@ class MeshDegrees(FrozenFields):
     sum_bytes: int = 0
     shard_bytes: int = 0
     """The least bytes of an element of sums of gradients (``reduce_dtype=``) and of shards (``mp_policy=``)."""
-    order: tuple[str, ...] = ("pp", "dp", "tp")
+    order: tuple[str, ...] = DIMENSIONS
     """The dimensions from the outermost to the innermost, whose ranks are neighbours."""
 
     @classmethod
     def of(cls, placed: Placed | None) -> MeshDegrees | None:
         """Return those of a mesh that is planned for."""
-        return None if placed is None else cls(**asdict(placed.parallel), order=placed.order)
+        return None if placed is None else cls(**asdict(placed.parallel))
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether a pipe runs it."""
+        return self.runtime == "autosplit" and self.cp == self.ep == 1
 
     @property
     def parallel(self) -> Parallel:
@@ -76,7 +84,8 @@ class MeshDegrees(FrozenFields):
     def __str__(self) -> str:
         shards = f", ZeRO-{self.zero}{' by blocks' if self.by_units else ''}" if self.zero else ""
         sequence = ", sequence parallel" if self.sequence else ""
-        return f"dp={self.dp}, tp={self.tp}, pp={self.pp}{shards}{sequence}"
+        degrees = ", ".join(f"{name}={degree}" for name, degree in named_degrees(self))
+        return f"{degrees}{shards}{sequence}"
 
 
 class MeshAlternative(FrozenFields):

@@ -14,7 +14,6 @@ from autosplit.profile.types import Profile
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.simulate import Timeline
 from autosplit.trace.graph import NodeClass, TracedGraph
-from autosplit.trace.recording.run import FlatInputs
 from cost_models.specs import StepAmounts
 from cost_models.work import DType
 
@@ -57,16 +56,6 @@ def step_amounts(stages: Sequence[StagePlan], schedule: Schedule, timeline: Time
 _RATES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _COMPUTES: dict[str, DType] = {"fp32": "fp32", "amp_bf16": "bf16", "amp_fp16": "fp16", "bf16": "bf16"}
 _COMPUTES |= {"bf16_fp32_master": "bf16", "fp8": "fp8"}
-_INTEGERS = (torch.int64, torch.int32)
-
-
-def tokens_per_row(inputs: FlatInputs) -> int | None:
-    """Return the length of a row of the first input that is a table of integers; None without one."""
-    for position in inputs.tensors():
-        leaf = inputs.leaves[position]
-        if leaf.dim() == 2 and leaf.dtype in _INTEGERS and inputs.batch_dims[position] == 0:
-            return int(leaf.shape[1])
-    return None
 
 
 def parameter_dtype(traced: TracedGraph) -> str | None:

@@ -36,6 +36,8 @@ def torchtitan_job(plan: PlanRecord, parts: Sequence[Sequence[str]]) -> str:
         "tensor_parallel_degree": mesh.tp,
         "pipeline_parallel_degree": mesh.pp,
     }
+    tokens = {"context_parallel_degree": mesh.cp, "expert_parallel_degree": mesh.ep}
+    parallelism |= {name: degree for name, degree in tokens.items() if degree > 1}
     if mesh.pp > 1:
         if plan.schedule not in _TITAN_SCHEDULES or plan.schedule_rows:
             raise InputError(
@@ -68,11 +70,13 @@ def torchtitan_job(plan: PlanRecord, parts: Sequence[Sequence[str]]) -> str:
 def megatron_job(plan: PlanRecord, layout: str) -> str:
     """Return Megatron-LM's arguments, one line; ``layout`` is its pipeline's, in its own string form."""
     mesh = _mesh(plan)
+    tokens = {"context-parallel-size": mesh.cp, "expert-model-parallel-size": mesh.ep}
     arguments = {
         "tensor-model-parallel-size": mesh.tp,
         "pipeline-model-parallel-size": mesh.pp,
         "micro-batch-size": _rows_each(plan),
         "global-batch-size": sum(plan.microbatch_rows) * mesh.dp,
+        **{name: degree for name, degree in tokens.items() if degree > 1},
     }
     words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
     if plan.sequence is not None:

@@ -20,7 +20,7 @@ from autosplit.planning.parallel.update import update_s
 from autosplit.planning.peaks import PeakRange, peak_ranges
 from autosplit.planning.plan.diff import entries_that_differ
 from autosplit.planning.plan.fields import LaneCurve, MeshDegrees
-from autosplit.planning.plan.figures import model_flops, overhead_s, parameter_dtype, peak_flops_per_s, tokens_per_row
+from autosplit.planning.plan.figures import model_flops, overhead_s, parameter_dtype, peak_flops_per_s
 from autosplit.planning.plan.notes import notes_of
 from autosplit.planning.plan.plan import FITS, Plan
 from autosplit.planning.plan.record import (
@@ -62,7 +62,7 @@ class Writer:
         solved = {name: stage for names, stage in pairs for name in names}
         self.stage_of = assign(case.index, solved, stages=partition.stages)
         self.recompute = tuple(cast(Recompute, option) for option in partition.costs.recompute)
-        blocks = case.recorded.outline.blocks
+        blocks = case.recorded.outline.served | case.recorded.outline.blocks
         self._cut = Cut(
             self.traced, self.costs, self.options, self.stage_of, self.sizes, self.schedule, self.recompute, blocks
         )
@@ -160,9 +160,9 @@ class Writer:
             class_flops=self._class_flops(),
             measured=self.costs.measured,
             dtype=dtype,
-            sequence=tokens_per_row(self.recorded.trace.inputs),
+            sequence=self.recorded.tokens,
             model_flops=model_flops(self.traced, self.case.whole, self.sizes, backward=self.schedule.has_backward)
-            * self.options.parallel.dp,
+            * self.options.parallel.replicas,
             peak_flops_per_s=None if peak is None else peak * self.options.parallel.ranks / self.options.parallel.pp,
             curves=lane_curves(self.fullest, self.schedule, waiting=self._waiting),
             notes=tuple(notes_of(self.case, self.partition, unreplayed=self._replayed[1])),

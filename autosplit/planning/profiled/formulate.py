@@ -40,6 +40,7 @@ class Outline:
         inputs: the works that take each input with a batch dimension.
         first: every node's work: itself, or for a shared node the first that it serves.
         blocks: the number of the block in which nodes lie; the solver takes any other for a block of its own.
+        served: the number of the block that a shared node serves first.
         order: pairs of works of which the first must not lie in a later stage than the second.
     """
 
@@ -61,6 +62,10 @@ class Outline:
         self.inputs = {name: tuple(dict.fromkeys(users.get(name, ()))) for name in _inputs(traced)}
         self.first = self._first(nodes, work_of)
         self.blocks = _blocks(traced, micro)
+        numbers = [self.blocks.get(info.name) for info in self.micro]
+        shared = self.first.keys() - work_of.keys()
+        served = {name: at for name in shared if (at := self.first[name]) is not None and at < len(numbers)}
+        self.served = {name: block for name, at in served.items() if (block := numbers[at]) is not None}
         self.order = self._order(traced, {node.name: work_of[info.name] for node, info in (*micro, *full)})
 
         together = tuple(info.name for info in self.full)
@@ -114,12 +119,11 @@ def state_bytes(state: StateProfile, options: Options) -> StateBytes:
     """
     parallel, part_of = options.parallel, options.parallel.part_of
     shard = max(state.bytes, parallel.shard_bytes * state.elements)
-    tensor = part_of(shard, zero=3) if state.is_parameter else state.bytes
+    tensor = part_of(shard, state, zero=3) if state.is_parameter else state.bytes
     tensor += state.bytes if state.is_parameter and parallel.whole else 0
     if not (state.is_parameter and state.trainable):
         return StateBytes(tensor, 0, 0)
-    optimizer = options.optimizer_bytes(elements=state.elements, parameter_bytes=state.bytes, shape=state.shape)
-    return StateBytes(tensor, part_of(parallel.kept_of(state), zero=2), optimizer)
+    return StateBytes(tensor, part_of(parallel.kept_of(state), state, zero=2), options.optimizer_bytes(state))
 
 
 def formulate(
@@ -295,7 +299,7 @@ class _Formulator:
         for state in () if self.evaluated else self.profile.state.values():
             users = self._users(state)
             if users and state.is_parameter and state.trainable:
-                steps[users[0]] += self.options.step_bytes(elements=state.elements, parameter_bytes=state.bytes)
+                steps[users[0]] += self.options.step_bytes(state)
         return steps
 
     def _ties(self) -> tuple[Tie, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from autosplit.partition.problem import Problem
 from autosplit.planning.paper_loss import PaperLoss, with_loss
 from autosplit.planning.parallel.placements import shares_of
 from autosplit.planning.parallel.rank import rank_profile, with_gathers
+from autosplit.planning.parallel.tokens import shares_of_experts, shares_of_keys, with_all_keys
 from autosplit.planning.profiled.apply import DataflowIndex
 from autosplit.planning.profiled.formulate import Outline, formulate, scheduled
 from autosplit.planning.profiled.specs import device_specs, driver_name
@@ -30,7 +31,7 @@ from autosplit.profile.types import Profile
 from autosplit.tensor.local import draws_in_parts
 from autosplit.tensor.plan import check_sharded, tensor_plan
 from autosplit.trace.borrowed.state import borrowed
-from autosplit.trace.inputs.inputs import batch_rows
+from autosplit.trace.inputs.inputs import batch_rows, tokens_per_row
 from autosplit.trace.ladder import Trace
 from autosplit.trace.rows.probe import probe_inputs
 from cost_models.collectives import Group
@@ -70,23 +71,30 @@ class RecordedModel:
     """A recorded model, and results that searches share, for any batch and any devices.
 
     Attributes:
+        context: how many ranks share the tokens of a row (cp), of which one's are recorded.
         memo: the traces of its stages.
         outline: its works.
     """
 
-    def __init__(self, model: nn.Module, trace: Trace) -> None:
-        self.model, self.trace = model, trace
+    def __init__(self, model: nn.Module, trace: Trace, *, context: int = 1) -> None:
+        self.model, self.trace, self.context = model, trace, context
         self.memo = TraceMemo(trace.graph)
         self.outline = Outline(trace.graph)
         self._costs = CostMemo(trace.graph)
         self._profiles: dict[Hashable, Profile] = {}
         self._shares: dict[tuple[int, bool], TensorShares] = {}
-        self._parts: dict[tuple[int, int, bool, bool], tuple[Profile, Group, Profile]] = {}
+        self._parts: dict[Hashable, tuple[Profile, Mapping[str, Group], Profile]] = {}
 
     @property
     def rows(self) -> int:
         """The rows of the batch that was recorded."""
         return batch_rows(self.trace.inputs)
+
+    @property
+    def tokens(self) -> int | None:
+        """The tokens of a whole row; None where no input is a table of integers."""
+        count = tokens_per_row(self.trace.inputs)
+        return None if count is None else count * self.context
 
     # -- problems ------------------------------------------------------------------------------------------------
     def problem(self, options: Options, sizes: tuple[int, ...]) -> ProfiledProblem:
@@ -135,6 +143,8 @@ class RecordedModel:
                 kernels=options.kernels,
                 memo=self._costs,
             )
+            if self.context > 1:
+                costs = with_all_keys(costs, self.context)
             if not isinstance(options.loss, PaperLoss):
                 return costs
             return with_loss(costs, options.loss, batch_rows=sum(sizes), device=device, kernels=options.kernels)
@@ -165,7 +175,10 @@ class RecordedModel:
         """Return one rank's part of a profile in the mesh that is planned for; without a mesh the profile itself."""
         if options.placed is None:
             return costs
-        return with_gathers(self._part(costs, options), placed=options.placed, blocks=self.outline.blocks)
+        outline = self.outline
+        return with_gathers(
+            self._part(costs, options), placed=options.placed, blocks=outline.blocks, served=outline.served
+        )
 
     def shares(self, parallel: Parallel, *, rng: str) -> TensorShares:
         """Return what a tensor-parallel rank has of every node: by the plan for the whole batch.
@@ -186,27 +199,32 @@ class RecordedModel:
         return self._shares[key]
 
     def _part(self, costs: Profile, options: Options) -> Profile:
-        """Return a tensor-parallel rank's part of a profile, not yet divided over data-parallel ranks.
+        """Return a rank's part of a profile, not yet divided over data-parallel ranks.
 
         Profiles at equal rows are one object (`profile`), so a part is made once for all meshes that have it.
         """
         assert options.placed is not None
-        fp8, group = options.precision == "fp8", options.placed.tp
-        key = costs.rows, options.parallel.tp, options.parallel.sequence, fp8
+        parallel, groups = options.parallel, options.placed.groups
+        fp8 = options.precision == "fp8"
+        key = costs.rows, parallel.tp, parallel.sequence, parallel.ep, fp8
         last = self._parts.get(key)
-        if last is None or last[0] is not costs or last[1] != group:
-            shares = self.shares(options.parallel, rng=options.rng)
+        if last is None or last[0] is not costs or last[1] != groups:
+            shares = self.shares(parallel, rng=options.rng)
+            if self.context > 1:
+                shares = shares_of_keys(shares, costs, self.trace.graph, self.context)
+            if parallel.ep > 1:
+                shares = shares_of_experts(shares, costs, self.trace.graph, parallel.ep)
             model = cost_model_of(device_specs(options)[options.leading])
             of_rank = rank_profile(
                 costs,
                 shares,
-                group=group,
+                groups=groups,
                 blocks=self.outline.blocks,
                 model=model,
                 fp8=fp8,
-                like=None if last is None or last[1] != group else (last[0], last[2]),
+                like=None if last is None or last[1] != groups else (last[0], last[2]),
             )
-            self._parts[key] = costs, group, of_rank
+            self._parts[key] = costs, groups, of_rank
         return self._parts[key][2]
 
 

@@ -86,12 +86,13 @@ def with_choices(options: Options, plan: Plan) -> Options:
     )
 
 
-def recosted(model: nn.Module, trace: Trace, options: Options, plan: Plan) -> Plan:
-    """Return the plan of a plan's own cut and choices, with the figures that ``options`` give it on this recording.
+def recosted(recorded: RecordedModel, options: Options, plan: Plan) -> Plan:
+    """Return the plan of a plan's own cut and choices, with the figures that ``options`` give it on a recording.
 
     ``options`` say everything else: devices, limits, optimizer, precision. Raises PlanError where the plan is of
     another model, has another number of lanes than there are devices, or has a node where it cannot run.
     """
+    model, trace = recorded.model, recorded.trace
     check_plan(plan, model, devices=len(options.devices))
     if options.machine is None:
         options = replace(options, devices=options.devices[: len(plan.devices)])
@@ -109,7 +110,7 @@ def recosted(model: nn.Module, trace: Trace, options: Options, plan: Plan) -> Pl
     if rows % dp:
         raise PlanError(f"the plan has {dp} replicas, which do not divide the batch of {rows} rows; give another batch")
     sizes = sizes_of(rows // dp, plan.chunks, trace.graph.min_rows, like=options.microbatches)
-    case = RecordedModel(model, trace).scheduled_problem(chosen, sizes)
+    case = recorded.scheduled_problem(chosen, sizes)
     recompute = tuple(stage.recompute for stage in plan.stages)
     partition = as_given(case, cut, recompute, stages=len(plan.stages))
     costed = Writer(case, partition).plan()

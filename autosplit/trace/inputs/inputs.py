@@ -15,6 +15,7 @@ from autosplit.trace.inputs.objects import with_paths
 from autosplit.trace.recording.run import FlatInputs
 
 UNTOLD = object()
+_INTEGERS = (torch.int64, torch.int32)
 
 
 def flatten(model: nn.Module, sample: Sample, batch_dims: Any = None) -> FlatInputs:
@@ -39,6 +40,15 @@ def flatten(model: nn.Module, sample: Sample, batch_dims: Any = None) -> FlatInp
     flat = FlatInputs(leaves, spec, names, _of_one_size(leaves, dims, told))
     batch_rows(flat)
     return flat
+
+
+def tokens_per_row(inputs: FlatInputs) -> int | None:
+    """Return the length of a row of the first input that is a table of integers; None without one."""
+    for position in inputs.tensors():
+        leaf = inputs.leaves[position]
+        if leaf.dim() == 2 and leaf.dtype in _INTEGERS and inputs.batch_dims[position] == 0:
+            return int(leaf.shape[1])
+    return None
 
 
 def batch_rows(flat: FlatInputs) -> int:
