@@ -274,6 +274,7 @@ def plan(
     fsdp_reshard: str = "never",
     mp_policy: Any = None,
     reduce_dtype: Any = None,
+    offload: str | Sequence[str] | None = None,
     lora: Any = None,
     base: str | None = None,
     generate: int | None = None,
@@ -315,6 +316,8 @@ def plan(
         fsdp_reshard: as in `autosplit`, under ``zero=3``. "never": parameters and gradients of a stage are whole for
             a step; "always": those of two of its blocks.
         mp_policy, reduce_dtype: as in `autosplit`, on a mesh of its runtime; a policy in bf16, and under ``zero=3``.
+        offload: what lies on the host, on paper alone: "optimizer": Adam's state, which steps there (DeepSpeed's
+            CPUAdam); "activations": what repeated blocks save, copied there and back beside their work; or both.
         lora: adapters that are trained in the place of the model, as PEFT's: "r=16,targets=q_proj+v_proj", or
             ``targets=all-linear``; ``alpha=``, ``dropout=`` too. Those there stay.
         base: how the frozen linear weights are kept, but for the head: "nf4" or "int8", as by bitsandbytes.
@@ -348,19 +351,18 @@ def plan(
     spec = spread(spec) if degrees is not None else spec
     adapters, precision = check_adapters(lora, base, precision, schedule)
     each, schedule = dealt(replicas, spec.devices, schedule=schedule, recompute=recompute, others=locals())
-    sample = given_sample(model, sample)
-    choices = partial(chosen, precision=precision, **_named(_CHOICES, locals()))
-    pipeline = degrees if isinstance(degrees, Parallel) else Parallel(pp=len(each or spec))
+    choices = partial(chosen, precision=precision, offload=offload, **_named(_CHOICES, locals()))
+    one = degrees if isinstance(degrees, Parallel) else Parallel(pp=len(each or spec))
     asked = {"replicas": each, "batch_dims": batch_dims, "processes": processes or degrees is not None}
-    options = Options(stand_ins(spec), **choices(devices=pipeline.pp), **asked, measure=False, machine=spec)
+    options = Options(stand_ins(spec), **choices(devices=one.pp), **asked, measure=False, machine=spec)
     with random_state(), attributes(model), torch.inference_mode(False), without_callers_modes():
         if generate is not None:
-            return generated(model, sample, options, adapters, new=generate, chunks=chunks)
-        paper = prepare(model, sample, options, loss_fn=loss_fn, adapters=adapters, context=pipeline.cp)
+            return generated(model, given_sample(model, sample), options, adapters, new=generate, chunks=chunks)
+        paper = prepare(model, given_sample(model, sample), options, loss_fn=loss_fn, adapters=adapters, context=one.cp)
         meshes = partial(MeshRequest, paper, spec, choices, zero=zero, free_chunks=chunks == "auto")
         request = None if degrees is None else meshes(degrees, runtime=runtime, like=like)
         if pinned is not None:
-            best = recosted(paper.recorded, request.options(pipeline) if request else paper.options, pinned)
+            best = recosted(paper.recorded, request.options(one) if request else paper.options, pinned)
         else:
             best = plan_mesh(request) if request else answered(paper, free_chunks=chunks == "auto", find=find)
         return assumed(best, paper, price=usd)

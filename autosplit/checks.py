@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import DeviceError, InputError, ScheduleError
 from autosplit.schedule.catalog import SCHEDULES as _CATALOG
+from autosplit.schedule.memory.updates import HOSTED
 from autosplit.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -26,8 +27,10 @@ RESERVE = "3%"
 ALLOCATORS = ("default", "expandable")
 """Settings of torch's caching allocator on CUDA: by default, or with expandable segments."""
 _TORCHS = ("none", "sgd", "momentum", "adam", "adamw", "adafactor", "muon")
-OPTIMIZERS = (*_TORCHS, "lion", "adamw8bit", "paged_adamw", "paged_adamw8bit", "cpu_adamw")
+OPTIMIZERS = (*_TORCHS, "lion", "adamw8bit", "paged_adamw", "paged_adamw8bit", HOSTED)
 """Those of torch, lion_pytorch, bitsandbytes and DeepSpeed; what each keeps: `autosplit.schedule.memory.updates`."""
+OFFLOAD = ("optimizer", "activations")
+"""What lies on the host on paper: the state of the optimizer, which steps there; what blocks save for the backward."""
 SCHEDULES = ("auto", *_CATALOG)
 LANES = ("auto", "inline", "threads")
 FEED = ("all", "first_last")
@@ -117,6 +120,24 @@ def check_optimizer(optimizer: Any) -> str | int:
             return optimizer
         raise InputError(f"optimizer={optimizer}: give 0 to {_MOST_STATE} bytes of state per parameter element")
     return str(choose("optimizer", optimizer, OPTIMIZERS))
+
+
+def check_offload(
+    offload: Any, *, optimizer: str | int, schedule: str, recompute: tuple[str, ...] | None
+) -> dict[str, Any]:
+    """Return what lies on the host, and by that the optimizer and what is recomputed; InputError where they differ."""
+    words = offload.replace(" ", "").split(",") if isinstance(offload, str) else offload or ()
+    asked = {choose("offload", word, OFFLOAD) for word in words} | ({"optimizer"} if optimizer == HOSTED else set())
+    steps, keeps = "optimizer" in asked, "activations" in asked
+    if steps and optimizer not in ("adam", "adamw", HOSTED):
+        raise InputError(f"offload={offload!r} steps Adam on the host; leave optimizer={optimizer!r} or offload= out")
+    if keeps and (set(recompute or ()) - {"never"} or schedule in ("forward", "zb_h1", "zb_v")):
+        raise InputError(
+            f"offload={offload!r} copies what would be recomputed, for backwards in one part; leave "
+            f"recompute={recompute!r} and schedule={schedule!r} out"
+        )
+    hosted = {"optimizer": HOSTED if steps else optimizer, "recompute": ("never",) if keeps else recompute}
+    return {"offload": tuple(sorted(asked)), **hosted}
 
 
 def check_memory_limit(limit: int | float | str | None) -> int | None:

@@ -112,6 +112,8 @@ class Options:
     """Whether each device has a process of its own: a host thread for each, and values are sent and not shared."""
     hosts: tuple[int, ...] = ()
     """The index of each process's host, ascending; empty: all are on one host, or on those of the ``machine``."""
+    offload: tuple[str, ...] = ()
+    """What lies on the host, on paper: the "optimizer", and "activations" that blocks save."""
     placed: Placed | None = None
     """The mesh on paper that is planned for; ``devices`` and ``machine`` are those of one pipeline in it."""
     loss: Callable[[torch.Tensor, int], torch.Tensor] | None = None
@@ -215,8 +217,8 @@ class Options:
         """Return what NCCL keeps of each device for the directed pairs of lanes that send; 0 in one process."""
         if not self.processes or self.kernels == "cpu":
             return (0,) * len(self.devices)
-        at = self.placed
-        kept = sum(map(collective_bytes, () if at is None else (at.dp, at.tp, at.cp, at.ep)))
+        groups = {} if self.placed is None else self.placed.groups
+        kept = sum(collective_bytes(groups[name]) for name in ("dp", "tp", "cp", "ep") if groups)
         return tuple(size + kept for size in communicator_bytes(self.world, pairs))
 
     @cached_property

@@ -155,29 +155,17 @@ class Placed:
 
     Attributes:
         parallel: the degrees.
-        machine: the name of the whole machine.
         pipeline: the devices of one pipeline, as a machine of its own.
-        dp, tp, cp, ep: the groups of the first rank; that of dp takes in cp's ranks.
-        edp: the ranks of dp and cp that have the same experts.
+        groups: the first rank's, by dimension; "dp" takes in cp's ranks, "edp" those of them with the same experts.
     """
 
     parallel: Parallel
-    machine: str
     pipeline: MachineSpec
-    dp: Group
-    tp: Group
-    cp: Group
-    ep: Group
-    edp: Group
-
-    @property
-    def groups(self) -> dict[str, Group]:
-        """The ranks that wait for each other in the actions of a step, by dimension."""
-        return {"tp": self.tp, "cp": self.cp, "ep": self.ep}
+    groups: Mapping[str, Group]
 
     def summing(self, experts: int) -> Group:
         """Return the ranks that sum a parameter's gradient, and share it out under ZeRO (`StateProfile.experts`)."""
-        return self.dp if experts == 1 else self.edp
+        return self.groups["dp" if experts == 1 else "edp"]
 
 
 def place(machine: MachineSpec, parallel: Parallel) -> Placed:
@@ -185,7 +173,7 @@ def place(machine: MachineSpec, parallel: Parallel) -> Placed:
     from cost_models.collectives import group_of
     from cost_models.machines import MachineSpec
 
-    tp, cp, ep, replicas = parallel.tp, parallel.cp, parallel.ep, parallel.replicas
+    tp, ep, replicas = parallel.tp, parallel.ep, parallel.replicas
     stages = range(0, parallel.ranks, replicas * tp)
     islands = [machine.island_of(device) for device in stages]
     hosts = [len(list(run)) for _, run in groupby(islands)]
@@ -197,9 +185,10 @@ def place(machine: MachineSpec, parallel: Parallel) -> Placed:
         host=machine.host,
         network=None if far is None else machine.link(0, far),
     )
-    along = {"dp": (tp, replicas), "tp": (1, tp), "cp": (tp, cp), "ep": (tp, ep), "edp": (tp * ep, replicas // ep)}
-    groups = {name: group_of(machine, range(0, stride * count, stride)) for name, (stride, count) in along.items()}
-    return Placed(parallel, machine.name, pipeline, **groups)
+    along = {"dp": (tp, replicas), "tp": (1, tp), "cp": (tp, parallel.cp), "ep": (tp, ep)}
+    along |= {"edp": (tp * ep, replicas // ep)}
+    groups = {name: group_of(machine, range(0, step * count, step)) for name, (step, count) in along.items()}
+    return Placed(parallel, pipeline, groups)
 
 
 def check_mesh(mesh: Any, *, devices: int) -> Parallel | str | None:

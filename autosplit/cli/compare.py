@@ -33,7 +33,7 @@ EXAMPLES = """Examples:
 A name without a number, such as H100, stands for the fewest devices that hold the training; 8xH100 for that machine.
 All have the same batch. Prices are list prices, with their source and day, or those of --price.
 
-Exit codes: 0 done; 1 done, and the training fits on none; 2 bad usage or input.
+Exit codes: 0 done; 1 done, and the training fits on none, or none within the budget; 2 bad usage or input.
 """
 KINDS = "H100,A100,H200,B200,L40S,A100-40GB,4090"
 """What is compared where nothing is said: kinds that have a list price."""
@@ -87,7 +87,8 @@ def compare_command(
     with common.beside_stdout():
         offers = _offers(spec, machines, tokens=count, prices=prices, choices=choices)
     _answer(offers, budget, html=html, as_json=as_json, as_markdown=as_markdown)
-    return common.DONE if any(offer.fits for offer in offers) else common.ANSWER_IS_NO
+    paid = (offer for offer in offers if budget is None or (offer.usd is not None and offer.usd <= budget))
+    return common.DONE if any(offer.fits for offer in paid) else common.ANSWER_IS_NO
 
 
 def parse_tokens(text: str) -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autosplit.adapters import BASES, check_adapters
-from autosplit.checks import MACHINE, check_price, check_replicas, resolve_machine
+from autosplit.checks import MACHINE, OFFLOAD, check_price, check_replicas, resolve_machine
 from autosplit.cli import common
 from autosplit.cli.inputs import ROWS_PER_DEVICE, InputOptions, InputSpec, ModelSpec, wants_labels
 from autosplit.cli.outputs import OutputOptions, check_path, write_file
@@ -99,6 +99,10 @@ PlanRuntime = Annotated[
     str, typer.Option("--runtime", help="Whose training on a mesh is planned: autosplit, megatron or torchtitan.")
 ]
 FsdpReshard = Annotated[str, typer.Option(help="Of gathered parameters under ZeRO-3: never or always let go of.")]
+Offload = Annotated[
+    str | None,
+    typer.Option(metavar="WHAT", help=f"What lies on the host, on paper: {', '.join(OFFLOAD)}, or both by a comma."),
+]
 LoraText = Annotated[
     str | None,
     typer.Option("--lora", metavar="TEXT", help="Train adapters alone: r=16,targets=q_proj+v_proj, or all-linear."),
@@ -143,6 +147,7 @@ def plan_command(
     replicas: Replicas = None,
     runtime: PlanRuntime = "autosplit",
     fsdp_reshard: FsdpReshard = "never",
+    offload: Offload = None,
     lora: LoraText = None,
     base: Base = None,
     network: Network = None,
@@ -167,7 +172,7 @@ def plan_command(
         outputs = _with_plan(outputs, script=script, spec=spec, schedule=options.schedule, find=find, precision=kept)
     machine = resolve_machine(_devices(devices, pinned), network=network)
     stages, each = _stages(machine, mesh=mesh, replicas=replicas)
-    choices = options.choices(stages, chunks=common.number_or_word(chunks), precision=precision)
+    choices = options.choices(stages, chunks=common.number_or_word(chunks), precision=precision, offload=offload)
     choices |= {"mesh": mesh, "zero": common.number_or_word(zero), "replicas": each, "runtime": runtime}
     check_adapters(lora, base, precision, options.schedule)
     choices |= {"fsdp_reshard": fsdp_reshard, "price": check_price(price), "lora": lora, "base": base}

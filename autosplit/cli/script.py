@@ -102,8 +102,8 @@ def script_text(
     ``loss`` is the name on the command line and what it names; ``machine`` says which devices share a host.
     """
     dtype = _DTYPES.get(plan.precision or "")
-    if plan.optimizer == "cpu_adamw":
-        raise InputError("--script steps on the devices, and DeepSpeed runs cpu_adamw; plan with --optimizer adamw")
+    if plan.offload:
+        raise InputError(f"--script trains on the devices, and {' and '.join(plan.offload)} would lie on the host")
     if plan.mesh is not None and plan.mesh.cp * plan.mesh.ep > 1:
         raise InputError(f"--script trains by autosplit, which runs no ranks of cp or ep, and the plan is {plan.mesh}")
     if plan.optimizer == "muon":

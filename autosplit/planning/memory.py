@@ -24,6 +24,7 @@ from autosplit.profile.stage_trace.trace_memo import TraceMemo
 from autosplit.profile.types import Profile, StateProfile
 from autosplit.progress import phase
 from autosplit.schedule.action import Schedule
+from autosplit.schedule.memory.offload import offloaded
 from autosplit.schedule.memory.pieces import Change, RankParts, Recompute, StageTraces
 from autosplit.schedule.memory.replay import DeviceReplay, StaticBytes, replay
 from autosplit.schedule.memory.updates import optimizer_changes
@@ -139,6 +140,8 @@ def replayed_stage(cut: Cut, stage: int, memo: TraceMemo) -> ReplayedStage:
         recomputed=None if option == "never" else replace(never, units=units, whole=not units),
         parts=_parts(cut, nodes),
     )
+    if "activations" in cut.options.offload and traces.never is not None:
+        traces = replace(traces, never=offloaded(traces.never, cut.blocks))
     return ReplayedStage(traces, _static(cut, stage, nodes))
 
 

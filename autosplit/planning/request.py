@@ -16,6 +16,7 @@ from autosplit.checks import (
     check_allocator,
     check_chunks,
     check_memory_limit,
+    check_offload,
     check_optimizer,
     check_precision,
     check_recompute,
@@ -195,6 +196,7 @@ def chosen(
     allocator: Any = None,
     cut: Any = "modules",
     pinned: Plan | None = None,
+    offload: Any = None,
 ) -> dict[str, Any]:
     """Return the arguments of `Options` that say what was chosen for so many devices, checked.
 
@@ -216,13 +218,17 @@ def chosen(
         "schedule": asked.schedule,
         "virtual_stages": asked.virtual_stages,
         "actions": asked.actions,
-        "recompute": _recompute(recompute, stages=asked.stages, pinned=pinned),
         "memory_limit": check_memory_limit(memory_limit),
         "reserve": check_reserve(reserve),
         "allocator": check_allocator(allocator),
-        "optimizer": check_optimizer(_optimizer(optimizer, pinned)),
         "precision": check_precision(precision),
         "cut_between": choose("cut", cut, CUT),
+        **check_offload(
+            pinned.offload if offload is None and pinned is not None else offload,
+            optimizer=check_optimizer(_optimizer(optimizer, pinned)),
+            schedule=asked.schedule,
+            recompute=_recompute(recompute, stages=asked.stages, pinned=pinned),
+        ),
     }
 
 

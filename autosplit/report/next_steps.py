@@ -33,7 +33,8 @@ def _commands(plan: Plan, command: str) -> Iterator[str]:
     if plan.replicas:
         yield 'in Python: plan.save("plan.json"), there autosplit(model, plan="plan.json", devices=..., sample=batch)'
         return
-    if "--script" not in command and (plan.mesh is None or plan.mesh.is_runnable):
+    runs = plan.mesh is None or (plan.mesh.runtime == "autosplit" and plan.mesh.cp == plan.mesh.ep == 1)
+    if "--script" not in command and runs and not plan.offload:
         yield f"{command} --script train.py: writes the program that trains by this plan, and says how to start it"
     if plan.mesh is None:
         yield 'in Python: plan.save("plan.json"), there autosplit(model, plan="plan.json", devices=..., sample=batch)'

@@ -78,6 +78,8 @@ def answers(offers: Sequence[Offer], budget: float | None) -> dict[str, str]:
     if budget is not None:
         within = sorted((offer for offer in priced if (offer.usd or 0) <= budget), key=lambda offer: offer.hours or 0)
         best = f"{within[0].machine} is the fastest of {len(within)} within it" if within else "none is within it"
+        if priced and not within:
+            best += f", the cheapest takes {format_usd(cheapest.usd or 0)}"
         most = max((offer.tokens * budget / (offer.usd or 1) for offer in priced), default=None)
         tokens = "" if most is None else f"; it pays for {_count(most)} tokens at most"
         found["budget"] = f"{format_usd(budget)}: {best}{tokens}"

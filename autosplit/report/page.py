@@ -21,7 +21,16 @@ from autosplit.planning.timeline import StepTimeline
 from autosplit.report.beside import Beside, beside, measured_sections
 from autosplit.report.document import printable
 from autosplit.report.next_steps import COMMAND, next_steps
-from autosplit.report.prediction import changes, memory_words, needs_words, odds_words, prediction, proof, verdicts
+from autosplit.report.prediction import (
+    changes,
+    memory_words,
+    meshes,
+    needs_words,
+    odds_words,
+    prediction,
+    proof,
+    verdicts,
+)
 from autosplit.report.sections import REASONS, boundary_table, header, lists, stage_tables
 from autosplit.report.words import device_words, format_count, format_rate, recompute_words, schedule_words
 from autosplit.schedule.action import Action, Schedule
@@ -69,6 +78,7 @@ def page(plan: Plan, *, measured: StepTimeline | None = None, command: str = COM
             *stage_tables(plan, width=None),
             boundary_table(plan, width=None),
             *measured_sections(plan, seen),
+            *meshes(plan),
             *lists(plan, "Whole modules", "Notes"),
             *next_steps(plan, command),
         ],

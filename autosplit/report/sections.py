@@ -113,6 +113,7 @@ def _grid(plan: Plan, *, width: int | None) -> Iterator[Section]:
 def header(plan: Plan) -> Section:
     """Return what was planned, and on what."""
     each = f", up to {plan.virtual_stages} stages on each" if plan.virtual_stages > 1 else ""
+    hosted = f", {' and '.join(plan.offload)} on the host" if plan.offload else ""
     source = " (from an action file)" if plan.schedule_rows else ""
     times = "measured node times" if plan.measured else "modelled node times (nothing was measured)"
     facts = (
@@ -120,7 +121,7 @@ def header(plan: Plan) -> Section:
         *_mesh_words(plan),
         ("devices", f"{len(plan.devices)}: {repeats(plan.devices)}{each}{', a process for each' * plan.processes}"),
         ("chunks", _microbatches(plan)),
-        ("schedule", f"{plan.schedule}{source}, optimizer {plan.optimizer}"),
+        ("schedule", f"{plan.schedule}{source}, optimizer {plan.optimizer}{hosted}"),
         ("basis", f"{times}, torch {plan.fingerprint.torch}"),
         ("traced", _traced(plan)),
     )

@@ -72,6 +72,9 @@ def test_nothing_fits_and_bad_words(run: Run) -> None:
     none = run("--devices", "1xL4", "--memory-limit", "10KiB")
     assert none.exit_code == 1, none.output
     assert "Answers" not in none.stdout
+    dear = run("--devices", "1xL4", "--tokens", "2B", "--budget", "0.01")
+    assert dear.exit_code == 1
+    assert "none is within it, the cheapest takes $" in " ".join(dear.stdout.split())
     for words, said in (
         (("--devices", "H1000"), "the nearest: H100"),
         (("--tokens", "many"), "write 2B, 500M or 1e9"),

@@ -116,7 +116,10 @@ def test_a_mesh(run: Run) -> None:
     ("arguments", "message"),
     [
         (("--devices", "8xH100-SXM5-80GB", "--mesh", "dp=3,pp=2", *X), "has 6 ranks, devices names 8"),
-        (("--devices", "8xH100-SXM5-80GB", "--mesh", "dp=4,cp=2", *X), "mesh has a dimension 'cp'"),
+        (
+            ("--devices", "8xH100-SXM5-80GB", "--mesh", "dp=4,cp=2", *X),
+            "cp=2 ranks take an early and a late part of each row, and no input is a table",
+        ),
         (("--devices", "8xH100-SXM5-80GB", "--mesh", "dp=8", "--zero", "5", *X), "zero=5 is not available"),
         (("--devices", "8xH100-SXM5-90GB", *X), "the nearest: H100-SXM5-80GB"),
         (("--devices", "cuda:0", *X), "there is no device 'cuda:0'"),

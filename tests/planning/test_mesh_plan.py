@@ -16,6 +16,7 @@ from autosplit import InputError, Plan, PlanError, plan
 from autosplit.parallel import Parallel
 from autosplit.planning.parallel.reasons import Weighed, simplest
 from autosplit.planning.plan.fields import MeshAlternative, MeshDegrees
+from autosplit.report.page import page
 from autosplit.report.prediction import meshes
 from autosplit.report.sections import header
 from tests.planning.llama import Llama
@@ -225,6 +226,7 @@ def test_bounds_are_no_plans(given: Plan) -> None:
     shown = given.model_copy(update={"meshes": (small, *rows)})
     assert MeshAlternative.model_validate_json(small.model_dump_json()) == small
     planned, left = meshes(shown)
+    assert "Other meshes that were planned" in page(shown)
     assert planned.columns[-1].cells == ("fits", "no")
     assert [point.split(":")[0] for point in left.points] == [
         "1 mesh, parameters, gradients and optimizer state alone are more than a device has",

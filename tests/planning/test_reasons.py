@@ -73,6 +73,10 @@ def test_a_full_device_with_less_work_is_named() -> None:
     assert text[0] == (
         "device 0 has 20% less work than the mean: it is full (75.7 GiB of 80.0 GiB, most of it activations)"
     )
+    over = (stage_with(0, activation_gib=145.0, forward_s=0.008, backward_s=0.016), stages[1])
+    assert (
+        "it is overfull (146 GiB for 80.0 GiB, most of it activations)" in reasons(simulated(make_plan(stages=over)))[0]
+    )
     roomy = (stage_with(0, activation_gib=5.0, forward_s=0.008, backward_s=0.016), stages[1])
     assert reasons(simulated(make_plan(stages=roomy))) == ()
 

@@ -100,7 +100,7 @@ def test_who_finds_placements_need_not_know_who_costs_them(llama: tuple[TracedGr
     shares = TensorShares({"layers.0.gate#0": NodeShare(0.5, 0.5, (gather,), ())}, {"layers.0.gate.weight": 0.5})
     own, placed = _rank(costs, shares, Parallel(tp=2)), place(machine("8xH100-SXM5-80GB"), Parallel(tp=2))
     work_s = own.nodes["layers.0.gate#0"].forward_s
-    waits_s = placed.tp.seconds("all_gather", costs.nodes["layers.0.before#0"].output_bytes)
+    waits_s = placed.groups["tp"].seconds("all_gather", costs.nodes["layers.0.before#0"].output_bytes)
     none = _rank(costs, TensorShares({"layers.0.gate#0": NodeShare(0.5, 0.5)}), Parallel(tp=2))
     assert work_s == pytest.approx(none.nodes["layers.0.gate#0"].forward_s + waits_s)
     assert own.state["layers.0.gate.weight"].elements == costs.state["layers.0.gate.weight"].elements / 2
@@ -112,7 +112,7 @@ def test_a_block_with_sharded_parameters_waits_for_them(llama: tuple[TracedGraph
     _, costs = llama
     blocks = {name: int(found[1]) for name in costs.nodes if (found := re.match(r"layers\.(\d+)", name))}
     norm = {"layers.0.before#0": 0}
-    dp = place(machine("8x8xH100-SXM5-80GB"), Parallel(dp=8)).dp
+    dp = place(machine("8x8xH100-SXM5-80GB"), Parallel(dp=8)).groups["dp"]
     for own, prefix, count in ((blocks, "layers.0.", 2), (norm, "layers.0.before.", 1)):
         whole, sharded = (
             _rank(costs, TensorShares(), Parallel(dp=8, zero=zero, runtime="megatron"), blocks=own) for zero in (1, 3)
@@ -170,7 +170,9 @@ def test_a_parameter_that_ranks_have_whole_is_waited_for() -> None:
     placed = place(machine("8xH100-SXM5-80GB"), Parallel(tp=2))
     alone = _rank(costs, TensorShares({"2#0": NodeShare(0.5, 0.5)}), Parallel(tp=2)).nodes["2#0"].backward_s
     waits_s = _rank(costs, shares, Parallel(tp=2)).nodes["2#0"].backward_s - alone
-    assert waits_s == pytest.approx(2 * placed.tp.seconds("all_reduce", costs.state["2.weight"].bytes), rel=1e-3)
+    assert waits_s == pytest.approx(
+        2 * placed.groups["tp"].seconds("all_reduce", costs.state["2.weight"].bytes), rel=1e-3
+    )
 
 
 def test_a_degree_that_does_not_divide(llama: tuple[TracedGraph, Profile]) -> None:

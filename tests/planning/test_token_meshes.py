@@ -108,7 +108,7 @@ def test_attention_takes_the_keys_of_all_ranks() -> None:
     keys = 2 * 4 * 16 * 8 * 2  # rows, groups, tokens, width of a head, bf16
     more = own.nodes[name].forward_transient_bytes - alone.nodes[name].forward_transient_bytes
     assert more == 2 * 2 * keys
-    work_s, waits_s = alone.nodes[name].forward_s, 2 * placed.cp.seconds("all_gather", 2 * keys)
+    work_s, waits_s = alone.nodes[name].forward_s, 2 * placed.groups["cp"].seconds("all_gather", 2 * keys)
     assert own.nodes[name].forward_s == pytest.approx(work_s + longer_s(waits_s, work_s / 2))
     assert own.nodes[name].backward_s > alone.nodes[name].backward_s
 
@@ -130,11 +130,11 @@ def test_tokens_travel_to_experts_and_back() -> None:
     with torch.device("meta"):
         graph, costs = _recorded(Mixture().bfloat16(), torch.zeros(2, 64, dtype=torch.int64, device="meta"))
     placed = place(machine("2x8xH100-SXM5-80GB"), Parallel(dp=16, ep=4))
-    assert (placed.ep.islands, placed.edp.size, placed.edp.islands) == (1, 4, 2)
+    assert (placed.groups["ep"].islands, placed.groups["edp"].size, placed.groups["edp"].islands) == (1, 4, 2)
     shares = shares_of_experts(TensorShares(), costs, graph, 4)
     own, alone = (_rank(costs, graph, each, placed) for each in (shares, TensorShares()))
     seconds = [sum(node.forward_s for node in each.nodes.values()) for each in (own, alone)]
-    sent_s = placed.ep.seconds("all_to_all", 4 * 2 * 64 * WIDTH * 2)
+    sent_s = placed.groups["ep"].seconds("all_to_all", 4 * 2 * 64 * WIDTH * 2)
     assert seconds[0] - seconds[1] == pytest.approx(4 * 2 * sent_s)
     assert own.state["layers.0.up"].bytes == costs.state["layers.0.up"].bytes / 4
     found = [_planned(Mixture, 128, mesh).update_s for mesh in ({"dp": 8}, {"dp": 8, "ep": 4})]
@@ -152,7 +152,7 @@ def test_exports_have_the_degrees() -> None:
 
 
 def test_what_cannot_be_shared() -> None:
-    with pytest.raises(InputError, match="rows of 130 tokens have no 4 equal parts"):
+    with pytest.raises(InputError, match="130 tokens are no 4 equal parts"):
         _planned(Llama, 130, {"dp": 2, "cp": 2})
     with pytest.raises(InputError, match="share what torch's scaled_dot_product_attention takes, and the model does"):
         _planned(Mixture, 128, {"dp": 2, "cp": 2})

@@ -229,7 +229,7 @@ def _price(change: Change, rows: int) -> tuple[int, bool, float]:
 
 
 def _recompute(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:
-    if request.space.recompute is not None:
+    if request.space.recompute is not None and "activations" not in plan.offload:
         for kind in ("block", "always"):
             yield ChangeCandidate("recompute", f'recompute="{kind}"', {"recompute": kind})
 

@@ -19,7 +19,6 @@ from autosplit.planning.paper_loss import note_on_no_loss
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.search.sweep import Space
 from autosplit.progress import phase
-from autosplit.schedule.memory.updates import HOSTED
 from autosplit.units import format_bytes, format_seconds
 
 MOST_ROWS = 2**20
@@ -177,33 +176,23 @@ def assumed(plan: Plan, paper: OnPaper, *, price: float | None = None) -> Plan:
             f"{answers[0].name}); where sizes do not decide them, it is planned for finite values and for masks that "
             "hide something"
         )
-    if plan.optimizer == HOSTED and plan.schedule != "forward":
+    if "optimizer" in plan.offload and plan.schedule != "forward":
         held = format_bytes(12 * (plan.parameters - plan.frozen))
         notes.append(
             f"the hosts hold {held} of fp32 weights and Adam's state, and gradients beside them; autosplit steps on "
             "devices alone: DeepSpeed's CPUAdam is planned, with nothing of it hidden behind the work"
         )
-    notes += _token_notes(plan)
+    if plan.parallel.cp * plan.parallel.ep > 1:
+        notes.append(
+            "autosplit runs no ranks of cp or ep: torchtitan and Megatron-LM do (--export torchtitan-toml, "
+            "megatron-args). Keys are gathered beside attention, as torchtitan does; tokens spread evenly over experts"
+        )
     asked = {} if paper.adapters is None else paper.adapters.words
     if asked.get("base") and plan.mesh is not None and plan.mesh.tp > 1:
         notes.append("quantised weights lie whole on every tensor-parallel rank, and their products are not shared")
     said = (*plan.notes, *(note for note in notes if note is not None))
     known = range_of(plan, paper)
     return plan.model_copy(update=asked | known | {"notes": said, "price": price_of(plan, price)})
-
-
-def _token_notes(plan: Plan) -> Iterator[str]:
-    """Yield what is assumed of ranks of cp and ep, and who runs them."""
-    mesh = plan.parallel
-    if mesh.cp * mesh.ep == 1:
-        return
-    keys = "keys and values are gathered beside attention, as torchtitan does; a ring sends as many bytes"
-    experts = "tokens are taken to be spread evenly over the experts"
-    assumed = "; ".join([keys] * (mesh.cp > 1) + [experts] * (mesh.ep > 1))
-    yield (
-        f"autosplit runs no ranks of cp or ep: torchtitan and Megatron-LM do (--export torchtitan-toml or "
-        f"megatron-args); {assumed}"
-    )
 
 
 def _fewer_microbatches(plan: Plan, paper: OnPaper, space: Space) -> Iterator[str]:

@@ -95,8 +95,9 @@ def _uneven(plan: Plan) -> Iterator[str]:
         needs = _span([format_bytes(size) for size in sorted(device.peak_bytes for device in devices)])
         who = _named("device", [device.lane for device in devices])
         has, is_ = ("has", "it is") if len(devices) == 1 else ("have", "they are")
-        numbers = f"{needs} of {format_bytes(capacity)}, most of it {term}"
-        yield f"{who} {has} {less} less work than the mean: {is_} full ({numbers})"
+        over = "over" * (max(device.peak_bytes for device in devices) > capacity)
+        numbers = f"{needs} {'for' if over else 'of'} {format_bytes(capacity)}, most of it {term}"
+        yield f"{who} {has} {less} less work than the mean: {is_} {over}full ({numbers})"
 
 
 def _skewed(plan: Plan) -> Iterator[str]:

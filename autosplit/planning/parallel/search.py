@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -102,7 +102,7 @@ class _Mesh:
 
     def __init__(self, request: MeshRequest, parallel: Parallel) -> None:
         self.request, self.parallel, self.options = request, parallel, request.options(parallel)
-        self.rows = request.rows // parallel.dp
+        self.rows, self.degrees = request.rows // parallel.dp, MeshDegrees(**asdict(parallel))
 
     @cached_property
     def space(self) -> Space:
@@ -281,19 +281,16 @@ class MeshSearch:
     def alternatives(self) -> list[MeshAlternative]:
         """Return every mesh that was weighed, the fastest first; of some only a bound is known."""
         known = [
-            MeshAlternative(mesh=_degrees_of(entry.mesh), step_s=entry.step_s, verdict=entry.finished.verdict)
+            MeshAlternative(mesh=entry.mesh.degrees, step_s=entry.step_s, verdict=entry.finished.verdict)
             for entry in self.weighed
         ]
         known += [
             MeshAlternative(
-                mesh=_degrees_of(mesh), step_s=mesh.bound_s, bound=True, verdict="no" if mesh.fullness > 1 else None
+                mesh=mesh.degrees,
+                step_s=mesh.bound_s,
+                bound=True,
+                verdict="no" if mesh.fullness > 1 else None,
             )
             for mesh in self.left
         ]
         return sorted(known, key=lambda other: other.step_s)
-
-
-def _degrees_of(mesh: _Mesh) -> MeshDegrees:
-    degrees = MeshDegrees.of(mesh.options.placed)
-    assert degrees is not None
-    return degrees

@@ -31,13 +31,9 @@ from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 
 def tokens_of(tokens: int | None, ranks: int) -> int:
     """Return the tokens of a row that a rank has; InputError where it cannot have an early and a late part of it."""
-    if tokens is None:
-        raise InputError(f"cp={ranks} ranks share the tokens of a row, and no input is a table of integers")
-    if tokens % (2 * ranks):
-        raise InputError(
-            f"cp={ranks} ranks each take an early and a late part of a row, and rows of {tokens} tokens have no "
-            f"{2 * ranks} equal parts; give another length or degree"
-        )
+    if tokens is None or tokens % (2 * ranks):
+        has = "no input is a table of integers" if tokens is None else f"{tokens} tokens are no {2 * ranks} equal parts"
+        raise InputError(f"cp={ranks} ranks take an early and a late part of each row, and {has}; give another length")
     return tokens // ranks
 
 
@@ -47,16 +43,11 @@ def with_all_keys(costs: Profile, ranks: int) -> Profile:
     def repeated(operations: Sequence[Operation]) -> tuple[Operation, ...]:
         return tuple(each for each in operations for _ in range(ranks if _attends(each) else 1))
 
-    nodes = {
-        name: replace(
-            node,
-            forward_operations=repeated(node.forward_operations),
-            backward_operations=repeated(node.backward_operations),
-        )
-        if any(map(_attends, node.forward_operations))
-        else node
-        for name, node in costs.nodes.items()
-    }
+    nodes = dict(costs.nodes)
+    for name, node in costs.nodes.items():
+        if any(map(_attends, node.forward_operations)):
+            forward, backward = map(repeated, (node.forward_operations, node.backward_operations))
+            nodes[name] = replace(node, forward_operations=forward, backward_operations=backward)
     return replace(costs, nodes=nodes)
 
 
@@ -94,21 +85,21 @@ def shares_of_experts(shares: TensorShares, costs: Profile, traced: TracedGraph,
     states = {name: s for name, s in costs.state.items() if s.is_parameter and len(s.shape) == 3}
     made: dict[fx.Node, set[str]] = {}
     products: dict[str, list[fx.Node]] = {}
+    names = set[str]()
     for node, info in traced.compute_nodes():
         reads = states.keys() & {*info.reads, *(name for taken in node.all_input_nodes for name in made.get(taken, ()))}
         if reads and info.node_class is NodeClass.SHARED:
             made[node] = reads
         elif reads and any(_multiplies(each) for each in costs.nodes[info.name].forward_operations):
-            made[node] = reads
             products.setdefault(info.module, []).append(node)
-    names = set[str]().union(*(made[node] for each in products.values() for node in each))
+            names |= reads
     counts = {states[name].shape[0] for name in names}
     if not counts or any(count % ranks for count in counts):
         have = f"has {', '.join(map(str, sorted(counts)))} of them" if counts else "no parameters of several experts"
         raise InputError(f"ep={ranks} ranks share experts, and the model {have}; give a degree that divides these")
     nodes = dict(shares.nodes)
-    of = {name: node.meta[INFO].node_class for node in made for name in (node.meta[INFO].name,)}
-    for name in (name for name, kind in of.items() if kind is NodeClass.SHARED):
+    forms = {node.meta[INFO].name for node, reads in made.items() if reads & names}
+    for name in forms:
         whole = shares.of(name)
         nodes[name] = replace(whole, work=whole.work / ranks, held=whole.held / ranks)
     for each in products.values():
@@ -118,7 +109,7 @@ def shares_of_experts(shares: TensorShares, costs: Profile, traced: TracedGraph,
             moved = (Collective("all_to_all", sent, "ep", ranks * shares.of(sent).held),)
             nodes[name] = _waiting(nodes.get(name, shares.of(name)), moved, moved)
     own = {name: shares.states.get(name, 1.0) / ranks for name in names}
-    return replace(shares, nodes=nodes, states={**shares.states, **own}, experts=dict.fromkeys((*names, *of), ranks))
+    return replace(shares, nodes=nodes, states={**shares.states, **own}, experts=dict.fromkeys((*names, *forms), ranks))
 
 
 def _multiplies(operation: Operation) -> bool:

@@ -72,11 +72,6 @@ class MeshDegrees(FrozenFields):
         return None if placed is None else cls(**asdict(placed.parallel))
 
     @property
-    def is_runnable(self) -> bool:
-        """Whether a pipe runs it."""
-        return self.runtime == "autosplit" and self.cp == self.ep == 1
-
-    @property
     def parallel(self) -> Parallel:
         """They as what is planned for."""
         return Parallel(**self.model_dump(exclude={"order"}))

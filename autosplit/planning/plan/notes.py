@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from autosplit.options import Options
 from autosplit.partition.problem import Problem
 from autosplit.partition.solve import Partition
+from autosplit.planning.profiled.offload import saved_by_block
 from autosplit.planning.profiled.problem import ProfiledProblem
 from autosplit.planning.profiled.specs import notes_on_unknown
 from autosplit.profile.types import Profile
@@ -16,6 +17,7 @@ from autosplit.trace.graph import NodeClass
 from autosplit.trace.recording.draw_rules import with_plain_numbers
 from autosplit.trace.reductions.own_loss import note_on_loss
 from autosplit.trace.rows.kinds import norm_notes
+from autosplit.units import format_bytes
 
 PLAIN_ON_TWO = (1.74, 1.83)
 """How many times as fast as on one thread plain training steps were on two idle cores: conv net, transformer, MLP."""
@@ -49,6 +51,12 @@ def notes_of(case: ProfiledProblem, partition: Partition, *, unreplayed: str | N
         if (loss := note_on_loss(traced)) is not None:
             yield loss
     yield from advice(case.problem, partition, options, measured=costs.measured)
+    if "activations" in options.offload:
+        count = sum(saved_by_block(case.whole, case.recorded.outline.blocks).values())
+        yield (
+            f"blocks copy {format_bytes(count)} of each microbatch to the hosts and back, beside their work; autosplit "
+            "does not run that: torch's save_on_cpu and torchtune do"
+        )
     if unreplayed is not None:
         yield f"peaks are by the additive formula, not replayed: {unreplayed}"
     if costs.estimated:

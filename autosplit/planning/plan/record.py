@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, computed_field
 
-from autosplit.checks import OPTIMIZERS, PRECISIONS
+from autosplit.checks import OFFLOAD, OPTIMIZERS, PRECISIONS
 from autosplit.planning.plan.fields import (
     Change,
     Count,
@@ -171,6 +171,8 @@ class PlanRecord(FrozenFields):
     """A schedule of the caller's own, lane by lane, in text form; empty where ``schedule`` is one of autosplit's."""
     optimizer: Annotated[str, Field(pattern=rf"^({'|'.join(OPTIMIZERS)}|[0-9]+)$")]
     """Its name, or its bytes of state per parameter element."""
+    offload: tuple[Annotated[str, Field(pattern=rf"^({'|'.join(OFFLOAD)})$")], ...] = ()
+    """What lies on the host between its uses, on paper; older files name the optimizer alone."""
     step_s: Seconds
     step_low_s: Seconds | None = None
     step_high_s: Seconds | None = None

@@ -143,6 +143,7 @@ class Writer:
             virtual_stages=self.problem.virtual_stages,
             schedule_rows=self.options.actions,
             optimizer=str(self.options.optimizer),
+            offload=self.options.offload,
             machine=None if self.options.machine is None else self.options.machine.name,
             mesh=MeshDegrees.of(self.options.placed),
             precision=self.options.precision,

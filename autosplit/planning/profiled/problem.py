@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from autosplit.errors import InputError
 from autosplit.options import Options
 from autosplit.parallel import Parallel
 from autosplit.partition.graph import base_graph
@@ -19,6 +20,7 @@ from autosplit.planning.parallel.rank import rank_profile, with_gathers
 from autosplit.planning.parallel.tokens import shares_of_experts, shares_of_keys, with_all_keys
 from autosplit.planning.profiled.apply import DataflowIndex
 from autosplit.planning.profiled.formulate import Outline, formulate, scheduled
+from autosplit.planning.profiled.offload import with_copies
 from autosplit.planning.profiled.specs import device_specs, driver_name
 from autosplit.planning.request import ResolvedSchedule, settle
 from autosplit.profile.autocasting import autocast_of
@@ -172,13 +174,18 @@ class RecordedModel:
 
     # -- ranks ---------------------------------------------------------------------------------------------------
     def of_rank(self, costs: Profile, options: Options) -> Profile:
-        """Return one rank's part of a profile in the mesh that is planned for; without a mesh the profile itself."""
-        if options.placed is None:
-            return costs
-        outline = self.outline
-        return with_gathers(
-            self._part(costs, options), placed=options.placed, blocks=outline.blocks, served=outline.served
-        )
+        """Return one rank's part of a profile in the mesh that is planned for, without one all, with waits for copies.
+
+        Raises InputError for a model without blocks whose activations are to lie on the host.
+        """
+        blocks, served = self.outline.blocks, self.outline.served
+        if options.placed is not None:
+            costs = with_gathers(self._part(costs, options), placed=options.placed, blocks=blocks, served=served)
+        if "activations" in options.offload:
+            if not blocks:
+                raise InputError("offload='activations' copies what repeated blocks save, and the model has none")
+            costs = with_copies(costs, blocks, device_specs(options)[options.leading].host_link)
+        return costs
 
     def shares(self, parallel: Parallel, *, rng: str) -> TensorShares:
         """Return what a tensor-parallel rank has of every node: by the plan for the whole batch.

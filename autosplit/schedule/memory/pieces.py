@@ -237,7 +237,7 @@ class TracePieces:
     @cached_property
     def _saved(self) -> Mapping[int, int]:
         """Storages that the forward leaves to the backward, with their bytes."""
-        return {key: count for key, count in _alive(self._trace.forward).items() if key not in self._trace.kept}
+        return {key: count for key, count in alive_after(self._trace.forward).items() if key not in self._trace.kept}
 
     @cached_property
     def _exchanged(self) -> frozenset[int]:
@@ -280,7 +280,7 @@ def split(trace: StageTrace) -> Split:
     maker = {storage: node for node in reversed(order) for storage in trace.split[node].gradients if storage in new}
     cotangents = _cotangents(trace, order=order, taken=last_reader.keys() | maker.keys(), new=new)
     moved = {**last_reader, **{storage: node for node, storage in cotangents.items()}}
-    fresh = iter(range(1 + max((0, *new, *_alive(trace.forward))), 1 << 62))
+    fresh = iter(range(1 + max((0, *new, *alive_after(trace.forward))), 1 << 62))
     copies = {node: next(fresh) for node in order if node not in cotangents and trace.split[node].cotangent_bytes}
     input_steps = []
     makes: dict[str, list[Change]] = {node: [] for node in order}
@@ -342,7 +342,8 @@ def _changes(steps: Iterable[NodeStep]) -> Iterator[Change]:
     return (change for step in steps for change in step.changes)
 
 
-def _alive(steps: Iterable[NodeStep]) -> dict[int, int]:
+def alive_after(steps: Iterable[NodeStep]) -> dict[int, int]:
+    """Return the storages that steps leave, with their bytes."""
     alive: dict[int, int] = {}
     for storage, count in _changes(steps):
         if count > 0:

@@ -1,0 +1,47 @@
+"""What blocks save for the backward lies on the host in between: one block's is copied beside the next block's work.
+
+```
+    forward    block 0 │ block 1 │ block 2        backward    block 2 │ block 1 │ block 0
+    to host            │ 0 ····· │ 1 ····· │ 2    from host   2, 1    │ 0 ····· │
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from autosplit.schedule.memory.pieces import Change, NodeStep, StageTrace, alive_after
+
+
+def offloaded(trace: StageTrace, blocks: Mapping[str, int]) -> StageTrace:
+    """Return a trace in which no block's saved storages lie on the device but beside its work and the next block's.
+
+    ``blocks`` are the numbers of those that nodes lie in. What a later block takes, or one outside, stays.
+    """
+    left = alive_after(trace.forward)
+    made = {s: blocks[step.node] for step in trace.forward if step.node in blocks for s, n in step.changes if n > 0}
+    order = {block: at for at, block in enumerate(dict.fromkeys(made.values()))}
+    sent: list[list[Change]] = [[] for _ in order]
+    for step in trace.backward if order else ():
+        for storage, count in step.changes:
+            at = order[made[storage]] if count < 0 and storage in left and storage in made else len(order)
+            if order.get(blocks.get(step.node, -1), len(order)) <= at + 1 and at < len(order):
+                sent[at].append((storage, -count))
+    there = [[(storage, -count) for storage, count in each] for each in sent]
+    backs = [tuple(_with(each[::-1], sent, order, blocks))[::-1] for each in (trace.backward, trace.backward_later)]
+    forward = tuple(_with(trace.forward, there, order, blocks))
+    return replace(trace, forward=forward, backward=backs[0], backward_later=backs[1])
+
+
+def _with(
+    steps: Iterable[NodeStep], copied: list[list[Change]], order: Mapping[int, int], blocks: Mapping[str, int]
+) -> Iterator[NodeStep]:
+    """Yield steps, and what is copied of each block where the second block behind it begins, or at the end."""
+    done = 0
+    for step in steps:
+        until = max(done, order.get(blocks.get(step.node, -1), 0) - 1)
+        yield from (NodeStep("", tuple(each)) for each in copied[done:until])
+        done = until
+        yield step
+    yield from (NodeStep("", tuple(each)) for each in copied[done:])
