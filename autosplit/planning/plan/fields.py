@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from autosplit.parallel import DIMENSIONS, Parallel, Placed, named_degrees
+from autosplit.parallel import DIMENSIONS, Parallel, named_degrees
 from autosplit.runtimes import RuntimeName
 
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
@@ -65,11 +64,6 @@ class MeshDegrees(FrozenFields):
     """The least bytes of an element of sums of gradients (``reduce_dtype=``) and of shards (``mp_policy=``)."""
     order: tuple[str, ...] = DIMENSIONS
     """The dimensions from the outermost to the innermost, whose ranks are neighbours."""
-
-    @classmethod
-    def of(cls, placed: Placed | None) -> MeshDegrees | None:
-        """Return those of a mesh that is planned for."""
-        return None if placed is None else cls(**asdict(placed.parallel))
 
     @property
     def parallel(self) -> Parallel:

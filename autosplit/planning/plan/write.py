@@ -145,7 +145,7 @@ class Writer:
             optimizer=str(self.options.optimizer),
             offload=self.options.offload,
             machine=None if self.options.machine is None else self.options.machine.name,
-            mesh=MeshDegrees.of(self.options.placed),
+            mesh=None if self.options.placed is None else MeshDegrees(**asdict(self.options.parallel)),
             precision=self.options.precision,
             issue_threads=issue_threads(self.options),
             processes=self.options.processes,

@@ -15,7 +15,8 @@ def saved_by_block(costs: Profile, blocks: Mapping[str, int]) -> Counter[int]:
     saved = {s: (blocks.get(name), n) for name, node in [*costs.nodes.items()][::-1] for s, n in node.saved.items()}
     sizes = Counter[int]()
     for block, count in saved.values():
-        sizes.update({} if block is None else {block: count})
+        if block is not None:
+            sizes[block] += count
     return sizes
 
 

@@ -22,12 +22,11 @@ def offloaded(trace: StageTrace, blocks: Mapping[str, int]) -> StageTrace:
     left = alive_after(trace.forward)
     made = {s: blocks[step.node] for step in trace.forward if step.node in blocks for s, n in step.changes if n > 0}
     order = {block: at for at, block in enumerate(dict.fromkeys(made.values()))}
+    freed = {s: blocks.get(step.node, -1) for step in trace.backward for s, n in step.changes if n < 0}
     sent: list[list[Change]] = [[] for _ in order]
-    for step in trace.backward if order else ():
-        for storage, count in step.changes:
-            at = order[made[storage]] if count < 0 and storage in left and storage in made else len(order)
-            if order.get(blocks.get(step.node, -1), len(order)) <= at + 1 and at < len(order):
-                sent[at].append((storage, -count))
+    for storage, block in made.items():
+        if storage in left and order.get(freed.get(storage, -1), len(order)) <= order[block] + 1:
+            sent[order[block]].append((storage, left[storage]))
     there = [[(storage, -count) for storage, count in each] for each in sent]
     backs = [tuple(_with(each[::-1], sent, order, blocks))[::-1] for each in (trace.backward, trace.backward_later)]
     forward = tuple(_with(trace.forward, there, order, blocks))
