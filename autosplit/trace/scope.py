@@ -52,10 +52,11 @@ class Casts(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a value read gave: the stable name of the reading call, and the value."""
+    """What a value read gave: the stable name of the reading call, the value, and the line of the model that reads."""
 
     name: str
     value: Any
+    line: str = ""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from autosplit import Sample, autosplit
@@ -162,6 +163,18 @@ def test_an_atom_that_would_hide_the_model_is_refused_and_runs_by_its_own_python
     pipe = equal_on(model, batches)
     assert pipe.plan.rung == "module tree"
     assert pipe.plan.whole == ()
+
+
+def test_what_reads_real_values_alone_is_watched_as_it_runs() -> None:
+    def reads_real_values(model: Model, x: Tensor) -> Tensor:
+        """As transformers' masks, which look for packed sequences where nothing traces."""
+        x = torch.tanh(model.a(x))
+        if not isinstance(x, FakeTensor) and bool((x > 9).all()):
+            x = x * 2
+        return model.c(model.part0(x))
+
+    pipe = equal_on(host(hits, around=reads_real_values), [rows(7, 0), rows(5, 1)])
+    assert pipe.plan.rung != "module tree"
 
 
 @dataclass(frozen=True)

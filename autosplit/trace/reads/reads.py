@@ -93,7 +93,7 @@ class ValueReader:
         if not isinstance(value, (bool, int, float, str, list, torch.Size)):
             text = "takes a tensor's values out of torch; a graph cannot follow that"
             raise Refusal(f"{_place(call)} {text}", call.module)
-        self.answers.append(Answer(call.name, value))
+        self.answers.append(Answer(call.name, value, call.source))
         return value
 
     def _check(self, call: Call, known: KnownValues, needed: Sequence[int]) -> None:
@@ -166,7 +166,7 @@ class MetaValueReader(ValueReader):
             value = False
         else:
             raise Refusal(f"{_place(call)} reads a tensor's value, and a model on the meta device has none", "")
-        self.answers.append(Answer(call.name, value))
+        self.answers.append(Answer(call.name, value, call.source))
         return value
 
     def _is_computed(self, call: Call) -> bool:

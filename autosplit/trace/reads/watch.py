@@ -125,16 +125,20 @@ class Watcher(TorchFunctionMode):
         label = getattr(func, "__name__", "")
         if self._muted or label not in VALUE_READS or assertion_here(label) is not None:
             return func(*args, **kwargs)
-        if self.scope.only_keeps(label, source_line()):
+        if self.scope.only_keeps(label, line := source_line()) or not self._is_recorded(line):
             return func(*args, **kwargs)
         if label == "tolist":  # a fake tensor, on which the recording was made, reads its elements one by one
-            answers = [self._answer() for _ in range(args[0].numel())]
+            answers = [self._answer(line) for _ in range(args[0].numel())]
             return np.array(answers, dtype=object).reshape(args[0].shape).tolist()
-        return self._answer()
+        return self._answer(line)
 
-    def _answer(self) -> Any:
-        if self._position >= len(self.scope.answers):
-            raise Refusal("forward reads a tensor's value where the recording does not", "")
+    def _is_recorded(self, line: str) -> bool:
+        """Tell whether a line reads values on fake tensors too; what reads real ones alone is not in the recording."""
+        return any(answer.line == line for answer in self.scope.answers)
+
+    def _answer(self, line: str) -> Any:
+        if self._position >= len(self.scope.answers) or self.scope.answers[self._position].line != line:
+            raise Refusal(f"forward reads a tensor's value where the recording does not ({line})", "")
         self._position += 1
         return self.scope.answers[self._position - 1].value
 
