@@ -65,6 +65,8 @@ def test_activations_on_the_host_take_the_link_and_two_blocks() -> None:
     assert hosted.stages[0].forward_s == pytest.approx(copies_s, rel=0.03)
     assert any("copy 736 MiB of each microbatch to the hosts and back" in note for note in hosted.notes)
     assert Plan.model_validate_json(hosted.to_json()).offload == ("activations",)
+    with pytest.warns(UserWarning, match="does not say that activations lie on the host"):
+        hosted.export("megatron-args")
     again = _planned(plan=hosted, chunks=1, schedule="auto")
     assert again.stages[0].memory == hosted.stages[0].memory
 

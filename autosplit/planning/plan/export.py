@@ -27,6 +27,9 @@ def export(plan: PlanRecord, form: str) -> str:
             f"export({form!r}): stages have {list(plan.replicas)} replicas, which no export can say; plan without "
             "replicas="
         )
+    if plan.offload and form in ("torchtitan-toml", "megatron-args"):
+        hosted = " and ".join(plan.offload)
+        warnings.warn(f"export({form!r}) does not say that {hosted} lie on the host", UserWarning, stacklevel=3)
     if form == "torch-csv":
         return dump_actions(plan.schedule_for(plan.chunks))
     if form == "torchtitan":
