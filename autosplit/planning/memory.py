@@ -5,8 +5,8 @@ What no trace of tensors tells, and by how much that can be wrong, is in :mod:`a
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import ChainMap, Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -27,9 +27,10 @@ from autosplit.schedule.action import Schedule
 from autosplit.schedule.memory.offload import offloaded
 from autosplit.schedule.memory.pieces import Change, RankParts, Recompute, StageTraces
 from autosplit.schedule.memory.replay import DeviceReplay, StaticBytes, replay
-from autosplit.schedule.memory.updates import optimizer_changes
+from autosplit.schedule.memory.updates import handed_over, optimizer_changes
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 from autosplit.trace.recording.draw_rules import drawn_bytes, is_drawn_beforehand
+from autosplit.trace.scope import is_plain_layer
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,12 @@ class Cut:
         return tuple(self.options.devices[lane] for lane in self.schedule.stage_lane)
 
     @cached_property
-    def nodes(self) -> Mapping[int, tuple[TracedNode, ...]]:
-        """The nodes of each stage that run for every microbatch, in model order."""
-        of_stage: dict[int, list[TracedNode]] = {}
+    def nodes(self) -> Mapping[tuple[int, NodeClass], Sequence[TracedNode]]:
+        """The nodes of each class of each stage, in model order."""
+        nodes: dict[tuple[int, NodeClass], list[TracedNode]] = defaultdict(list)
         for _, info in self.traced.compute_nodes():
-            if info.node_class is NodeClass.MICRO:
-                of_stage.setdefault(self.stage_of[info.name], []).append(info)
-        return {stage: tuple(infos) for stage, infos in of_stage.items()}
+            nodes[self.stage_of[info.name], info.node_class].append(info)
+        return nodes
 
     @cached_property
     def homes(self) -> tuple[tuple[StateProfile, int], ...]:
@@ -114,21 +114,22 @@ def fullest_moments(cut: Cut, *, memo: TraceMemo | None = None) -> tuple[DeviceR
     schedule, memo = cut.schedule, memo or TraceMemo(cut.traced)
     stages = {stage: replayed_stage(cut, stage, memo) for stage in range(schedule.stages)}
     traces = {stage: replayed.traces for stage, replayed in stages.items()}
-    finish = {lane: finish_of(cut, lane) for lane in range(len(schedule.lanes))}
+    finish = {lane: finish_of(cut, lane, traces) for lane in range(len(schedule.lanes))}
     return replay(schedule, traces, [replayed.static for replayed in stages.values()], finish=finish)
 
 
 def replayed_stage(cut: Cut, stage: int, memo: TraceMemo) -> ReplayedStage:
     """Return what is replayed of a stage: its microbatches, under "except_last" of both kinds."""
-    nodes = memo.stages.of([info.name for info in cut.nodes.get(stage, ())])
-    first, option = memo.stages.first_output, cut.recompute[stage]
+    nodes = memo.stages.of([info.name for info in cut.nodes[stage, NodeClass.MICRO]])
+    first, option, ours = memo.stages.first_output, cut.recompute[stage], cut.options.parallel.runtime == "autosplit"
     never = How(
         cut.sizes[0],
         input_grads=cut.flows,
         roots=_roots(nodes, first),
         averaged=cut.averaged(first),
         loss=cut.options.loss,
-        apart=True,
+        by_use=ours,
+        apart=ours and _sums_apart(cut, stage, nodes),
         kernels="cuda" if cut.devices[stage].type == "cuda" else "cpu",
         observed=cut.profile.times.workspaces if str(cut.devices[stage]) == cut.profile.times.device else None,
     )
@@ -143,6 +144,14 @@ def replayed_stage(cut: Cut, stage: int, memo: TraceMemo) -> ReplayedStage:
     if "activations" in cut.options.offload and traces.never is not None:
         traces = replace(traces, never=offloaded(traces.never, cut.blocks))
     return ReplayedStage(traces, _static(cut, stage, nodes))
+
+
+def _sums_apart(cut: Cut, stage: int, nodes: StageNodes) -> bool:
+    """Tell whether a stage asks autograd for gradients: where backwards are split, or it reads parameters itself."""
+    modules = [nodes.root.get_submodule(str(node.target)) for node in nodes.nodes if node.op == "call_module"]
+    reads = any(p.requires_grad for module in modules if not is_plain_layer(module) for p in module.parameters())
+    reads |= cut.recompute[stage] != "never" or cut.options.compile is not None
+    return "I" in cut.schedule.kinds or (reads and cut.options.parallel.zero != 3)
 
 
 def _parts(cut: Cut, nodes: StageNodes) -> RankParts | None:
@@ -201,13 +210,14 @@ def _static(cut: Cut, stage: int, nodes: StageNodes) -> StaticBytes:
     states = cut.states.get(stage, ())
     taken = [node.meta[INFO] for node in nodes.inputs]
     shared = [info for info in taken if info.node_class is NodeClass.SHARED and info.name in cut.profile.nodes]
-    outputs = {storage: size for info in shared for storage, size in cut.profile.nodes[info.name].outputs.items()}
+    once = [cut.profile.nodes[info.name].outputs for info in shared]
+    once += [cut.profile.nodes[info.name].saved for info in cut.nodes[stage, NodeClass.SHARED]]
     epilogue = _epilogue(cut) if stage == cut.schedule.stages - 1 else ()
     parameters = sum(state_bytes(state, cut.options).tensor for state in states)
     return StaticBytes(
         parameters=(parameters + cut.copies.get(stage, 0) + _gathered(cut, stage),),
         optimizer=(sum(state_bytes(state, cut.options).optimizer for state in states),),
-        whole_batch=(*outputs.values(), *_drawn(cut, stage), *epilogue),
+        whole_batch=(*ChainMap(*map(dict, once)).values(), *_drawn(cut, stage), *epilogue),
     )
 
 
@@ -215,15 +225,15 @@ def _drawn(cut: Cut, stage: int) -> tuple[int, ...]:
     """Return the bytes of what a stage's random nodes draw beforehand, for the whole batch."""
     if cut.options.rng != "plain":
         return ()
-    taken = (info for info in cut.nodes.get(stage, ()) if info.random and is_drawn_beforehand(info))
+    taken = (info for info in cut.nodes[stage, NodeClass.MICRO] if info.random and is_drawn_beforehand(info))
     return tuple(drawn_bytes(info, rows=sum(cut.sizes)) for info in taken)
 
 
-def finish_of(cut: Cut, lane: int) -> tuple[Change, ...]:
+def finish_of(cut: Cut, lane: int, traces: Mapping[int, StageTraces]) -> tuple[Change, ...]:
     """Return what is allocated behind the last action of a device; empty for an evaluation.
 
-    Replicas add up gradients a bucket at a time, those of shards one at a time where no backward has scattered them.
-    Then the optimizer steps as torch does by default.
+    Gradients of a parameter's uses are added up. Replicas add up gradients a bucket at a time, those of shards one at a
+    time where no backward has scattered them. Then the optimizer steps as torch does by default.
     """
     if not cut.schedule.has_backward:
         return ()
@@ -239,7 +249,10 @@ def finish_of(cut: Cut, lane: int) -> tuple[Change, ...]:
         foreach=options.devices[lane].type != "cpu",
         masters_bytes=4 * BATCH_ELEMENTS if options.precision in MASTERS else None,
     )
-    return ((-1, bucket), (-1, -bucket), *changes) if bucket else changes
+    away = {stage for stage, at in enumerate(cut.schedule.stage_lane) if options.places[at] != options.places[lane]}
+    copies = {state.name: sum(cut.stage_of[name] in away for name in state.uses) for state in trained}
+    handed = handed_over([traces[stage] for stage in stages], copies)
+    return (*handed, *(((-1, bucket), (-1, -bucket)) if bucket else ()), *changes)
 
 
 def _epilogue(cut: Cut) -> tuple[int, ...]:

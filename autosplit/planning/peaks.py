@@ -195,8 +195,8 @@ def _fragments(cut: Cut, memo: TraceMemo, lane: int) -> float:
     short = replace(cut, schedule=replace(cut.schedule, lanes=lanes), sizes=cut.sizes[:few])
     on_device = cut.schedule.stages_on(lane)
     stages = {stage: replayed_stage(short, stage, memo) for stage in on_device}
-    finish = finish_of(short, lane)
     traces = {stage: replayed.traces for stage, replayed in stages.items()}
+    finish = finish_of(short, lane, traces)
     static = [stages[n].static if n in stages else StaticBytes() for n in range(cut.schedule.stages)]
     changes = device_changes(short.schedule, traces, static, device=lane, finishes=(finish, finish))
     simulated = simulate_allocator(islice(changes, _MOST_CHANGES))

@@ -59,7 +59,8 @@ def shorten(stage: StageNodes, *, behind: int = 0) -> tuple[StageNodes, Runs]:
     def copied(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
         return tuple(copies[node] for node in nodes)
 
-    return StageNodes(stage.root, copied(stage.numbers), copied(inputs), nodes, copied(stage.outputs)), runs
+    numbers, outputs = copied(stage.numbers), copied(stage.outputs)
+    return StageNodes(stage.root, numbers, copied(inputs), nodes, outputs, stage.tied), runs
 
 
 def shorten_graph(traced: TracedGraph) -> tuple[fx.Graph, Runs]:

@@ -6,6 +6,7 @@ template becomes, for block ``i``, the one with the same phase and number in blo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -194,17 +195,18 @@ class Traces:
             yield NodeStep(names.get(step.node, step.node), changes)
 
     def _held(self, held: Mapping[int, str], *, parameter: bool) -> dict[int, str]:
-        expanded = dict(held)
+        expanded, uses = dict(held), Counter(held.values())
         for storage, name in held.items():
             origin = self.names.origins.get(storage)
             if origin is None or origin.block != 1:
                 continue
             run = self.runs[origin.run]
             inside = name.removeprefix(f"{run.paths[1]}.")
-            if parameter and inside == name:
+            lent = inside == name and uses[name] > 1  # a value of which every block's use has a gradient
+            if parameter and inside == name and not lent:
                 raise Uneven
             for position in range(2, run.copies + 1):
-                renamed = f"{run.paths[position]}.{inside}"
+                renamed = name if lent else f"{run.paths[position]}.{inside}"
                 expanded[self.names.at(storage, origin.run, position)] = renamed
         return expanded
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -272,12 +273,10 @@ class _Fork(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        total: torch.Tensor | None = None
-        for gradient in reversed(gradients):
-            if gradient is not None:
-                gradient = gradient.to(ctx.device)
-                total = gradient if total is None else plus(total, gradient)
-        return total, None
+        present = [gradient.to(ctx.device) for gradient in reversed(gradients) if gradient is not None]
+        if len(present) > 2 and not (torch.is_grad_enabled() or any(gradient.is_sparse for gradient in present)):
+            present = [reduce(torch.Tensor.add_, present[1:], present[0].clone())]
+        return reduce(plus, present) if present else None, None
 
 
 def plus(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

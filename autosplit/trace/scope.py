@@ -128,6 +128,15 @@ def is_layer(module: nn.Module) -> bool:
     return home.startswith("torch.nn") and not home.startswith(("torch.nn.utils", "torch.nn.modules.loss"))
 
 
+def is_plain_layer(module: nn.Module) -> bool:
+    """Tell whether a call of a module is the forward of a layer of torch that has no other list of its parameters."""
+    attributes = vars(module)
+    tables = ("_modules", *HOOK_TABLES, "_compiled_call_impl")
+    names = (*attributes["_parameters"], *attributes["_buffers"], "forward", *CALLS)
+    alone = not any(map(attributes.get, tables)) and attributes.keys().isdisjoint(names)
+    return alone and is_layer(module) and is_called_as_torchs(type(module)) and not isinstance(module, nn.RNNBase)
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Tell whether hooks want to see a module's calls.
 

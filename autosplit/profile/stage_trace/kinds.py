@@ -58,6 +58,7 @@ class _Kind:
             (how.rows, roots, averaged, id(how.loss), pieces, how.apart, how.kernels, observed, len(stage.numbers)),
             tuple((self._input(node), how.input_grads.get(self._at(node), False)) for node in stage.inputs),
             tuple((called(node, stage.root, places), self._tensors(node), self._info(node)) for node in stage.nodes),
+            how.by_use and tuple(str(node.target) in stage.tied for node in stage.nodes if node.op == "get_attr"),
             tuple(places[node] for node in stage.outputs),
             self._order,
         )

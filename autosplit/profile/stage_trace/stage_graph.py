@@ -20,6 +20,7 @@ class StageNodes:
         inputs: values that other stages or the caller give.
         nodes: the stage's nodes, and before them the numbers and parameters that they need, in model order.
         outputs: values that other stages or the caller take.
+        tied: qualified names of the parameters that several of the recording's nodes use as values.
     """
 
     root: nn.Module
@@ -27,6 +28,7 @@ class StageNodes:
     inputs: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    tied: frozenset[str] = frozenset()
 
     def computing(self) -> list[tuple[fx.Node, TracedNode]]:
         """Return the nodes that compute, in model order."""
@@ -40,6 +42,7 @@ class Stages:
         self.root = traced.root
         self.first_output = first_output(traced)
         self._operands = {node: tuple(node.all_input_nodes) for node in traced.graph.nodes}
+        self._tied = frozenset(traced.tied)
         self._places = {node: position for position, node in enumerate(self._operands)}
         self._by_name = {info.name: node for node, info in traced.compute_nodes()}
         self._numbers = tuple(n for n in self._operands if n.op == "placeholder" and INFO not in n.meta)
@@ -55,7 +58,7 @@ class Stages:
             self._place(node, placed)
         nodes = tuple(placed)[len(self._numbers) + len(inputs) :]
         outputs = tuple(node for node in nodes if node in stage and not stage.issuperset(users_of(node)))
-        return StageNodes(self.root, self._numbers, inputs, nodes, outputs)
+        return StageNodes(self.root, self._numbers, inputs, nodes, outputs, self._tied)
 
     def _taken(self, computing: Collection[fx.Node]) -> dict[fx.Node, None]:
         """Return the values, of anyone, that the stage's nodes take, directly or as parts of a result."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -33,6 +35,7 @@ from autosplit.schedule.memory.pieces import Change, NodeStep, StageTrace, Weigh
 from autosplit.trace.borrowed.blank import fake
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO, NodeClass
+from autosplit.trace.inputs.signature import any_autocast
 from autosplit.trace.recording.run import quiet_log
 from autosplit.weight_gradients import deferrable
 
@@ -51,8 +54,9 @@ class How:
         loss: what the loss is instead of that mean, from that output and the number of rows.
         units: paths of the modules whose forward is recomputed in the backward; empty: nothing is.
         whole: the whole stage is recomputed, as one.
-        apart: gradients of a further microbatch are added to the sums so far, outside ``.grad``, as a lane does it:
-            large ones in place, small ones to new tensors, beside which the old sums stay until all are made.
+        by_use: every use of a tied parameter or of a shared value has a gradient of its own, as in a lane's cells.
+        apart: gradients of a further microbatch are added to the sums so far, outside ``.grad``: large ones in place,
+            small ones to new tensors, beside which the old sums stay until all are made.
         kernels: whose kernels' scratch is counted.
         observed: bytes of scratch that those of the device were seen to hold, by `operation_key`.
     """
@@ -64,6 +68,7 @@ class How:
     loss: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     units: Collection[str] = ()
     whole: bool = False
+    by_use: bool = False
     apart: bool = False
     kernels: Literal["cpu", "cuda"] = "cpu"
     observed: Mapping[str, int] | None = None
@@ -105,7 +110,8 @@ class _Run:
         self.leaves: list[torch.Tensor] = [p for p in root.parameters() if p.requires_grad]
         self.totals: dict[int, torch.Tensor] = {}
         self.saved: dict[str, dict[int, None]] = {}
-        self.late: set[str] = set()
+        self.late: set[int] = set()
+        """The leaves, by identity, whose gradients can wait."""
         self.goes_back = False
         self.shared = {
             node: self._given(node) for node in stage.inputs if node.meta[INFO].node_class is NodeClass.SHARED
@@ -115,18 +121,29 @@ class _Run:
                 if tensor.requires_grad:
                     self.leaves.append(tensor)
                     self.parameters[id(tensor)] = node.meta[INFO].name
+        once = {node: value for node, value in self.shared.items() if not node.meta[INFO].mutated}
+        tied = [node for node in stage.nodes if node.op == "get_attr" and str(node.target) in stage.tied]
+        once |= {node: attrgetter(str(node.target))(root) for node in tied}
+        self.used = {
+            (node, user): value.detach().requires_grad_()
+            for node, value in once.items()
+            for user in (node.users if how.by_use and getattr(value, "requires_grad", False) else ())
+        }
+        """The leaf of each use of a value that comes once per step, by the value and who takes it."""
+        self.leaves += self.used.values()
+        self.parameters |= {id(leaf): self.parameters[id(once[node])] for (node, _), leaf in self.used.items()}
         self.pieces = pieces_of(stage.nodes, how.units, whole=how.whole)
         self.ends = _last_uses(self.pieces, keep=frozenset(stage.outputs))
 
     def traced(self) -> StageTrace:
         self.ledger.notify(self._note)
         forward, backward = self._microbatch()
-        gradients = self._gradients()
-        split = self._split(gradients, self.saved)
+        first = self._gradients()
+        gradients = {storage: self.parameters[leaf] for leaf, storage in first.items()}
+        split = self._split(first, self.saved)
         again, later = self._microbatch()
         kept = _kept((*forward, *backward), gradients)
-        sums = {name: storage for storage, name in self._gradients().items()}
-        renewed = {storage: sums[name] for storage, name in gradients.items()}
+        renewed = {first[leaf]: storage for leaf, storage in self._gradients().items()}
         later = _renamed(later, renewed | _as_first(again, forward, kept))
         guessed_bytes = max(self.ledger.guessed.values(), default=0)
         return StageTrace(forward, backward, later, gradients, kept, split, guessed_bytes)
@@ -148,6 +165,7 @@ class _Run:
         self.goes_back = False
         env: dict[fx.Node, Any] = dict.fromkeys(self.stage.numbers, None)
         env |= zip(self.stage.numbers[:1], (self.how.rows,), strict=True)
+        self.views = {use: leaf[...] if any_autocast() else leaf for use, leaf in self.used.items()}
         inputs = {node: self._given(node) for node in self.stage.inputs if node not in self.shared}
         env |= {node: _lent(node, value) for node, value in (inputs | self.shared).items()}
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
@@ -171,8 +189,7 @@ class _Run:
 
     def _look_at(self, outputs: Sequence[torch.Tensor]) -> None:
         """Read off the graph, which nobody holds afterwards, which gradients can wait."""
-        uses = deferrable(outputs, self.parameters, dense=True)
-        self.late = {self.parameters[id(route.leaf)] for use in uses for route in use.ways}
+        self.late = {id(route.leaf) for use in deferrable(outputs, self.parameters, dense=True) for route in use.ways}
 
     def _loss(self, value: torch.Tensor) -> torch.Tensor:
         if self.how.loss is None:
@@ -254,21 +271,24 @@ class _Run:
             self.saved.setdefault(self.labels.running[-1], {})[storage.id] = None
         return tensor
 
-    def _gradients(self) -> dict[int, str]:
-        names = {}
+    def _gradients(self) -> dict[int, int]:
+        """Return the storages of the gradients, by the identity of their leaves."""
+        storages = {}
         for leaf in self.leaves:
             gradient = self.totals.get(id(leaf)) if self.how.apart else leaf.grad
             storage = None if gradient is None else self.ledger.storage(gradient)
             if storage is not None:
-                names[storage.id] = self.parameters[id(leaf)]
-        return names
+                storages[id(leaf)] = storage.id
+        return storages
 
-    def _split(self, gradients: Mapping[int, str], saved: Mapping[str, Mapping[int, None]]) -> dict[str, WeightNeeds]:
-        storages = {name: storage for storage, name in gradients.items()}
+    def _split(self, gradients: Mapping[int, int], saved: Mapping[str, Mapping[int, None]]) -> dict[str, WeightNeeds]:
+        taker = {id(leaf): user.meta[INFO].name for (_, user), leaf in self.used.items()}
+        deferred = [leaf for leaf in gradients if leaf in self.late]
+        storages = {(self.parameters[leaf], taker.get(leaf, "")): gradients[leaf] for leaf in deferred}
         split = {}
         for _, info in self.stage.computing():
-            late = tuple(storages[name] for name in info.reads if name in storages and name in self.late)
-            if late:
+            keys = product(info.reads, ("", info.name))
+            if late := tuple(storages[key] for key in keys if key in storages):
                 size = sum(tensor.bytes_at(self.how.rows) for tensor in info.tensors)
                 split[info.name] = WeightNeeds(tuple(saved.get(info.name, ())), size, late)
         return split
@@ -276,7 +296,7 @@ class _Run:
     # -- nodes ---------------------------------------------------------------------------------------------------
     def _execute(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
         """Run one node, on the CPU wherever the model's own devices are."""
-        args, kwargs = self.interpreter.arguments(node, env.__getitem__)
+        args, kwargs = self.interpreter.arguments(node, lambda operand: self.views.get((operand, node), env[operand]))
         run: Any = getattr(self.interpreter, node.op)
         if INFO not in node.meta:
             return run(node.target, args, kwargs)

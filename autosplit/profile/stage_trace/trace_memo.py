@@ -25,7 +25,7 @@ class TraceMemo:
         flows = tuple(how.input_grads.get(node.meta[INFO].name, False) for node in stage.inputs)
         roots = None if how.roots is None else frozenset(how.roots)
         observed = None if how.observed is None else frozenset(how.observed.items())
-        settings = how.rows, how.averaged, tuple(how.units), how.whole, how.apart, how.kernels
+        settings = how.rows, how.averaged, tuple(how.units), how.whole, how.by_use, how.apart, how.kernels
         return stage, flows, roots, observed, settings
 
     def traces(

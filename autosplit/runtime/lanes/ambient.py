@@ -91,11 +91,6 @@ class ThreadState:
             torch.autocast_decrement_nesting()
 
 
-def any_autocast() -> bool:
-    """Tell whether autocast is on in this thread, for any kind of device."""
-    return any(state.enabled for state in GradAutocastState.current().autocast)
-
-
 def _set_autocast(states: tuple[Any, ...], cache: bool) -> None:
     for state in states:
         torch.set_autocast_enabled(state.device_type, state.enabled)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from autosplit.runtime.lower.region import ROOT, RegionModule
 from autosplit.trace.borrowed.holders import HOOK_TABLES
 from autosplit.trace.recording.recording import apply_function, under
-from autosplit.trace.scope import CALLS, has_module_hooks, is_called_as_torchs, is_layer
+from autosplit.trace.scope import has_module_hooks, is_called_as_torchs, is_plain_layer
 
 _TABLES = ("_parameters", "_buffers")
 _PLAIN = (bool, int, str, type(None), type(Ellipsis))
@@ -106,11 +106,10 @@ class StageCode:
         """Return a stand-in of one of torch's layers; the module itself where there can be none."""
         attributes = vars(module)
         names = tuple(name for table in _TABLES for name in attributes[table])
-        hooks = [attributes[table] for table in HOOK_TABLES]
-        if any(hooks) or attributes["_modules"] or isinstance(module, nn.RNNBase) or not _is_torchs(module, names):
+        if not is_plain_layer(module):
             self._as_they_are.update(map(id, module.modules()))
             return module
-        self._hooks += hooks
+        self._hooks += (attributes[table] for table in HOOK_TABLES)
         self._stood_for.append(module)
         self._attributes.append(tuple(attributes))
         kind = _stand_in_class(type(module), names)  # type: ignore[arg-type]
@@ -120,12 +119,6 @@ class StageCode:
             for name in attributes[table]:
                 self.add_slot(partial(vars(kind)[name].__set__, stand), attributes[table], name)
         return stand
-
-
-def _is_torchs(module: nn.Module, names: Sequence[str]) -> bool:
-    """Tell whether a call of a module is the forward of one of torch's layers, on the tensors of these ``names``."""
-    plain = vars(module).keys().isdisjoint((*names, "forward", *CALLS)) and module._compiled_call_impl is None
-    return plain and is_layer(module) and is_called_as_torchs(type(module))
 
 
 @functools.cache

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from autosplit.backward import accumulate, gradients, has_several
-from autosplit.runtime.lanes.ambient import any_autocast
 from autosplit.runtime.ops import OUT, Bundle, CellContext, transfer
 from autosplit.runtime.step.leaves import all_or_nothing, hand, held_back
 from autosplit.runtime.step.step import Pairs, Start, Step
@@ -27,6 +26,7 @@ from autosplit.runtime.step.sums import Held, Sums, together
 from autosplit.runtime.transport import Message
 from autosplit.schedule.action import Action
 from autosplit.schedule.entry import Entry, Route
+from autosplit.trace.inputs.signature import any_autocast
 from autosplit.trace.scope import has_module_hooks
 from autosplit.weight_gradients import DeferredWeightGrads, Product, located, uses_at, uses_to_defer
 

@@ -147,8 +147,8 @@ def device_changes(
 ) -> Iterator[Change]:
     """Yield every change of one device, in order, each allocation under a number of its own.
 
-    ``finishes`` has what the optimizer does at the end of each step, one entry per step. Begins with what is held
-    before the steps. A step's gradients are freed after it (``zero_grad``).
+    ``finishes`` has what happens at the end of each step, one entry per step; what it frees and did not allocate is a
+    gradient. Begins with what is held before the steps. A step's gradients are freed after it (``zero_grad``).
     """
     lane, numbers = ReplayedLane(schedule, traces, static, device), count()
     for state in lane.static.values():
@@ -185,7 +185,8 @@ def _step(lane: ReplayedLane, finish: Sequence[Change], numbers: Iterator[int]) 
     for storage, size in finish:
         if size > 0:
             live[(storage,)] = next(numbers), size
-        yield live[(storage,)] if size > 0 else _freed(live.pop((storage,)))
+        own = live[(storage,)] if (storage,) in live else _oldest(lasting["gradients"], -size)
+        yield own if size > 0 else _freed(own)
     yield from map(_freed, lasting["gradients"])
 
 

@@ -89,7 +89,7 @@ def replay(
 ) -> tuple[DeviceReplay, ...]:
     """Return what each device holds over one step, which finds no gradients; ``traces`` and ``static`` are by stage.
 
-    ``finish`` is, by device, what the optimizer allocates and frees at the end (`updates.optimizer_changes`).
+    ``finish`` is, by device, what is allocated and freed at the end (`updates.handed_over`, `optimizer_changes`).
 
     Autocast's casts are made by a stage's first microbatch and shared by the others, until the device's last action
     ends (one autocast context around the step). A value between two stages of one device counts as the output of one

@@ -13,7 +13,7 @@
 | cpu_adamw | none: on the host, fp32 master weights too | nothing |
 
 Read from torch 2.13 (``torch/optim``: ``adam.py``, ``sgd.py``, ``_adafactor.py``, ``_muon.py``; default arguments),
-lion_pytorch 0.2 and bitsandbytes 0.45 (``optim/optimizer.py``: ``min_8bit_size``, ``blocksize``, ``get_state_buffer``).
+lion_pytorch 0.2 and bitsandbytes 0.50 (``optim/optimizer.py``: ``min_8bit_size``, ``blocksize``, ``get_state_buffer``).
 Paged states are taken to lie on the host, where the driver moves them when the device is full. Muon steps every matrix,
 embeddings among them, and AdamW the rest: ``torch.optim.Muon`` takes nothing else.
 """
@@ -21,11 +21,12 @@ embeddings among them, and AdamW the rest: ``torch.optim.Muon`` takes nothing el
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from autosplit.schedule.memory.pieces import Change
+from autosplit.schedule.memory.pieces import Change, StageTraces
 
 _SMALL_8BIT, _BLOCK, _PAGED = 4096, 256, 100_000
 _ADAM = ("adam", "adamw")
@@ -81,6 +82,23 @@ def state_sizes(name: str, tensor: Updated) -> tuple[int, ...]:
         blocks = 4 * -(-tensor.elements // _BLOCK)
         return tensor.elements, tensor.elements, blocks, blocks
     return (4 * tensor.elements,) * 2 * ("adamw" in name)
+
+
+def handed_over(stages: Iterable[StageTraces], copies: Mapping[str, int]) -> Iterator[Change]:
+    """Yield what happens to gradients behind a device's last action.
+
+    Those of one parameter's uses are added up where it lies. ``copies``: how many come from elsewhere, by parameter.
+    """
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for trace in (next(filter(None, (traces.never, traces.recomputed))) for traces in stages):
+        for storage, count in chain.from_iterable(step.changes for step in trace.backward):
+            if count > 0 and storage in trace.gradients:
+                sizes[trace.gradients[storage]].append(count)
+    for name, each in sizes.items():
+        others = copies.get(name, 0)
+        beside = each[0] * (others + (len(each) + others > 1))
+        changes = (-1, beside), *((-2, -count) for count in each[name in copies :]), (-1, -beside)
+        yield from (change for change in changes if change[1])
 
 
 def optimizer_changes(

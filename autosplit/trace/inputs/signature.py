@@ -133,6 +133,11 @@ class GradAutocastState:
         return GradAutocastState(self.grad, tuple(s for s in self.autocast if s not in root.autocast))
 
 
+def any_autocast() -> bool:
+    """Tell whether autocast is on in this thread, for any kind of device."""
+    return any(state.enabled for state in GradAutocastState.current().autocast)
+
+
 @functools.cache
 def _device_kinds() -> tuple[str, ...]:
     return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
