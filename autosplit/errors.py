@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-_OWN = str(Path(__file__).parent) + os.sep
+OWN = str(Path(__file__).parent) + os.sep
+"""What the names of autosplit's own files begin with."""
 _LISTED = 3
 """How many entries of a list a message names."""
 _KNOWN = "known to all ranks"
@@ -91,7 +92,7 @@ def is_internal(error: Exception) -> bool:
     if isinstance(error, (AutosplitError, RuntimeError)):
         return False
     frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].startswith(_OWN)
+    return bool(frames) and frames[-1].startswith(OWN)
 
 
 class ForeignSuppressed(AbstractContextManager[None, bool]):

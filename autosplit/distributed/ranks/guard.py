@@ -12,11 +12,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 from torch import nn
 
-from autosplit.errors import InputError
+from autosplit.errors import OWN, InputError
 from autosplit.runtime.lower.split import named_state
 from autosplit.tensor.part import PARTS
 from autosplit.tensor.state import as_part
@@ -136,9 +137,12 @@ def check_average(model: nn.Module) -> None:
     """Raise InputError where a copy of the whole model asks for a rank's part, to take it for the whole.
 
     ``AveragedModel.update_parameters(pipe)`` and timm's ``ModelEma`` pair what they hold with that by its position,
-    and what asks is told by the frame that calls the pipe, whose method waits for recordings in a frame in between.
+    and what asks is told by the innermost frame that is not autosplit's.
     """
-    held = getattr(sys._getframe(3).f_locals.get("self"), "module", None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(OWN):
+        frame = frame.f_back
+    held = None if frame is None else getattr(frame.f_locals.get("self"), "module", None)
     if type(held) is type(model) and held is not model and _CALL not in held.__dict__:
         raise InputError(
             f"an average of all of {type(model).__name__}, which was made before autosplit(), would pair a rank's part "

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
-from autosplit.errors import TraceError, is_internal
+from autosplit.errors import OWN, TraceError, is_internal
 from autosplit.trace.inputs.objects import Layout, Structure, layout_of
 from autosplit.trace.inputs.signature import GradAutocastState
 from autosplit.trace.recording.random_watch import Draw
@@ -30,7 +29,6 @@ OBSERVES = "it observes gradients"
 """Why a module sees the whole batch that hangs something on the graph of autograd: it wants a whole gradient, once."""
 NESTED = "makes a nested tensor, which has no shape; pad and mask instead"
 """Why a model is not recorded, not even around a module: a stage that runs again in its backward compares shapes."""
-_OWN = str(Path(__file__).parents[2]) + os.sep
 _TORCH = str(Path(torch.__file__).parent)
 _DECORATORS = str(contextlib.__file__)
 
@@ -167,7 +165,7 @@ def refs_in(value: Any) -> list[Ref]:
 @functools.cache
 def is_foreign(file: str) -> bool:
     """Tell whether code is torch's, the recorder's or made at run time: neither the model's nor that of its package."""
-    return file.startswith((_OWN, _TORCH, _DECORATORS, "<"))
+    return file.startswith((OWN, _TORCH, _DECORATORS, "<"))
 
 
 def is_fault(error: Exception) -> bool:
