@@ -24,7 +24,7 @@ from autosplit.runtime.ops import CallState, on_lane
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.tape import Tape
 from autosplit.runtime.tree import TreeRun
-from autosplit.trace.borrowed.holders import Place
+from autosplit.trace.borrowed.contents import Place
 from autosplit.trace.borrowed.touched import BACKWARD, touched
 from autosplit.trace.graph import INFO, TracedGraph
 from autosplit.trace.inputs.inputs import has_uneven_list

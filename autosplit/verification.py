@@ -222,7 +222,7 @@ class _Comparison:
         self, loss: _StepLoss | None, fixed: FixedDraws | None = None, norms: CutNorms | None = None, seed: int = 0
     ) -> Left:
         none = contextlib.nullcontext()
-        with stand_ins(self.model) as leaves, norms or none, fixed or none:
+        with stand_ins(self.model) as (leaves, _), norms or none, fixed or none:
             call: Callable[..., Any] = self.model if loss is None else loss.plain(self.model)
             places = dict.fromkeys(tensor.device for tensor in (*self.model.parameters(), *self.model.buffers()))
             if len(places) > 1:
@@ -233,7 +233,7 @@ class _Comparison:
         free = free_leaves(self.pipe_model)
         call = self.pipe if loss is None else loss.of(self.pipe)
         with (
-            stand_ins(self.pipe_model, registered=True) as leaves,
+            stand_ins(self.pipe_model, registered=True) as (leaves, _),
             gradients_aside(free.values()),
             updates_noted(self.pipe_model, Use) as self.pieces,
             fixed or contextlib.nullcontext(),

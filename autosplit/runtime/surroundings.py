@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.trace.borrowed.values import GONE, is_same_content
+from autosplit.trace.borrowed.values import GONE, difference, is_same_content, put
 
 _TABLES = ("_parameters", "_buffers")
 _SWAPPING = threading.RLock()
@@ -115,15 +115,15 @@ class Surroundings:
                     stack.enter_context(_SWAPPING)
             copies = ((t, name, copy.clone() if cloned else copy) for t, name, copy, cloned in self.rewritten)
             for table, name, value in (*others, *copies):
-                stack.callback(_put, table, name, table.get(name, GONE))
-                _put(table, name, value)
+                stack.callback(put, table, name, table.get(name, GONE))
+                put(table, name, value)
             yield
 
     def _others(self) -> Iterator[tuple[Table, str, Any]]:
         """Yield the entries that have changed since: the dictionary, the name, and the value of the first run."""
         for table, before in self.tables:
             if not is_same_content(before, table):
-                yield from ((table, name, before.get(name, GONE)) for name in {**table, **before})
+                yield from ((table, name, value) for name, value in difference(table, before).items())
         for table, name, value in self.places:
             if table.get(name) is not value:
                 yield table, name, value
@@ -134,10 +134,3 @@ def _place(root: nn.Module, full: str) -> tuple[Table, str]:
     path, _, name = full.rpartition(".")
     holder = root.get_submodule(path).__dict__
     return next((holder[table] for table in _TABLES if name in holder[table]), holder), name
-
-
-def _put(table: Table, name: str, value: Any) -> None:
-    if value is GONE:
-        table.pop(name, None)
-    else:
-        table[name] = value

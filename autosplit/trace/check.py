@@ -6,9 +6,8 @@
 Two rows are a batch size that no recording was made at; two steps show what is carried from call to call; a second seed
 shows randomness that a graph would freeze, and is left out where nothing is drawn. In step 0 the inputs require
 gradients as the sample's do, in step 1 all floating-point ones do. Nothing of the model's own changes: see
-:mod:`autosplit.trace.borrowed.state`. Each gradient is digested as it arrives and dropped. A model on the meta device
-is asked for shapes and dtypes, and which buffers there are, in one step. A large model goes backward in the last step
-only.
+:mod:`autosplit.trace.borrowed.state`. Each gradient is digested as it arrives and dropped. A large model goes backward
+in the last step only.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from torch import fx, nn
 from autosplit.compare import REORDERED, ROUNDING, Digest, Item, Parts, compare, digest, tolerance
 from autosplit.progress import phase
 from autosplit.trace.borrowed import state
-from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.side_effects import changes, kept
 from autosplit.trace.borrowed.state import stand_ins
 from autosplit.trace.borrowed.surroundings import on_other_rows
@@ -37,7 +35,6 @@ from autosplit.trace.inputs.objects import leaves_of
 from autosplit.trace.recording.build import RawGraph
 from autosplit.trace.recording.run import FlatInputs
 from autosplit.trace.rows.probe import probe_rows
-from autosplit.trace.shapes.shape_rules import ShapeRules
 
 _BATCHES = ((2, True), (2, False), (5, True))
 _SEEDS = (0, 1)
@@ -105,15 +102,14 @@ class _Checker:
         self.written = {name for info in infos for name in info.writes}
         parameters = list(self.model.parameters())
         self.dtypes = {p.dtype for p in parameters}
-        self.meta, self.large = any(p.is_meta for p in parameters), sum(p.numel() for p in parameters) > _LARGE
-        self.blank = bool(parameters) and all(t.is_meta for t in (*parameters, *self.model.buffers()))
+        self.large = sum(p.numel() for p in parameters) > _LARGE
 
     def difference(self) -> str | None:
         """Return what differs between model and graph, or None."""
         try:
             expected = self._first()
         except Exception as error:  # whatever it is, there is nothing to compare with
-            return None if self.meta else f"the model itself raises {type(error).__name__} on few rows ({error})"
+            return f"the model itself raises {type(error).__name__} on few rows ({error})"
         for seed in _SEEDS if self.drew else _SEEDS[:1]:
             if seed != _SEEDS[0]:
                 expected = self._watch(self._run_model, seed)
@@ -124,7 +120,7 @@ class _Checker:
     def _first(self) -> Parts:
         """Run the model on rows on which it runs, with gradients if it can."""
         errors = []
-        kinds = (_ALL, _OWN, _NONE) if torch.is_grad_enabled() and not self.meta else (_NONE,)
+        kinds = (_ALL, _OWN, _NONE) if torch.is_grad_enabled() else (_NONE,)
         for self.rows, self.vary in _BATCHES:
             for self.gradients in kinds:
                 try:
@@ -161,15 +157,8 @@ class _Checker:
         seed_all(seed)
         before = state.random_states()
         seen: dict[tuple[str, str], Any] = {}
-        with contextlib.ExitStack() as stack:
-            if self.meta:
-                stack.enter_context(ShapeRules())
-            leaves: dict[str, torch.Tensor] = {}
-            if self.blank:  # no tensor has values that a run could change
-                stack.enter_context(state.attributes(self.model))
-            else:
-                leaves = stack.enter_context(stand_ins(self.model, self.recording.root, written=self.written))
-            for step in _STEPS[:1] if self.meta else _STEPS:
+        with stand_ins(self.model, self.recording.root, written=self.written) as (leaves, self.holders):
+            for step in _STEPS:
                 digests = self._step(run, leaves, step)
                 seen |= {(f"step {step}", name): value for name, value in digests.items()}
         self.drew = before != state.random_states()
@@ -229,13 +218,12 @@ class _Checker:
         if not self.changes_python:
             with self.answers(leaves):
                 return leaves_of(self.model.forward(*args, **kwargs))
-        holders = Holders([self.model])
-        before = holders.read()
+        before = self.holders.read()
         with self.answers(leaves):
             outputs = leaves_of(self.model.forward(*args, **kwargs))
         known = {id(t) for t in (*leaves, *self.model.parameters(), *self.model.buffers())}
-        outputs += kept(changes(holders, before), known)
-        for holder, content in zip(holders.found, before, strict=True):
+        outputs += kept(changes(self.holders, before), known)
+        for holder, content in zip(self.holders.found, before, strict=True):
             if holder.place[1] != "_buffers":  # both steps are compared from where one recording was made
                 holder.write(content)
         return outputs

@@ -19,6 +19,7 @@ from autosplit.errors import AutosplitError, TraceError, is_internal
 from autosplit.options import Sample
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.blank import has_meta, home_of
+from autosplit.trace.borrowed.writes import written_back
 from autosplit.trace.check import check_recording
 from autosplit.trace.graph import INFO, LEAST, InputInfo, Length, NodeClass, TracedGraph
 from autosplit.trace.inputs.inputs import batch_rows, flatten
@@ -26,7 +27,7 @@ from autosplit.trace.inputs.objects import leaves_of
 from autosplit.trace.proof import identity
 from autosplit.trace.reads.reads import Guard, guard_of, without_reads
 from autosplit.trace.recording.build import RawGraph, build
-from autosplit.trace.recording.gather import Gathered, answering, gather, refuse_hiding
+from autosplit.trace.recording.gather import Gathered, answering, gather, only_recorded, refuse_hiding
 from autosplit.trace.recording.merge import MergedRecording
 from autosplit.trace.recording.recording import Refusal, Unexpected
 from autosplit.trace.recording.run import FlatInputs
@@ -103,24 +104,25 @@ def trace(
     """
     flat, home = _at_home(flatten(model, sample, batch_dims), model), home_of(model)
     on_cpu = flat.lie_apart(model) or (made_up and has_meta(model))
-    try:
-        scope = Scope(whole_norms=whole_norms, on_cpu=on_cpu, home=home, blocks=frozenset(blocks), casts=casts)
-        gathered = gather(model, flat, scope=scope)
-    except Unexpected as error:
-        _raise_own(model, flat, error.error)
-    raw = _decomposed(model, gathered)
-    fingerprint = identity(model, flat, gathered, raw)
-    known = next((p for p in proofs if p.recording == fingerprint), None)
-    proved = known is not None or findings is not None
-    if findings is None:
-        findings = _probe(model, flat, gathered, raw) if known is None else known.findings()
-    graph = _accept(model, flat, gathered, raw, findings)
-    refuse_hiding(model, gathered.scope, _opaque_once(graph))
-    if not proved:
-        _check(model, graph, flat, gathered)
-    guard = guard_of(model, gathered.recording, gathered.scope)
-    proof = known or (Proof.of(fingerprint, findings) if fingerprint is not None else None)
-    return Trace(graph, flat, findings, guard, gathered, proof=proof)
+    with state.attributes(model):  # what borrows the model inside does not walk through its state again
+        try:
+            scope = Scope(whole_norms=whole_norms, on_cpu=on_cpu, home=home, blocks=frozenset(blocks), casts=casts)
+            gathered = gather(model, flat, scope=scope)
+        except Unexpected as error:
+            _raise_own(model, flat, error.error)
+        raw = _decomposed(model, gathered)
+        fingerprint = identity(model, flat, gathered, raw)
+        known = next((p for p in proofs if p.recording == fingerprint), None)
+        proved = known is not None or findings is not None
+        if findings is None:
+            findings = _probe(model, flat, gathered, raw) if known is None else known.findings()
+        graph = _accept(model, flat, gathered, raw, findings)
+        refuse_hiding(model, gathered.scope, _opaque_once(graph))
+        if not proved:
+            _check(model, graph, flat, gathered)
+        guard = guard_of(model, gathered.recording, gathered.scope)
+        proof = known or (Proof.of(fingerprint, findings) if fingerprint is not None else None)
+        return Trace(graph, flat, findings, guard, gathered, proof=proof)
 
 
 def _at_home(flat: FlatInputs, model: nn.Module) -> FlatInputs:
@@ -130,9 +132,10 @@ def _at_home(flat: FlatInputs, model: nn.Module) -> FlatInputs:
 
 
 def _check(model: nn.Module, graph: TracedGraph, flat: FlatInputs, gathered: Gathered) -> None:
-    """Raise Refusal if a recording differs from the model; a model that cannot run is compared on two rows instead."""
-    if gathered.scope.on_cpu:
-        gathered.check_rows(model, flat, 2)
+    """Raise Refusal if a recording differs from the model; one that cannot run is recorded at two rows instead."""
+    if only_recorded(model, gathered.scope):
+        if LEAST not in gathered.sizes:
+            gathered.check_rows(model, flat, LEAST)
         return
     difference = _difference(model, graph, flat, gathered)
     if difference is not None:
@@ -211,7 +214,7 @@ def _opaque_once(graph: TracedGraph) -> set[str]:
 def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
     """Raise the model's own exception if it raises on the sample itself, else say what the recording ran into."""
     if not any(p.is_meta for p in model.parameters()) and not flat.lie_apart(model):
-        with state.borrowed(model), state.written_back(model):
+        with state.borrowed(model), written_back(model):
             try:
                 args, kwargs = flat.rebuild(flat.leaves)
                 model(*args, **kwargs)
@@ -253,6 +256,7 @@ def _built(model: nn.Module, gathered: Gathered) -> RawGraph:
     return build(model, gathered.recording, keep=without_reads(gathered.recording))
 
 
+@state.no_collection()
 def _decomposed(model: nn.Module, gathered: Gathered) -> RawGraph:
     """Build the graph of a recording, with its reductions taken apart."""
     raw = _built(model, gathered)
@@ -260,6 +264,7 @@ def _decomposed(model: nn.Module, gathered: Gathered) -> RawGraph:
     return raw
 
 
+@state.no_collection()
 def _accept(model: nn.Module, flat: FlatInputs, merged: Gathered, raw: RawGraph, findings: Findings) -> TracedGraph:
     """Classify a graph's nodes by what the probe found."""
     effects = raw.effects

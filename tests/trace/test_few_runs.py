@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,18 +11,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autosplit import autosplit
 from autosplit.errors import TraceError
 from autosplit.options import Sample
 from autosplit.profile.node_costs.fake import fake_mode
 from autosplit.profile.node_costs.ledger import Ledger
+from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.compared_runs import FixedDraws
 from autosplit.trace.ladder import trace
 from autosplit.trace.recording import gather
+from autosplit.trace.recording.random_watch import RandomWatch
 from autosplit.trace.shapes.shape_rules import ShapeRules, new_tensor
 from tests.models.three_layers import WIDTH, Model
+from tests.runtime.watching import default_dtype
 
 
 class Tied(nn.Module):
@@ -77,12 +82,73 @@ def test_a_leaf_whose_parameter_is_used_once_is_a_leaf(runs: list[int]) -> None:
     assert next(node.op for node, _ in found.graph.compute_nodes()) == "call_module"
 
 
+@pytest.mark.parametrize("rows", [7, 16])
+def test_a_model_without_values_runs_on_two_rows_where_another_is_compared_there(rows: int, runs: list[int]) -> None:
+    model = Model(lambda own, x: own.c(own.a(x))).to("meta")
+    found = trace(model, Sample(torch.zeros(rows, WIDTH, dtype=torch.float64, device="meta")))
+    assert runs == [rows, 1, 2]
+    assert found.graph.min_rows == 1
+
+
+STATES: dict[str, Callable[[Model], Any]] = {
+    "plain": lambda model: None,
+    "an observer": lambda model: model.a.register_forward_hook(lambda module, args, out: None),
+    "an iterator": lambda model: setattr(model, "numbers", itertools.count()),
+    "a log": lambda model: setattr(model, "log", []),
+}
+
+
+def logs(own: Any, x: Tensor) -> Tensor:
+    if hasattr(own, "log"):
+        own.log.append(x.shape[-1])
+    return own.c(own.b(own.a(x)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", STATES)
+def test_a_recording_walks_through_the_models_state_once(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, walks = Model(logs).to(device), list[int]()
+    STATES[name](model)
+    walk = Holders.__init__
+
+    def count(holders: Holders, models: Any = (), *args: Any, **kwargs: Any) -> None:
+        models = [*models]
+        walks.extend(each is model for each in models)
+        walk(holders, models, *args, **kwargs)
+
+    monkeypatch.setattr(Holders, "__init__", count)
+    trace(model, Sample(torch.zeros(8, WIDTH, dtype=torch.float64, device=device)))
+    assert sum(walks) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
-    ("modulus", "rows"), [(m, rows) for rows in (6, 10, 16, 64) for m in range(2, 10) if m <= rows]
+    ("modulus", "rows"), [(m, rows) for rows in (6, 7, 10, 16, 64) for m in range(2, 10) if m <= rows]
 )
-def test_python_that_takes_a_rest_of_the_rows_is_refused(modulus: int, rows: int) -> None:
+def test_python_that_takes_a_rest_of_the_rows_is_refused(modulus: int, rows: int, device: str) -> None:
     with pytest.raises(TraceError, match="rows"):
-        trace(Rests(modulus), Sample(torch.randn(rows, 4)))
+        trace(Rests(modulus).to(device), Sample(torch.randn(rows, 4, device=device)))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8])
+def test_python_that_does_other_things_on_two_rows_is_refused_without_values(rows: int) -> None:
+    model = Model(lambda own, x: own.c(own.a(x) if x.shape[0] == 2 else own.b(x))).to("meta")
+    with pytest.raises(TraceError, match="does other things at"):
+        trace(model, Sample(torch.zeros(rows, WIDTH, dtype=torch.float64, device="meta")))
+
+
+def test_the_collector_of_cycles_is_as_before() -> None:
+    with pytest.raises(TraceError):
+        trace(Rests(2), Sample(torch.randn(8, 4)))
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        trace(UsedOnce(), Sample(torch.randint(0, 11, (4, 3))))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -169,6 +235,49 @@ def test_counts_beyond_the_recorded_number_are_refused_by_name() -> None:
     torch.testing.assert_close(longer(x, n), model(x, n), rtol=1e-12, atol=1e-12)
 
 
+ON_META = torch.empty(4, 6, device="meta")
+OTHERS = (ON_META, ON_META.double(), ON_META.half(), ON_META.int(), ON_META.t(), ON_META[0], ON_META[:1].expand(4, 6))
+ALIKE: dict[str, Callable[[Tensor], Any]] = {
+    "a number": lambda x: (x + 1, x + 1.5, x + True, x * 2),
+    "another": lambda x: (
+        x + torch.ones(x.shape[-1], device="meta"),
+        x + torch.ones((), device="meta", dtype=torch.float64),
+    ),
+    "pointwise": lambda x: (x.float().exp(), x.float().rsqrt(), F.silu(x.float()), x.neg()),
+    "reductions": lambda x: (x.sum(0), x.sum(0, keepdim=True), x.sum(-1), x.float().mean(-1), x.double().var(0)),
+    "two results": lambda x: (*x.max(0), *x.max(-1), *x.sort()),
+    "a norm": lambda x: F.layer_norm(x.float(), (x.shape[-1],)),
+    "joined": lambda x: (torch.cat([x, x]), torch.cat([x, x, x], -1), torch.stack([x, x])),
+    "itself": lambda x: (x.type_as(x), x.contiguous(), x.to(x.dtype), F.dropout(x.float(), 0.5, training=False)),
+    "copies": lambda x: (x.clone(), x.clone(memory_format=torch.contiguous_format), x.to(torch.float64)),
+    "new ones": lambda x: (torch.ones(3, device="meta"), torch.zeros_like(x), x.new_empty(2), torch.arange(3.0)),
+    "in place": lambda x: (y := x.clone(), y.add_(1), y.t()),
+    "complex": lambda x: torch.view_as_real(torch.complex(x.float(), x.float()).conj() * 2),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", ALIKE)
+def test_operations_alike_give_alike_results_without_values(name: str, inference: bool) -> None:
+    """Whether an operation is asked the first time or again: dtypes, strides, and what shares memory with what."""
+
+    def told() -> list[Any]:
+        results = [(x, *tree_leaves(ALIKE[name](x))) for x in OTHERS]
+        shared = [
+            [first.untyped_storage()._cdata == y.untyped_storage()._cdata for y in rest] for first, *rest in results
+        ]
+        return [[(t.shape, t.stride(), t.dtype, t.device) for t in every] for every in results] + shared
+
+    with torch.inference_mode(inference), RandomWatch():
+        first, again = told(), told()
+        with default_dtype(torch.float64):
+            doubled = told()
+    with torch.inference_mode(inference):
+        assert first == again == told()
+        with default_dtype(torch.float64):
+            assert doubled == told()
+
+
 GROUPED_MM, HISTC = torch.ops.aten._grouped_mm.default, torch.ops.aten.histc.default
 
 
@@ -176,9 +285,7 @@ def told(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """Return what an operation gives by the rule, and check that meta and fake tensors follow it."""
     new = new_tensor(func, args, kwargs)
     assert new is not None
-    with ShapeRules():
-        args_on_meta, kwargs_on_meta = tree_map_only(torch.Tensor, lambda own: own.to("meta"), (args, kwargs))
-        meta = func(*args_on_meta, **kwargs_on_meta)
+    meta = ShapeRules().run(func, *tree_map_only(torch.Tensor, lambda own: own.to("meta"), (args, kwargs)))
     mode = fake_mode()
     with mode:
         fake = Ledger(kernels="cpu").run(func, *tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs)))

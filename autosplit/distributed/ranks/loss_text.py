@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autosplit.distributed.facts import checksum
-from autosplit.trace.borrowed.holders import Holder, Holders
+from autosplit.trace.borrowed.contents import Holder
+from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.names import Assigned, changes_in
 from autosplit.trace.borrowed.values import ATOMIC, ENTRIES, WRAPPERS, is_apart, parts_of, referent
 

@@ -20,7 +20,7 @@ from autosplit.profile.node_costs.ledger import Ledger
 from autosplit.profile.node_costs.work import cost_model_of, work_of
 from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.blank import has_meta
-from autosplit.trace.borrowed.state import written_back
+from autosplit.trace.borrowed.writes import written_back
 from autosplit.trace.inputs.objects import fresh, mapped, tensors_in
 from autosplit.trace.module_tree import ModuleCost, intercept
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from autosplit.errors import InputError, listed
-from autosplit.trace.borrowed.values import GONE, difference
+from autosplit.trace.borrowed.values import difference, put
 from autosplit.trace.inputs.objects import is_computed
 from autosplit.trace.scope import has_hooks, is_layer
 
@@ -34,10 +34,7 @@ class StandsFor:
         """Set the attributes of ``target`` that are new in ``source``."""
         for name, value in self.new(source).items():
             for attributes in (vars(target), self.known):
-                if value is GONE:
-                    attributes.pop(name, None)
-                else:
-                    attributes[name] = value
+                put(attributes, name, value)
 
     def new(self, source: nn.Module) -> dict[str, Any]:
         """Return the attributes that were set, and as `GONE` those that were deleted."""

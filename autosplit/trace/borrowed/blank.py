@@ -83,13 +83,7 @@ def without_values(
     At the end, also of an exception, the model holds its own tensors again, and all its attributes are as before; a
     graph that was recorded inside reads the model's own tensors from then on.
     """
-    holders = Holders([model])
-    before = holders.read()
-    tensors = (*model.parameters(), *model.buffers())
-    try:
-        changed = [t for t in dict.fromkeys(tensors) if not t.is_meta or id(t) in dtypes]
-        pairs = [(t, blank(t, dtypes.get(id(t)), sizes.get(id(t)))) for t in changed]
-        holders.swap({id(t): other for t, other in pairs}, pairs)
+    tensors = dict.fromkeys((*model.parameters(), *model.buffers()))
+    changed = [t for t in tensors if not t.is_meta or id(t) in dtypes]
+    with Holders([model]).swapped([(t, blank(t, dtypes.get(id(t)), sizes.get(id(t)))) for t in changed]):
         yield
-    finally:
-        holders.write(before)

@@ -8,21 +8,71 @@ import pickle
 import random
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autosplit.trace.borrowed.values import GONE, defaults_of, is_same_content
+from autosplit.trace.borrowed.values import GONE, defaults_of, is_same_content, is_small
 
+Place = tuple[str, str]
+"""A module's path and the attribute or table where something is; outside of modules "" and a variable's name."""
 CLASS = "__class__"
 """The entry of a module's content that is its class."""
 _ARRAY_BYTES = 1 << 24
 GENERATORS = (random.Random, torch.Generator, np.random.RandomState, np.random.Generator)
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class Holder(NamedTuple):
+    """One thing that holds Python values; ``read`` returns a copy of its content, ``write`` gives it a content back.
+
+    A content is a dict or a list of values, or the state of a generator or an array.
+
+    Attributes:
+        place: where it is, or what has it.
+        of_hook: whether the walk came to it by way of a hook.
+        of_function: whether it came to it by way of an autograd function, whose code runs in every call.
+        name: what is outside of modules: the name of a variable, function, class or Python module.
+        attributes: whether its entries are attributes of what ``name`` names, rather than items.
+        draws: whether it is the state of a random generator.
+        cell: whether it is a variable of a closure.
+        owner: the list, object or array that this is the content of, where there is one.
+        space: the plain dict that has all of it, where there is one.
+    """
+
+    place: Place
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    of_hook: bool = False
+    of_function: bool = False
+    name: str = ""
+    attributes: bool = False
+    draws: bool = False
+    cell: bool = False
+    owner: Any = None
+    space: dict[Any, Any] | None = None
+
+    def look(self) -> Any:
+        """Return the content; None where it is too large to be compared from call to call."""
+        return self.read() if self.attributes or self.owner is None or is_small(self.owner) else None
+
+    def places(self, before: Any, keys: Collection[Any]) -> set[Place]:
+        """Return the places of entries that changed; where entries of a dict come and go, that of the whole."""
+        known = before if isinstance(before, dict) else range(len(before))
+        whole = bool(self.name) and not self.attributes and any(key not in known for key in keys)
+        return {("", self.name)} if whole else {self.place_of(key) for key in keys}
+
+    def place_of(self, key: Any) -> Place:
+        """Return the place of an entry; one of a list, a set or an array has the place of the whole."""
+        if not self.name:
+            return self.place if self.place[1] else (self.place[0], key)
+        if self.attributes:
+            return "", f"{self.name}.{key}"
+        return "", self.name if key is None or isinstance(key, int) else f"{self.name}[{key!r}]"
 
 
 def copied(value: Any) -> Any:

@@ -12,12 +12,13 @@ puts state back, who tells what a run changed, and who tells the state of one ca
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
 import types
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 
 from autosplit.trace.borrowed import contents
+from autosplit.trace.borrowed.contents import Holder, Place
 from autosplit.trace.borrowed.names import is_installed, names_in, names_of_installed
 from autosplit.trace.borrowed.values import (
     ATOMIC,
@@ -36,9 +38,9 @@ from autosplit.trace.borrowed.values import (
     is_apart,
     is_object,
     is_same_content,
-    is_small,
     parts_of,
     referent,
+    slot_names,
     slots_of,
     stand_in,
     swapped,
@@ -46,61 +48,10 @@ from autosplit.trace.borrowed.values import (
     with_parts,
 )
 
-Place = tuple[str, str]
-"""A module's path and the attribute or table where something is; outside of modules "" and a variable's name."""
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = frozenset(("_parameters", "_buffers", "_modules", *HOOK_TABLES))
 _GLOBAL_TABLES = tuple(f"_global{table}" for table in HOOK_TABLES)
 _DEPTH = 3
-
-
-@dataclass(frozen=True)
-class Holder:
-    """One thing that holds Python values; ``read`` returns a copy of its content, ``write`` gives it a content back.
-
-    A content is a dict or a list of values, or the state of a generator or an array.
-
-    Attributes:
-        place: where it is, or what has it.
-        of_hook: whether the walk came to it by way of a hook.
-        of_function: whether it came to it by way of an autograd function, whose code runs in every call.
-        name: what is outside of modules: the name of a variable, function, class or Python module.
-        attributes: whether its entries are attributes of what ``name`` names, rather than items.
-        draws: whether it is the state of a random generator.
-        cell: whether it is a variable of a closure.
-        owner: the list, object or array that this is the content of, where there is one.
-        space: the plain dict that has all of it, where there is one.
-    """
-
-    place: Place
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
-    of_hook: bool = False
-    of_function: bool = False
-    name: str = ""
-    attributes: bool = False
-    draws: bool = False
-    cell: bool = False
-    owner: Any = None
-    space: dict[Any, Any] | None = None
-
-    def look(self) -> Any:
-        """Return the content; None where it is too large to be compared from call to call."""
-        return self.read() if self.attributes or self.owner is None or is_small(self.owner) else None
-
-    def places(self, before: Any, keys: Collection[Any]) -> set[Place]:
-        """Return the places of entries that changed; where entries of a dict come and go, that of the whole."""
-        known = before if isinstance(before, dict) else range(len(before))
-        whole = bool(self.name) and not self.attributes and any(key not in known for key in keys)
-        return {("", self.name)} if whole else {self.place_of(key) for key in keys}
-
-    def place_of(self, key: Any) -> Place:
-        """Return the place of an entry; one of a list, a set or an array has the place of the whole."""
-        if not self.name:
-            return self.place if self.place[1] else (self.place[0], key)
-        if self.attributes:
-            return "", f"{self.name}.{key}"
-        return "", self.name if key is None or isinstance(key, int) else f"{self.name}[{key!r}]"
 
 
 class Holders:
@@ -126,6 +77,8 @@ class Holders:
         """Iterators and caches by id, each with the one that stands for it."""
         self.functions: list[types.FunctionType] = []
         """The functions whose code was walked."""
+        self._missing: set[str] = set()
+        """The Python modules that they import and that were not imported yet."""
         self._mentioned: set[Any] = set()
         """The names in all code that the walk has come to, and the classes that it may call."""
         self._by_text = False
@@ -166,6 +119,15 @@ class Holders:
         """Return the contents of all holders."""
         return [holder.read() for holder in self.found]
 
+    def is_as(self, contents: Iterable[Any]) -> bool:
+        """Tell whether all is as when these were the contents: another walk would come to the same."""
+        pairs = zip(contents, self.found, strict=True)
+        return not self.misses() and all(is_same_content(before, holder.read()) for before, holder in pairs)
+
+    def misses(self) -> bool:
+        """Tell whether a Python module was imported since, whose variables the code that was walked may read."""
+        return any(name in sys.modules for name in self._missing)
+
     def write(self, before: Iterable[Any]) -> None:
         """Give all holders the contents that they had when these were read."""
         for holder, content in zip(self.found, before, strict=True):
@@ -205,20 +167,34 @@ class Holders:
             yield (f"{name}.{counts[name]}" if counts[name] else name), tensor
             counts[name] += 1
 
-    def stand_in(self) -> None:
-        """Put others in the places of iterators and of functions' caches, to be used up instead; caches are empty."""
-        parts = (value for holder in self.found for value in values_of(holder.read()))
-        self.stands = {id(value): (value, stand_in(value)) for value in parts if type(value) in (*ITERATORS, CACHED)}
-        self.swap({key: stand for key, (_, stand) in self.stands.items()})
+    def stand_in(self, contents: Iterable[Any]) -> None:
+        """Put others in the places of iterators and of functions' caches, to be used up instead; caches are empty.
 
-    def swap(self, others: Mapping[int, Any], twins: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
-        """Put other values in the places of some, told by their ids, and weak references to the second of two twins."""
-        weak = [(weakref.ref(first), weakref.ref(other)) for first, other in twins]
-        others = {**others, **{id(first): other for first, other in weak}}
+        ``contents`` are those that all holders have.
+        """
+        parts = itertools.chain.from_iterable(map(values_of, contents))
+        self.stands = {id(value): (value, stand_in(value)) for value in parts if type(value) in (*ITERATORS, CACHED)}
+        self.swap(self.stands.values())
+
+    def swap(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Put the second of two values in the place of the first, and weak references to tensors in theirs."""
+        pairs = [*pairs]
+        weak = [(weakref.ref(value), weakref.ref(other)) for value, other in pairs if isinstance(value, torch.Tensor)]
+        others = {id(value): other for value, other in (*weak, *pairs)}
         for holder in self.found if others else ():
             content = holder.read()
             if not is_same_content(content, now := with_parts(content, lambda item: swapped(item, others))):
                 holder.write(now)
+
+    @contextlib.contextmanager
+    def swapped(self, pairs: Iterable[tuple[Any, Any]]) -> Iterator[None]:
+        """Do so; at the end all holders have the contents again that they have now."""
+        before = self.read()
+        try:
+            self.swap(pairs)
+            yield
+        finally:
+            self.write(before)
 
     # -- the walk ----------------------------------------------------------------------------------------------------
     def _add(self, where: Place, read: Callable[[], Any], write: Callable[[Any], None], **known: Any) -> None:
@@ -279,16 +255,17 @@ class Holders:
             self._add(where, read, write, name=name, owner=value, space=value if type(value) is dict else None)
         attributes: dict[str, Any] = {}
         if is_object(value) or isinstance(value, nn.Module):
+            kind: Any = type(value)
             slots = partial(slots_of, value)
             known: dict[str, Any] = {"name": name, "attributes": True, "owner": value}
             if hasattr(value, "__dict__"):
                 space = attributes = value.__dict__
                 self._add(where, space.copy, partial(contents.refill, space), space=space, **known)
-            if content := slots():
+            if slot_names(kind):
                 assign = partial(object.__setattr__, value), partial(object.__delattr__, value)
                 self._add(where, slots, contents.writer(slots, *assign), **known)
-            attributes = {**attributes, **content}
-            self._class(type(value))
+            attributes = {**attributes, **slots()}
+            self._class(kind)
         is_callable = isinstance(value, WRAPPERS)
         for key, item in parts_of(value, ()) or ():
             if not isinstance(item, ATOMIC):
@@ -362,7 +339,9 @@ class Holders:
         for variable, attributes in names.globals:
             self._variable(function.__globals__, (variable, *attributes), names.mentioned)
         for module in names.imported:
-            if module in sys.modules and not is_installed(module):
+            if module not in sys.modules:
+                self._missing.add(module)
+            elif not is_installed(module):
                 self._variable(vars(sys.modules[module]), (), names.mentioned)
 
     def _variable(self, space: dict[str, Any], path: tuple[str, ...], mentioned: Collection[str]) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from autosplit.trace.borrowed.holders import Holder, Holders, Place
+from autosplit.trace.borrowed.contents import Holder, Place
+from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.logged import LoggedNumber, is_logged
 from autosplit.trace.borrowed.values import (
     GONE,
@@ -42,10 +43,9 @@ class Changes:
     """What a run changed: per holder the entries that are others now, and the iterators that went on."""
 
     holders: Holders
-    entries: tuple[tuple[Holder, Mapping[Any, Any]], ...] = ()
-    iterators: Mapping[int, Any] = field(default_factory=dict)
-    before: Mapping[int, Any] = field(default_factory=dict)
-    """The contents before the run, by the ids of their holders."""
+    entries: tuple[tuple[Holder, Any, Mapping[Any, Any]], ...] = ()
+    """The holders, what was in them before the run, and what is another now."""
+    iterators: Sequence[tuple[Any, Any]] = ()
 
     def __bool__(self) -> bool:
         return bool(self.entries or self.iterators)
@@ -53,7 +53,7 @@ class Changes:
     @property
     def places(self) -> frozenset[Place]:
         """Where it is: a module's path and attribute, or "" and what holds it."""
-        changed = [p for holder, entries in self.entries for p in holder.places(self.before[id(holder)], entries)]
+        changed = [place for holder, before, entries in self.entries for place in holder.places(before, entries)]
         return frozenset((*changed, *((("", "an iterator"),) if self.iterators else ())))
 
     def tensors(self) -> list[torch.Tensor]:
@@ -72,15 +72,25 @@ class Changes:
             leaves.append(leaf)
             return leaf
 
-        for _, entries in self.entries:
+        for *_, entries in self.entries:
             for value in entries.values():
                 _mapped(value, note)
         return leaves
 
+    def made_or_gone(self) -> list[str]:
+        """Return the parameters, buffers and modules that were not there before, or are gone."""
+        tables = [entry for entry in self.entries if entry[0].place[1] in _REGISTERED]
+        return [
+            f"{holder.place[0]}.{name}".strip(".")
+            for holder, before, entries in tables
+            for name, value in entries.items()
+            if (before.get(name) is None) != (value is None or value is GONE)
+        ]
+
     def without(self, handled: Callable[[Holder, Any, Any], bool]) -> Changes:
         """Return those for whose holder, key and value ``handled`` is not true."""
-        left = [(h, {k: v for k, v in entries.items() if not handled(h, k, v)}) for h, entries in self.entries]
-        return replace(self, entries=tuple((h, entries) for h, entries in left if entries))
+        left = [(h, was, {k: v for k, v in now.items() if not handled(h, k, v)}) for h, was, now in self.entries]
+        return replace(self, entries=tuple(entry for entry in left if entry[-1]))
 
     def make(self, real: Mapping[int, torch.Tensor]) -> None:
         """Make the changes for good, with the real tensors in the places of fake ones, by id."""
@@ -88,7 +98,7 @@ class Changes:
         def known(leaf: Any) -> Any:
             return real.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf.compute(real)
 
-        for holder, entries in self.entries:
+        for holder, _, entries in self.entries:
             content = {key: _mapped(value, known) for key, value in entries.items()}
             holder.write(applied(holder.read(), content))
         self.holders.swap(self.iterators)
@@ -96,23 +106,11 @@ class Changes:
 
 def changes(holders: Holders, before: Sequence[Any]) -> Changes:
     """Return what is another value now than in the contents ``before``; what hooks of the caller's did is left out."""
-    pairs = [*zip(holders.found, before, strict=True)]
-    entries = [(holder, difference(content, holder.read())) for holder, content in pairs if not holder.of_hook]
-    stands = [(key, old, stand) for key, (old, stand) in holders.stands.items() if type(old) in ITERATORS]
-    moved = {key: stand for key, old, stand in stands if position(old) != position(stand)}
-    contents = {id(holder): content for holder, content in pairs}
-    return Changes(holders, tuple((holder, changed) for holder, changed in entries if changed), moved, contents)
-
-
-def made_or_gone(holders: Holders, before: Sequence[Any]) -> list[str]:
-    """Return the parameters, buffers and modules that were not there in the contents ``before``, or are gone."""
-    tables = [(h, was) for h, was in zip(holders.found, before, strict=True) if h.place[1] in _REGISTERED]
-    return [
-        f"{holder.place[0]}.{name}".strip(".")
-        for holder, was in tables
-        for name, now in {**dict.fromkeys(was), **holder.read()}.items()
-        if (was.get(name) is None) != (now is None)
-    ]
+    pairs = zip(holders.found, before, strict=True)
+    entries = [(holder, was, difference(was, holder.read())) for holder, was in pairs if not holder.of_hook]
+    stands = [(old, stand) for old, stand in holders.stands.values() if type(old) in ITERATORS]
+    moved = [(old, stand) for old, stand in stands if position(old) != position(stand)]
+    return Changes(holders, tuple(entry for entry in entries if entry[-1]), moved)
 
 
 def kept(changes: Changes, known: Collection[int]) -> list[torch.Tensor]:

@@ -10,11 +10,14 @@ buffers, other tensors   copies, which share memory where theirs do: what a forw
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import pickle
 import random
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -22,21 +25,34 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.errors import InputError, TraceError
 from autosplit.trace.borrowed.blank import fake
 from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.hooks import silence
+from autosplit.trace.borrowed.values import is_same_content
 from autosplit.trace.inputs.objects import storage_key
-from autosplit.trace.recording.random_watch import named_arguments
 from autosplit.trace.scope import has_hooks
 
 RECORDING = threading.RLock()
 """Held while a model is recorded, where its modules hold stand-ins: that patches torch for the whole process."""
+_AROUND: ContextVar[tuple[tuple[Sequence[Any], Holders, list[Any]], ...]] = ContextVar("borrowed", default=())
+"""What is borrowed around this: modules and functions, where their state lives, and its contents inside."""
 _SMALL = 1 << 22
 """Elements of a tensor that is copied wherever it is held."""
 _QUIETED = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Do without Python's collector of cycles, which would go through all that a recording makes again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
@@ -66,9 +82,10 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
     contents of tensors that are held there, and the ``data`` of parameters and buffers; not what is written to the
     memory of these. The caller's hooks that only observe are not called. The code of ``functions`` counts as the
     models'. Raises InputError where a tensor was written to that is too large to be copied.
+
+    What borrows the same again inside does not walk through it again, as long as all is as it was.
     """
-    holders = Holders(models, functions)
-    before = holders.read()
+    holders, before = _walk(models, functions := [*functions])
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     strided = [t for t in tensors if type(t) in (nn.Parameter, torch.Tensor) and t.layout is torch.strided]
     data = [(tensor, tensor.data) for tensor in strided]
@@ -79,12 +96,16 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
         if id(tensor) not in copyable | kept and not tensor.is_inference()
     ]
     held = contents([tensor for _, tensor in holders.tensors.values() if id(tensor) in copyable])
+    inside: list[Any] = []
     with held:
+        around = _AROUND.set((*_AROUND.get(), ((*models, *functions), holders, inside)))
         try:
-            holders.stand_in()
+            holders.stand_in(before)
             silence(holders.hook_tables)
+            inside += holders.read()
             yield holders
         finally:
+            _AROUND.reset(around)
             holders.write(before)
             for tensor, memory in data:
                 if not is_on(tensor, memory):
@@ -95,6 +116,16 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
                 f"the forward writes in place to {name}, whose {tensor.numel():,} elements are too many to be copied "
                 "and put back while the model is recorded; make it a buffer (register_buffer) or a module's attribute"
             )
+
+
+def _walk(models: Sequence[nn.Module], functions: Sequence[Callable[..., Any]]) -> tuple[Holders, list[Any]]:
+    """Return where Python state lives, and its contents; what is borrowed around this is not walked through again."""
+    for roots, holders, contents in reversed(_AROUND.get()):
+        if contents and is_same_content(roots, (*models, *functions)) and holders.is_as(contents):
+            return copy.copy(holders), contents
+    with no_collection():
+        holders = Holders(models, functions)
+        return holders, holders.read()
 
 
 def _copyable(holders: Holders, models: Iterable[nn.Module]) -> set[int]:
@@ -170,42 +201,30 @@ def fake_tensors(
 
     Without a mode they stay as they are. With a device all of them are taken to lie there, wherever they are held.
     """
-    real: dict[int, torch.Tensor] = {}
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    fakes: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
-                raise TraceError(
-                    f"module {path or 'root'!r} is TorchScript and has parameters or buffers, which no graph can hand "
-                    "to it; use the module that was scripted"
-                )
-            continue
-        for table in ("_parameters", "_buffers"):
-            entries = module.__dict__[table]
-            for name, tensor in entries.items():
-                if tensor is not None and tensor.layout not in (torch.strided, torch.sparse_coo):
-                    layout = str(tensor.layout).removeprefix("torch.")
-                    raise TraceError(
-                        f"{f'{path}.{name}' if path else name} is a {layout} tensor, which cannot be recorded; "
-                        "a sparse_coo tensor can: keep it so"
-                    )
-                if tensor is not None:
-                    if id(tensor) not in fakes:
-                        fakes[id(tensor)] = _twin(_with_own_gradient(tensor), mode, device)
-                    twin = entries[name] = fakes[id(tensor)]
-                    if twin is not tensor:
-                        twin.grad = None
-                        vars(twin).update(vars(tensor))
-                    real[id(twin)] = tensor
-                    pairs.append((tensor, twin))
-    holders.swap(fakes, pairs)
-    return real
-
-
-def _twin(tensor: torch.Tensor, mode: FakeTensorMode | None, device: torch.device | None) -> torch.Tensor:
+        if isinstance(module, torch.jit.ScriptModule) and [*module.parameters(), *module.buffers()]:
+            raise TraceError(
+                f"module {path or 'root'!r} is TorchScript and has parameters or buffers, which no graph can hand "
+                "to it; use the module that was scripted"
+            )
+    named = (*model.named_parameters(), *model.named_buffers())
+    for name, tensor in named:
+        if tensor.layout not in (torch.strided, torch.sparse_coo):
+            layout = str(tensor.layout).removeprefix("torch.")
+            raise TraceError(
+                f"{name} is a {layout} tensor, which cannot be recorded; a sparse_coo tensor can: keep it so"
+            )
     if mode is None:
-        return tensor
+        return {id(tensor): tensor for _, tensor in named}
+    pairs = [(tensor, _twin(_with_own_gradient(tensor), mode, device)) for _, tensor in named]
+    for tensor, twin in pairs:
+        twin.grad = None
+        vars(twin).update(vars(tensor))
+    holders.swap(pairs)
+    return {id(twin): tensor for tensor, twin in pairs}
+
+
+def _twin(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device | None) -> torch.Tensor:
     return mode.from_tensor(tensor, static_shapes=True) if device is None else fake(tensor, mode, device)
 
 
@@ -220,8 +239,8 @@ def _with_own_gradient(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def stand_ins(
     model: nn.Module, *others: nn.Module, written: Collection[str] = (), registered: bool = False
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Put stand-ins in the places of a model's tensors; yield those that require gradients, by name.
+) -> Iterator[tuple[dict[str, torch.Tensor], Holders]]:
+    """Put stand-ins in the places of a model's tensors; yield those that require gradients, and where state lives.
 
     Parameters named in ``written``, and tables with ``max_norm``, are copied: a forward changes them. ``others`` are
     modules that hold some of the same tensors as plain attributes. With ``registered`` only parameters and buffers are
@@ -236,17 +255,18 @@ def stand_ins(
             named += [(name, t) for name, t in holders.named_tensors() if t.requires_grad or id(t) in copyable]
         kept = (p for p in model.parameters() if p.layout is torch.strided and id(p) not in copied)
         storages = {storage_key(p): p.untyped_storage() for p in kept}  # other tensors may share a parameter's memory
-        stands: dict[int, torch.Tensor] = {}
+        stands: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         leaves: dict[str, torch.Tensor] = {}
         for name, tensor in named:
             plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_leaf and not tensor.is_inference()
             if plain and id(tensor) not in stands:
-                stands[id(tensor)] = stand_in = _stand_in(tensor, storages, copied=id(tensor) in copied)
+                stand_in = _stand_in(tensor, storages, copied=id(tensor) in copied)
+                stands[id(tensor)] = tensor, stand_in
                 if stand_in.requires_grad:
                     leaves[name] = stand_in
-        holders.swap(stands)
-        other_holders.swap(stands)
-        yield leaves
+        holders.swap(stands.values())
+        other_holders.swap(stands.values())
+        yield leaves, holders
 
 
 def _stand_in(tensor: torch.Tensor, storages: dict[int, Any], *, copied: bool) -> torch.Tensor:
@@ -277,53 +297,6 @@ def free_leaves(model: nn.Module) -> dict[str, torch.Tensor]:
     registered = {id(t) for t in (*model.parameters(), *model.buffers())}
     held = Holders([model]).named_tensors()
     return {name: t for name, t in held if t.requires_grad and t.is_leaf and id(t) not in registered}
-
-
-# -- writes to parameters ----------------------------------------------------------------------------------------------
-@contextlib.contextmanager
-def written_back(model: nn.Module) -> Iterator[None]:
-    """Undo what is written to a model's parameters in here, and what is added to their gradients.
-
-    Copies of all of them would not fit; buffers are small, see :func:`borrowed`.
-    """
-    writes = _Writes(model.parameters())
-    try:
-        with gradients_aside(model.parameters()), writes:
-            yield
-    finally:
-        writes.give_back()
-
-
-class _Writes(TorchDispatchMode):
-    """Copies each parameter before the first operation that writes to it."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.storages: dict[int, torch.Tensor] = {}
-        self.saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for parameter in parameters:
-            self.storages.setdefault(storage_key(parameter), parameter)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            self._written(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _written(self, func: Any, args: Any, kwargs: Any) -> None:
-        named = named_arguments(func, args, kwargs)
-        for argument in func._schema.arguments:
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            for leaf in pytree.tree_leaves(named[argument.name]) if written else ():
-                owner = self.storages.get(storage_key(leaf)) if isinstance(leaf, torch.Tensor) else None
-                if owner is not None and id(owner) not in self.saved:
-                    self.saved[id(owner)] = owner, owner.detach().clone()
-
-    def give_back(self) -> None:
-        """Undo what was written."""
-        with torch.no_grad():
-            for owner, content in self.saved.values():
-                owner.data.copy_(content)
 
 
 @contextlib.contextmanager
@@ -378,9 +351,7 @@ def left_alone(model: nn.Module, inputs: Any) -> Iterator[None]:
     """
     modules = [model, *(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, nn.Module))]
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-    leaves = [leaf for leaf in tensors if leaf.is_leaf]
-    leaves += [parameter for module in modules for parameter in module.parameters()]
-    with borrowed(*modules), contents(tensors), gradients_aside(dict.fromkeys(leaves)):
+    with borrowed(*modules), contents(tensors), gradients_aside(dict.fromkeys(t for t in tensors if t.is_leaf)):
         yield
 
 

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from autosplit.trace.borrowed.holders import Place
+from autosplit.trace.borrowed.contents import Place
 from autosplit.trace.inputs.objects import is_computed
 from autosplit.trace.recording.recording import is_foreign
 

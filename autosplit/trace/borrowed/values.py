@@ -37,20 +37,22 @@ GONE: Any = object()
 
 def is_object(value: Any) -> bool:
     """Tell whether a value is a plain object with attributes of its own, such as a config."""
-    if type(value).__module__.partition(".")[0] in _LIBRARIES or isinstance(value, _NOT_OBJECTS):
+    kind: Any = type(value)
+    if kind.__module__.partition(".")[0] in _LIBRARIES or isinstance(value, _NOT_OBJECTS):
         return False
     space = getattr(value, "__dict__", None)
-    return bool(isinstance(space, dict) or slots_of(value)) and len(space or ()) <= ENTRIES
+    return bool(isinstance(space, dict) or slot_names(kind)) and len(space or ()) <= ENTRIES
 
 
 def slots_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object that are in slots of its classes, and have values."""
     kind: Any = type(value)
-    return {name: getattr(value, name) for name in _slots_of(kind) if hasattr(value, name)}
+    return {name: getattr(value, name) for name in slot_names(kind) if hasattr(value, name)}
 
 
 @functools.lru_cache(maxsize=1024)
-def _slots_of(kind: Any) -> list[str]:
+def slot_names(kind: Any) -> list[str]:
+    """Return the names of the slots of a class."""
     kinds = [base for base in kind.__mro__ if "__slots__" in vars(base)]
     return sorted({n for each in kinds for n, m in vars(each).items() if isinstance(m, types.MemberDescriptorType)})
 
@@ -199,6 +201,14 @@ def applied(content: Any, changes: Mapping[Any, Any]) -> Any:
     if not isinstance(content, (dict, list)):
         return changes[None]
     keyed = dict(enumerate(content)) if isinstance(content, list) else dict(content)
-    keyed.update(changes)
-    keyed = {key: value for key, value in keyed.items() if value is not GONE}
+    for key, value in changes.items():
+        put(keyed, key, value)
     return list(keyed.values()) if isinstance(content, list) else keyed
+
+
+def put(content: dict[Any, Any], key: Any, value: Any) -> None:
+    """Set an entry of a dict, or delete it where its value is `GONE`."""
+    if value is GONE:
+        content.pop(key, None)
+    else:
+        content[key] = value

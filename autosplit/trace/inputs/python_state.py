@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from autosplit.trace.borrowed.holders import Holder, Holders, Place
+from autosplit.trace.borrowed.contents import Holder, Place
+from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.values import STATES, WRAPPERS, difference, is_same_content, parts_of, referent
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -173,7 +174,8 @@ class OutsideValues:
         Modules ``skipped`` are told by their ids: what is in them is looked at elsewhere.
         """
         every = (*roots, *hooks)
-        if not is_same_content(self._roots, every) or any(map(self._counts, self._changes())):
+        known = is_same_content(self._roots, every) and not self._map.misses()
+        if not known or any(map(self._counts, self._changes())):
             self._roots, self._map = every, Holders((), roots, skipped, hooks)
             self._read()
         if without not in self._told:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from autosplit.errors import InputError
-from autosplit.trace.borrowed.holders import HOOK_TABLES, Holders, Place
+from autosplit.trace.borrowed.contents import Place
+from autosplit.trace.borrowed.holders import HOOK_TABLES, Holders
 from autosplit.trace.borrowed.hooks import only_observes
 from autosplit.trace.graph import Length, lengths_in
 from autosplit.trace.inputs.lengths import Shapes, rows_of, varying, with_lengths, without_rows

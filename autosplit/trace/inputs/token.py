@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch._C._dynamo.guards import dict_version
 
-from autosplit.trace.borrowed.holders import HOOK_TABLES, Holder
+from autosplit.trace.borrowed.contents import Holder
+from autosplit.trace.borrowed.holders import HOOK_TABLES
 from autosplit.trace.borrowed.hooks import code_of
 from autosplit.trace.borrowed.values import is_same_content
 from autosplit.trace.inputs.python_state import OutsideValues, held

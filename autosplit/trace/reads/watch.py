@@ -19,7 +19,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autosplit.trace.borrowed import side_effects, state
-from autosplit.trace.borrowed.holders import Holders, Place
+from autosplit.trace.borrowed.contents import Place
+from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.inputs.objects import storage_key, take_apart, tensors_in
 from autosplit.trace.reads.assertions import assertion_here
 from autosplit.trace.recording.random_watch import Draw, RandomWatch

@@ -2,6 +2,7 @@
 
 record ──► at the sample's own number of rows: its values answer value reads (a guard)
        ──► with these answers at 1 and 3 rows: merged; at 4 too where these do not agree
+       ──► at 2 instead of 3 where the model has no values by which it is compared with the recording on 2 rows
        ──► a refusal: the module in whose Python it stands becomes an opaque module, record again
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +23,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autosplit.errors import TraceError
 from autosplit.progress import phase
 from autosplit.trace.borrowed import state
+from autosplit.trace.borrowed.blank import has_meta
 from autosplit.trace.borrowed.logged import Decides
 from autosplit.trace.borrowed.surroundings import on_other_rows
-from autosplit.trace.graph import lengths_in
+from autosplit.trace.borrowed.writes import written_back
+from autosplit.trace.graph import LEAST, lengths_in
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.reads.reads import MetaValueReader, Reader, ValueReader
 from autosplit.trace.reads.watch import Watcher
@@ -42,11 +46,15 @@ _THIRD = 6
 
 @dataclass(frozen=True)
 class Gathered:
-    """The recording of a model at all batch sizes, what it entered, and the smallest batch for which it holds."""
+    """The recording of a model at all batch sizes, what it entered, and the smallest batch for which it holds.
+
+    ``sizes`` are the numbers of rows of the recordings that were merged.
+    """
 
     recording: MergedRecording
     min_rows: int
     scope: Scope
+    sizes: tuple[int, ...]
 
     def run_python(self, model: nn.Module, flat: FlatInputs, rows: int) -> PythonRun | None:
         """Run the model's own Python at the sizes of a call; None where its calls are not the recorded ones."""
@@ -86,6 +94,7 @@ def record_at(model: nn.Module, flat: FlatInputs, rows: int, scope: Scope) -> Re
 
 
 @phase("tracing the forward")
+@state.no_collection()
 def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) -> Gathered:
     """Record a model and merge; modules that cannot be recorded become opaque modules.
 
@@ -108,6 +117,7 @@ def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) ->
 
 def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
     rows = batch_rows(flat)
+    few = LEAST if only_recorded(model, scope) else BATCH_SIZES[0]
     recorded, scope = _own(model, flat, rows, scope)
     recordings = {rows: recorded}
 
@@ -116,20 +126,25 @@ def _merged(model: nn.Module, flat: FlatInputs, scope: Scope) -> Gathered:
         merged = merge([recordings[size] for size in sizes], sizes)
         merged.recording.changed = frozenset().union(*(recording.changed for recording in recordings.values()))
         merged.recording.inside = recorded.inside
-        return Gathered(merged, 2, scope)
+        return Gathered(merged, LEAST, scope, sizes)
 
     single = None if any(_one_row_misleads(model, call) for call in recorded.calls) else recorded
     if single is not None and rows != 1:
         single = _single(model, flat, scope)
-    if single is not None and rows > max(BATCH_SIZES) and rows % 2 == 0:  # and 1 and 3: no modulus has one rest of all
+    if single is not None and rows > max(BATCH_SIZES) and math.gcd(rows - 1, few - 1) == 1:  # no modulus has one rest
         with contextlib.suppress(TraceError):
-            gathered = at(BATCH_SIZES[0], rows)
+            gathered = at(few, rows)
             if _holds_for_one(gathered, single):
                 return replace(gathered, min_rows=1)
     gathered = at(*BATCH_SIZES, _THIRD if rows in (1, *BATCH_SIZES) else rows)
     if rows == 1:
         gathered.check(recorded, flat, rows)
-    return replace(gathered, min_rows=1 if single is not None and _holds_for_one(gathered, single) else 2)
+    return replace(gathered, min_rows=1 if single is not None and _holds_for_one(gathered, single) else LEAST)
+
+
+def only_recorded(model: nn.Module, scope: Scope) -> bool:
+    """Tell whether a recording is compared with others only: the model is on meta, or lies apart, and does not run."""
+    return scope.on_cpu or has_meta(model)
 
 
 def _own(model: nn.Module, flat: FlatInputs, rows: int, scope: Scope) -> tuple[Recording, Scope]:
@@ -246,7 +261,7 @@ def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Wa
     hooked = any(opaque.whole.startswith(OBSERVES) for opaque in scope.opaque.values())
     with (
         state.borrowed(model) as holders,
-        state.written_back(model),
+        written_back(model),
         on_other_rows(),
         torch.inference_mode(False),
         torch.set_grad_enabled(hooked),

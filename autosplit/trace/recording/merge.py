@@ -61,13 +61,13 @@ class MergedRecording:
 
 
 def merge(recordings: Sequence[Recording], sizes: Sequence[int]) -> MergedRecording:
-    """Merge recordings at two or more numbers of rows, the first of `BATCH_SIZES` and others.
+    """Merge recordings at two or more numbers of rows.
 
     Raises TraceError where they differ by more than affine numbers.
     """
     first = recordings[0]
     for other, rows in zip(recordings[1:], sizes[1:], strict=True):
-        _same_calls(first, other, rows)
+        _same_calls(first, other, sizes[0], rows)
     merged: list[MergedCall] = []
     for calls in zip(*(r.calls for r in recordings), strict=True):
         try:
@@ -111,8 +111,8 @@ def _is_one(value: Any, other: Any) -> bool:
     return type(value) is type(other) and code == getattr(other, "__code__", None)
 
 
-def _same_calls(first: Recording, other: Recording, rows: int) -> None:
-    what = f"forward does other things at {rows} rows than at {BATCH_SIZES[0]}"
+def _same_calls(first: Recording, other: Recording, least: int, rows: int) -> None:
+    what = f"forward does other things at {rows} rows than at {least}"
     why = "Python code there depends on the number of rows, or batch_dims= must say where the batch is"
     for a, b in zip(first.calls, other.calls, strict=False):
         if (a.name, a.kind) != (b.name, b.kind) or not (a.target is b.target or a.target == b.target):

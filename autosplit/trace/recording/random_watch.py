@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.trace.shapes.shape_rules import ruled
+from autosplit.trace.shapes.shape_rules import ShapeRules
 
 
 class TensorSpec(NamedTuple):
@@ -39,6 +39,7 @@ class RandomWatch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._rules = ShapeRules()
         self.begin()
 
     def begin(self) -> None:
@@ -65,10 +66,8 @@ class RandomWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # the device of a fake tensor, which operations ask again and again
             return func(*args, **kwargs)
-        if (answer := ruled(func, args, kwargs)) is not None:
-            return answer
         if not draws_numbers(func, args, kwargs):
-            return func(*args, **kwargs)
+            return self._rules.run(func, args, kwargs)
         if is_composite(func):
             with self:
                 return run_composite(func, args, kwargs)

@@ -100,7 +100,7 @@ class Recorder(KnownValues, TorchFunctionMode):
         self._muted += 1
         try:
             inputs = tensors_in((args, kwargs))
-            buffers = list(self.model.get_submodule(target).buffers()) if kind == "module" else []
+            buffers = list(self.modules[target].buffers()) if kind == "module" else []
             touched = [*inputs, *buffers]
             versions = [t._version for t in touched]
             call = Call(kind, target, self.encode(tuple(args)), self.encode(dict(kwargs)), self.path, "")

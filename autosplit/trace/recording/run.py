@@ -28,7 +28,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autosplit.trace.borrowed import side_effects, state
 from autosplit.trace.borrowed.blank import home_of, lies_apart
-from autosplit.trace.borrowed.holders import HOOK_TABLES, Holder
+from autosplit.trace.borrowed.contents import Holder
+from autosplit.trace.borrowed.holders import HOOK_TABLES
 from autosplit.trace.borrowed.hooks import COLLECTS
 from autosplit.trace.borrowed.logged import Decides
 from autosplit.trace.borrowed.side_effects import check_given
@@ -177,12 +178,13 @@ def _run(
     args, kwargs = inputs.rebuild(leaves)
     asked = GradModeWatch()
     output = _forward(model, args, kwargs, recorder, (symbols, mode, recorder.random, recorder, asked))
-    if names := side_effects.made_or_gone(holders, before):
+    changes = side_effects.changes(holders, before)
+    if names := changes.made_or_gone():
         raise FirstCall(names)
     check_given((args, kwargs), inputs.spec, [leaves[i] for i in one_tensor(inputs.leaves)], output)
     if torch.initial_seed() != seed:
         raise Refusal("forward sets torch's random seed; a graph would not: set it outside the model", "")
-    changes = side_effects.changes(holders, before).without(partial(_comes_with_the_graph, recorder))
+    changes = changes.without(partial(_comes_with_the_graph, recorder))
     _refuse_modules(changes)
     left = side_effects.kept(changes, real)
     numbers = _logged(recorder, changes)
@@ -215,7 +217,7 @@ def _logged(recorder: Recorder, changes: side_effects.Changes) -> list[torch.Ten
 
 def _refuse_modules(changes: side_effects.Changes) -> None:
     """Raise Refusal where a forward sets or deletes parameters, modules, or hooks that are not for its own outputs."""
-    for holder, entries in changes.entries:
+    for holder, _, entries in changes.entries:
         path, table = holder.place
         collects = all(getattr(hook, "__module__", "") == COLLECTS for hook in entries.values())
         if table in ("_parameters", "_modules") or (table in HOOK_TABLES and not collects):

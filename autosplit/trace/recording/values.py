@@ -50,7 +50,8 @@ class KnownValues:
         self._keep: list[Any] = []
         self._stack: list[tuple[str, int]] = [("", 0)]
         self._storages: defaultdict[int, int] = defaultdict(count().__next__)
-        self._paths = {id(module): path for path, module in model.named_modules()}
+        self.modules = dict(model.named_modules())
+        self._paths = {id(module): path for path, module in self.modules.items()}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.attributes.setdefault(id(tensor), name)
             self._keep.append(tensor)
@@ -138,7 +139,7 @@ class KnownValues:
         """Write into a call which parameters and buffers it reads, and which a norm in training changes."""
         names = self.attributes
         call.reads += [n for t in inputs if (n := names.get(id(t))) and n not in self.constants]
-        module = None if call.leaf is None else self.model.get_submodule(call.leaf)
+        module = None if call.leaf is None else self.modules[call.leaf]
         if module is not None:
             own_state = [names.get(id(t)) for t in (*module.parameters(), *module.buffers())]
             if None in own_state:
@@ -189,7 +190,7 @@ class KnownValues:
         for name, tensor in buffers.items():
             if self.attributes.get(id(tensor)) != name and id(tensor) in self.refs:
                 path, _, attribute = name.rpartition(".")
-                table = self.model.get_submodule(path)._buffers
+                table = self.modules[path]._buffers
                 args = (self.constant(table), attribute, self.reference(tensor))
                 self.calls.append(Call("function", assign_buffer, args, {}, "", f"#0/assign_{name}", writes=[name]))
 

@@ -84,7 +84,7 @@ class MadeUp:
             if isinstance(module, nn.Module):
                 holders = Holders([module])
                 held = (tensor for _, tensor in holders.tensors.values())
-                with self._held(holders, (*module.parameters(), *module.buffers(), *held)):
+                with self._valued(holders, (*module.parameters(), *module.buffers(), *held)):
                     yield
             else:
                 yield
@@ -95,17 +95,11 @@ class MadeUp:
         """Return a context in which the buffers that the graph changes have values."""
         names = {name for node in self.raw.graph.nodes if INFO in node.meta for name in node.meta[INFO].writes}
         buffers = [self.raw.root.get_buffer(name) for name in sorted(names)]
-        return self._held(Holders([self.raw.root]), buffers) if buffers else contextlib.nullcontext()
+        return self._valued(Holders([self.raw.root]), buffers) if buffers else contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def _held(self, holders: Holders, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    def _valued(self, holders: Holders, tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         """Put values in the places of tensors that are not on the CPU, wherever they are held."""
-        pairs = [(tensor, self.value(tensor)) for tensor in tensors if tensor.device.type != "cpu"]
-        holders.swap({id(tensor): stand_in for tensor, stand_in in pairs})
-        try:
-            yield
-        finally:
-            holders.swap({id(stand_in): tensor for tensor, stand_in in pairs})
+        return holders.swapped([(each, self.value(each)) for each in tensors if each.device.type != "cpu"])
 
     def value(self, value: Any) -> Any:
         """Return the values of a tensor that is not on the CPU, equal ones each time; anything else as it is."""

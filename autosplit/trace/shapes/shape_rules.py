@@ -7,16 +7,21 @@ its largest value says: a graph holds where ``minlength`` is enough for all valu
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from autosplit.trace.inputs.objects import storage_key, tensors_in
 
 _GROUPED_MM, _HISTC = torch.ops.aten._grouped_mm.default, torch.ops.aten.histc.default
 _BINCOUNT = torch.ops.aten.bincount.default
+_RULED = frozenset((_GROUPED_MM, _HISTC, _BINCOUNT))
 _GROUPED = frozenset((torch.float32, torch.bfloat16, torch.float16))
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _COUNTED = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))
 
 
@@ -47,22 +52,56 @@ def bincount(input: torch.Tensor, weights: torch.Tensor | None = None, minlength
     return counts
 
 
-def ruled(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Return the result of an operation on tensors without values by a rule; None where torch works it out."""
-    if func not in (_GROUPED_MM, _HISTC, _BINCOUNT):
-        return None
-    if not (isinstance(args[0], FakeTensor) or args[0].is_meta):
-        return None
-    new = new_tensor(func, args, kwargs)
-    return None if new is None else args[0].new_empty(new.shape, dtype=new.dtype)
+class ShapeRules:
+    """Runs operations: on tensors without values by the rules, on meta as one like it went: equal layers ask the same.
+
+    Torch works shapes on meta out in Python, which takes longer than all else in a recording.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[Any, list[tuple[Any, ...]]] = {}
+        """Shapes, strides and dtypes of what operations give, by what they are and are given."""
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation that draws no random numbers."""
+        if func in _RULED and (isinstance(args[0], FakeTensor) or args[0].is_meta):
+            new = new_tensor(func, args, kwargs)
+            return func(*args, **kwargs) if new is None else args[0].new_empty(new.shape, dtype=new.dtype)
+        if not _makes_new(func):
+            return func(*args, **kwargs)
+        try:
+            key = func, torch.get_default_dtype(), *map(_form, args), *((k, _form(v)) for k, v in kwargs.items())
+            known = self._results.get(key)
+        except TypeError:  # there are values, or what cannot be a key
+            return func(*args, **kwargs)
+        if known is not None:
+            alike = [torch.empty_strided(shape, strides, dtype=dtype, device="meta") for dtype, shape, strides in known]
+            return tuple(alike) if len(func._schema.returns) > 1 else alike[0]
+        out = func(*args, **kwargs)
+        outs = out if isinstance(out, tuple) else (out,)
+        given = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+        if given.isdisjoint(map(storage_key, outs)):  # some operations give back what they are given
+            with contextlib.suppress(TypeError):
+                self._results[key] = [*map(_form, outs)]
+        return out
 
 
-class ShapeRules(TorchDispatchMode):
-    """Applies the rules to all operations that run inside."""
+@functools.cache
+def _makes_new(func: Any) -> bool:
+    """Tell whether an operation of torch's own gives new tensors only, whose shapes hang on no values."""
+    schema = func._schema
+    own = func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
+    aliases = any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
+    return own and bool(schema.returns) and not aliases and all(str(r.type) == "Tensor" for r in schema.returns)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer = ruled(func, args, kwargs or {})
-        return func(*args, **(kwargs or {})) if answer is None else answer
+
+def _form(value: Any) -> Any:
+    """Return what tells an argument from others; raise TypeError for a tensor that is not plain, or not on meta."""
+    if isinstance(value, torch.Tensor):
+        if type(value) not in _PLAIN or not value.is_meta or value.layout is not torch.strided or value.is_complex():
+            raise TypeError
+        return value.dtype, value.shape, value.stride()
+    return tuple(map(_form, value)) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
 def _grouped_mm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> New | None:
