@@ -209,7 +209,9 @@ def _use(node: Any, arrivals: Counter[Any], leaves: Collection[int], dense: bool
     following = [end for end, _ in node.next_functions]
     for index in kind.weights:
         path = None if following[index] is None else _way(following[index], arrivals, leaves)
-        if path is not None and (dense or kind.make is not _matrices or _is_dense(node, index)):
+        if path is not None and (
+            dense or kind.make is not _matrices or _saved_other(node, index).layout is torch.strided
+        ):
             end = None if kind.bias is None or kind.bias >= len(following) else following[kind.bias]
             bias = None if end is None else _way(end, arrivals, leaves)
             if bias is not None and (bias.transposed or bias.leaf.dim() != 1):
@@ -242,10 +244,6 @@ def _saved_other(node: Any, index: int) -> torch.Tensor:
     if index != len(node.next_functions) - 1:
         return node._saved_mat2
     return node._saved_mat1 if hasattr(node, "_saved_alpha") else node._saved_self
-
-
-def _is_dense(node: Any, index: int) -> bool:
-    return _saved_other(node, index).layout is torch.strided
 
 
 def _matrices(node: Any, index: int) -> Make:

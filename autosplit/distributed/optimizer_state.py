@@ -132,10 +132,7 @@ def state_dicts(rows: Sequence[OptimizedParameter], flat: Mapping[str, Any]) -> 
 
 
 def _check_order(rows: Sequence[OptimizedParameter], places: Mapping[str, tuple[int, int] | None]) -> None:
-    """Raise InputError where groups have changed places, which a scheduler's state would not notice.
-
-    A rank may have left out groups without parameters: then numbers tell nothing.
-    """
+    """Raise InputError where groups have changed places; without groups that have no parameters numbers do not tell."""
     for optimizer in {row.optimizer for row in rows}:
         of_optimizer = [row for row in rows if row.optimizer is optimizer]
         for row, other in pairwise(sorted(of_optimizer, key=lambda row: row.group)):

@@ -129,10 +129,7 @@ def _tensors_to_save(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _files(sizes: Sequence[Mapping[str, int]], max_shard_size: int | str) -> dict[str, _Shard]:
-    """Return what each file holds and which rank writes it, the same on all ranks.
-
-    What several ranks have is written by the one that has least to write.
-    """
+    """Return what each file holds and its rank: of those that have an entry, the one that has least to write."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     out: list[dict[str, int]] = [{} for _ in sizes]

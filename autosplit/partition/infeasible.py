@@ -129,10 +129,7 @@ def _held(problem: Problem, group: _Group) -> str:
 
 
 def _holding(problem: Problem, works: Sequence[int]) -> list[Hashable]:
-    """Return the colocation groups that keep works together: a single one if it suffices, otherwise all.
-
-    The largest come first; groups of a single work are left out.
-    """
+    """Return colocation groups of several works, largest first, that hold them: one if it suffices, otherwise all."""
     counts = Counter(name for work in works if (name := problem.works[work].colocation_group) is not None)
     several = [name for name, count in counts.most_common() if count > 1]
     inside = set(works)

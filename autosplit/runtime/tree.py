@@ -29,10 +29,7 @@ class TreeRun:
     """Runs a model's own Python, its modules on the devices of lanes."""
 
     def __init__(self, model: nn.Module, stage_of: Mapping[str, int], lanes: Sequence[Lane]) -> None:
-        """Move parameters and buffers to the devices of their stages.
-
-        ``stage_of`` maps unit names (``blocks.2#0``) to stages, ``lanes`` has one per stage.
-        """
+        """Move tensors to their stages; ``stage_of`` maps unit names (``blocks.2#0``), ``lanes`` has one per stage."""
         self._model = model
         self._devices = [lane.device for lane in lanes]
         home = homes(model, {name.partition("#")[0]: stage for name, stage in stage_of.items()})
@@ -91,11 +88,7 @@ class Together(TorchFunctionMode):
         """Return where an operation runs."""
         if isinstance(out, torch.Tensor):
             return out.device
-        if _is_in_place(name):
+        if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i"):
             return operands[0].device
         held = [tensor for tensor in operands if id(tensor) in self._state] or operands
         return max((tensor.device for tensor in held), key=self._order.__getitem__)
-
-
-def _is_in_place(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")

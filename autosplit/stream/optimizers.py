@@ -83,7 +83,7 @@ def _copied(optimizer: Optimizer) -> Any:
 
 def settings_of(optimizer: Optimizer) -> Settings:
     """Return the options of an optimizer's groups as they are now."""
-    return [{k: _kept(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return [{k: cloned(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 def groups_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> dict[int, list[nn.Parameter]]:
@@ -93,7 +93,8 @@ def groups_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> dict[
     return {index: mine for index, mine in enumerate(groups) if mine}
 
 
-def _kept(value: Any) -> Any:
+def cloned(value: Any) -> Any:
+    """Return a copy of a tensor, and any other value as it is."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

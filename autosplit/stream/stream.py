@@ -32,7 +32,7 @@ from autosplit.stream.cells import Minibatch, StreamCells
 from autosplit.stream.flight import Flight
 from autosplit.stream.lowering import Places, StreamProgram, stream_program
 from autosplit.stream.minibatches import StreamStep, checked, inputs_and_target, loss_in, step_of
-from autosplit.stream.optimizers import Given, StageOptimizer, check_optimizer, settings_of, stage_optimizers
+from autosplit.stream.optimizers import Given, StageOptimizer, check_optimizer, cloned, settings_of, stage_optimizers
 from autosplit.stream.segment import Segment
 from autosplit.stream.versions import StageWeights
 from autosplit.trace.inputs.objects import mapped
@@ -227,7 +227,7 @@ class Stream(Iterator[torch.Tensor]):
             program = self._program(checked(call, core.recordings))
             if not program.lowered.changes_inputs:  # the loader may use its memory again
                 call = call._replace(tensors=[tensor.clone() for tensor in call.tensors])
-            target = mapped(_copied, target)
+            target = mapped(cloned, target)
             step = self._step(call, program, target)
             if step.state.seed and core.threads is not None:
                 raise InputError(
@@ -344,7 +344,3 @@ class Stream(Iterator[torch.Tensor]):
         else:
             flight.rounds = segment.run_here()
         return flight
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -192,10 +192,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         loss: RankLoss | None = None,
         say: Callable[[PreparedRankStep], Any] = lambda step: None,
     ) -> tuple[PreparedRankStep, list[Any]]:
-        """Prepare what all ranks do; raise on every rank where one cannot, or where they differ.
-
-        Returns the step, and what each rank says of it.
-        """
+        """Return the step and what each rank says of it; raise on every rank where one cannot, or where they differ."""
         self._check_alone()
         recordings, alone, first = self._recordings, self._feed != "all", self._recordings.ranks[0][0]
         if alone:

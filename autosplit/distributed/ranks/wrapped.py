@@ -266,10 +266,7 @@ def _keep_part(before: Tensor, now: Tensor) -> None:
 
 
 def _copied(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """Return copies of the modules that hold some parameters and buffers, of those above them, and of all inside them.
-
-    They hold the model's own tensors; a module that several hold is one module here too.
-    """
+    """Return copies of the modules that hold some tensors, which they share, of those above and of all inside them."""
     kept = {".".join(name.split(".")[:depth]) for name in names for depth in range(name.count(".") + 1)}
     copies: dict[int, nn.Module] = {}
 

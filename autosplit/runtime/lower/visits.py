@@ -13,7 +13,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -179,10 +178,6 @@ def leave(units: Any, unit: int, value: Any, fresh: bool) -> None:
     """Have the backward of what read parameters of a unit say so, too; ``fresh``: its memory is not the unit's."""
     for tensor in () if is_recomputing() else tensors_in(value):
         if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(partial(_enter_back, units, unit))
+            tensor.grad_fn.register_prehook(lambda _: units.enter(unit))
         if fresh:
             units.check_fresh(unit, tensor)
-
-
-def _enter_back(units: Any, unit: int, gradients: Any) -> None:
-    units.enter(unit)

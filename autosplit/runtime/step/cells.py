@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -150,8 +151,10 @@ class Cells:
             sums.fill(state.results)
             run = self.step.program(sums.held).cell(stage, last=microbatch == len(self.step.sizes) - 1)
             state.sent = run(*values)
-        if self.detached and self.step.once(("several", sums.held), lambda: self._has_several(state, sums)):
-            self._ask(sums)
+        if self.detached:
+            others = chain(*state.leaves.values(), sums.shared)
+            if self.step.once(("several", sums.held), lambda: has_several(state.sent.values(), sums.leaves, others)):
+                self._ask(sums)
         for target in [name for name in state.sent if name != OUT]:
             bundle = state.sent[target] if self.detached else state.sent.pop(target)
             self.transport.send(Route(stage, int(target), microbatch), bundle)
@@ -181,10 +184,6 @@ class Cells:
         """Ask autograd, which then begins at the sums so far; of what is there for one action only none are kept."""
         if not self.step.passing:
             sums.ask()
-
-    def _has_several(self, state: CellState, sums: Sums) -> bool:
-        """Tell whether a cell has several contributions for a leaf; raise InputError for leaves that are not given."""
-        return has_several(state.sent.values(), sums.leaves, chain(*state.leaves.values(), sums.shared))
 
     def context(self, stage: int, microbatch: int) -> CellContext:
         """Return where operations of a cell draw and leave what norms see."""
@@ -362,7 +361,8 @@ class Cells:
         if self.layout.home:  # of shared values, which parameters may stand behind
             leaves += self.lowered.traced.root.parameters()
         with all_or_nothing(leaves), step.adding_gradients():
-            self.start.hand_over(by_stage, self._hand)
+            by_engine = all(sums.by_engine for sums in self.sums.values())
+            self.start.hand_over(by_stage, partial(hand, lanes=self.step.lanes, alone=by_engine))
 
     def _pairs(self, stage: int) -> Pairs:
         """Return what belongs to a stage with what its replicas have added up; their sums are empty afterwards."""
@@ -371,10 +371,6 @@ class Cells:
         wholes = (*replicas[0].parameters, *free, *self.start.shared.get(stage, ()))
         totals = self.step.summed(stage, wholes, together(replicas, free, self.step.brought))
         return [(whole, total) for whole, total in zip(wholes, totals, strict=True) if total is not None]
-
-    def _hand(self, pairs: Pairs) -> None:
-        """Give tensors their gradients; the list is empty afterwards."""
-        hand(pairs, self.step.lanes, alone=all(sums.by_engine for sums in self.sums.values()))
 
 
 def parameters(step: Step) -> dict[Held, list[torch.Tensor]]:
