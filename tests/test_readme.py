@@ -30,12 +30,10 @@ TEXT = "\n".join(text for name, text in PAGES.items() if not name.startswith("do
 
 
 def without_code(page: str) -> str:
-    """Return a page without its fenced blocks."""
     return re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """Return the fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
 
 

@@ -10,7 +10,6 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from autosplit import InputError, Sample, autosplit, verify
 from tests.equivalence.equality import LANES
@@ -59,14 +58,6 @@ def test_draws_of_a_counter_are_compared_as_constants() -> None:
     assert found, str(found)
     assert "random numbers are drawn per microbatch" in found.notes[1]
     assert [item.name for item in found.items if item.kind == "draws"] == ["same seed", "another seed"]
-
-
-def functional(model: Any, value: Tensor) -> Tensor:
-    """A norm and draws of a model's own making."""
-    mean, var = model.buffer_mean, model.buffer_var
-    hidden = F.batch_norm(model.a(value), mean, var, training=model.training, momentum=0.2)
-    noise = torch.randn_like(hidden) * torch.rand(6, dtype=hidden.dtype) if model.training else 0.0
-    return model.b(F.dropout(hidden + noise, 0.2, model.training))
 
 
 def test_neither_the_model_nor_the_pipe_notices() -> None:
@@ -165,15 +156,13 @@ def test_a_pipe_that_is_not_its_model() -> None:
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------
-def other_shapes() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 6))
 
 
 def test_wrong_arguments() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     pipe, value = split(model), torch.randn(8, 6)
     with pytest.raises(InputError, match=r"0.weight is \[7, 6\] here, \[6, 6\] in the pipe"):
-        verify(other_shapes(), pipe, value)
+        verify(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 6)), pipe, value)
     with pytest.raises(InputError, match=r"2.weight is \[6, 6\] here, missing in the pipe"):
         verify(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)), pipe, value)
     with pytest.raises(InputError, match=r"0.weight has other values in the pipe"):

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from autosplit.cli.app import app
+
+NETS = str(Path(__file__).with_name("nets.py"))
+
+
+def command(*first: str) -> Callable[..., Any]:
+    """Return what calls the command line in this process, with these arguments before its own."""
+    return lambda *arguments: CliRunner().invoke(app, [*first, *map(str, arguments)])
 
 
 def error_of(result: Any) -> str:
@@ -19,3 +31,4 @@ def error_of(result: Any) -> str:
 @pytest.fixture(autouse=True)
 def _path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "100")

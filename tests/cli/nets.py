@@ -64,6 +64,23 @@ class AnyKeyword(nn.Module):
         return values["anything"] * 2
 
 
+class Routed(nn.Module):
+    """Experts that rows are routed to by their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.router(x).argmax(-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            y = y.index_add(0, rows, expert(x[rows]))
+        return y
+
+
 INSTANCE = Mlp()
 NUMBER = 3
 
@@ -71,6 +88,11 @@ NUMBER = 3
 def make_mlp() -> nn.Module:
     print("a factory that talks")
     return Mlp()
+
+
+def make_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Mlp()
 
 
 def make_number() -> int:

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from autosplit.cli import app as cli
 from cost_models import DeviceSpec, MachineSpec, device, find, machine_names, names
-from tests.cli.conftest import error_of
+from tests.cli.conftest import command, error_of
 
-Run = Callable[..., Any]
-
-
-@pytest.fixture
-def run() -> Run:
-    return lambda *arguments: CliRunner().invoke(cli.app, ["devices", *arguments])
+run = command("devices")
 
 
 def row(table: str, first: str) -> list[str]:
@@ -28,7 +19,7 @@ def row(table: str, first: str) -> list[str]:
     return line.split()
 
 
-def test_every_device_and_machine_is_listed(run: Run) -> None:
+def test_every_device_and_machine_is_listed() -> None:
     result = run()
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
@@ -36,14 +27,14 @@ def test_every_device_and_machine_is_listed(run: Run) -> None:
     assert [name for name in (*names(), *machine_names()) if firsts.count(name) != 1] == []
 
 
-def test_a_row_says_memory_rates_links_and_trust(run: Run) -> None:
+def test_a_row_says_memory_rates_links_and_trust() -> None:
     rates = ["1979", "989", "989", "495", "67", "67"]
     assert row(run().stdout, "H100-SXM5-80GB") == (
         ["H100-SXM5-80GB", "78.7", "GiB", "3.35", *rates, "450", "64", "1", "12", "0", "5"]
     )
 
 
-def test_a_device_with_the_source_of_every_figure(run: Run) -> None:
+def test_a_device_with_the_source_of_every_figure() -> None:
     result = run("H200-SXM-141GB")
     assert result.exit_code == 0, result.output
     spec = device("H200-SXM-141GB")
@@ -55,7 +46,7 @@ def test_a_device_with_the_source_of_every_figure(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["L4-24GB", "8xH100-SXM5-80GB", "2x4xL4-24GB", "1xL4-24GB"])
-def test_the_json_of_one_is_a_file_that_every_name_may_be(run: Run, name: str, tmp_path: Path) -> None:
+def test_the_json_of_one_is_a_file_that_every_name_may_be(name: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(run(name, "--json").stdout, encoding="utf-8")
     assert find(path) == find(name)
@@ -65,14 +56,14 @@ def test_the_json_of_one_is_a_file_that_every_name_may_be(run: Run, name: str, t
     assert again.stdout == run(name).stdout
 
 
-def test_an_unknown_name_exits_with_2_and_the_nearest(run: Run) -> None:
+def test_an_unknown_name_exits_with_2_and_the_nearest() -> None:
     said = error_of(run("4xH1000"))
     assert "the nearest: H100-NVL-94GB, H100-PCIe-80GB, H100-SXM5-80GB; autosplit devices lists all" in said
     assert "8xH100" in said
     assert "A100" not in said.partition("lists all")[0]
 
 
-def test_a_malformed_file_exits_with_2_and_the_range(run: Run, tmp_path: Path) -> None:
+def test_a_malformed_file_exits_with_2_and_the_range(tmp_path: Path) -> None:
     path = tmp_path / "wrong.json"
     fields = json.loads(device("T4-16GB").model_dump_json()) | {"memory_bandwidth_bytes_per_s": 320}
     path.write_text(json.dumps(fields), encoding="utf-8")

@@ -7,19 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
-from autosplit.cli.app import app
 from autosplit.planning.plan.plan import Plan
 from autosplit.report.trace_file import trace_text
+from tests.cli.conftest import NETS, command
 from tests.planning.test_plan_file import a_plan
 
-NETS = Path(__file__).with_name("nets.py")
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+run = command()
 
 
 def written(folder: Path, name: str, **edit: Any) -> Path:

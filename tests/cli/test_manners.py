@@ -1,8 +1,10 @@
-"""The command line as a process: quick help, progress on a terminal only, Ctrl-C, closed pipes, completion, paths."""
+"""The command line as a process: quick help, progress on a terminal only, Ctrl-C, closed pipes, paths; its guide."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from autosplit import progress
@@ -209,3 +212,20 @@ def test_phases_are_logged_where_there_is_no_terminal(caplog: pytest.LogCaptureF
         work()
     found = [(record.levelname, record.message.rpartition(": ")[0] or record.message) for record in caplog.records]
     assert found == [("INFO", "outer"), ("DEBUG", "inner"), ("DEBUG", "inner"), ("INFO", "outer")]
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "questions.md"
+
+
+def test_every_question_has_one_command_with_known_options() -> None:
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    questions = GUIDE.read_text(encoding="utf-8").split("\n## ")[1:]
+    assert len(questions) >= 12
+    for question in questions:
+        [block] = re.findall(r"```sh\n(.*?)```", question, re.DOTALL)
+        name, *words = shlex.split(block.replace("\\\n", " "))[1:]
+        known = {
+            option for parameter in commands[name].params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        assert {word for word in words if word.startswith("--")} <= known, question
+        assert "```text\n" in question

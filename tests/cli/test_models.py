@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 from torch import nn
-from typer.testing import CliRunner
 
-from autosplit.cli.app import app
 from autosplit.cli.inputs import parse_kwargs
 from autosplit.cli.models import load_model
-
-NETS = str(Path(__file__).parent / "nets.py")
+from tests.cli.conftest import NETS, command
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +44,6 @@ def test_a_factory_gets_its_arguments() -> None:
 def test_a_file_that_fails_says_its_own_error_and_line(code: str, message: str, form: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")
     sys.modules.pop("mine", None)
-    result = CliRunner().invoke(app, ["plan", form, "--input", "x=float32[4]"])
+    result = command("plan")(form, "--input", "x=float32[4]")
     assert (result.exit_code, result.stdout) == (2, "")
     assert message.format(tmp_path / "mine.py") in result.stderr

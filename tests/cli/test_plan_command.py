@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from autosplit.cli import app as cli
 from autosplit.planning.plan.plan import Plan
-from tests.cli.conftest import error_of
+from tests.cli.conftest import NETS, command, error_of
 
-NETS = str(Path(__file__).parent / "nets.py")
 X = ("--input", "x=float32[8,16]")
 TWO = ("--devices", "2xL4-24GB", "--chunks", "4")
-
-Run = Callable[..., Any]
-
-
-@pytest.fixture
-def run() -> Run:
-    return lambda target, *arguments: CliRunner().invoke(cli.app, ["plan", target, *arguments])
+run = command("plan")
 
 
 SIZE = "  model      1.09 k parameters in float32, as the model is\n"
 
 
-def test_the_table_is_that_of_the_devices_on_paper(run: Run) -> None:
+def test_the_table_is_that_of_the_devices_on_paper() -> None:
     result = run(f"{NETS}:make_mlp", *TWO, *X)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith(f"Partition of Mlp\n{SIZE}  devices    2: 2 x L4-24GB\n  chunks     4: 4 x 2 rows")
 
 
-def test_a_short_name_is_noted_and_what_to_run_next_stands_at_the_end(run: Run) -> None:
+def test_a_short_name_is_noted_and_what_to_run_next_stands_at_the_end() -> None:
     said = run(f"{NETS}:make_mlp", "--devices", "2xl4", "--chunks", "4", *X).stdout
     assert "  - 2xl4: taken as L4-24GB\n" in said
     last = said.partition("\nWhat to run next\n")[2]
@@ -47,7 +38,7 @@ def test_a_short_name_is_noted_and_what_to_run_next_stands_at_the_end(run: Run) 
     assert "--script" not in last
 
 
-def test_what_is_asked_for_is_in_the_plan(run: Run, tmp_path: Path) -> None:
+def test_what_is_asked_for_is_in_the_plan(tmp_path: Path) -> None:
     asked = ("--precision", "bf16", "--optimizer", "12", "--reserve", "1GiB", "--recompute", "block", "--json")
     devices = ("--devices", "A100-SXM4-80GB,L4-24GB", "--chunks", "4")
     result = run(f"{NETS}:make_mlp", *devices, *X, *asked, "--save", str(tmp_path / "plan.json"))
@@ -59,7 +50,7 @@ def test_what_is_asked_for_is_in_the_plan(run: Run, tmp_path: Path) -> None:
     assert {stage.recompute for stage in plan.stages} == {"block"}
 
 
-def test_a_network_between_hosts(run: Run) -> None:
+def test_a_network_between_hosts() -> None:
     """What each host has is in the machine's name, and the report says what the step hangs on."""
     asked = ("--devices", "2x2xL4-24GB", "--chunks", "1", "--mesh", "dp=4", "--zero", "0", *X)
     shown = run(f"{NETS}:make_mlp", *asked, "--network", "10Gbit").stdout
@@ -73,7 +64,7 @@ def test_a_network_between_hosts(run: Run) -> None:
     assert "is one host, without a network to another" in alone
 
 
-def test_stages_with_replicas(run: Run) -> None:
+def test_stages_with_replicas() -> None:
     asked = ("--devices", "3xL4-24GB", "--chunks", "4", *X)
     plan = Plan.model_validate_json(run(f"{NETS}:make_mlp", *asked, "--replicas", "2,1", "--json").stdout)
     assert [(stage.lane, stage.replicas) for stage in plan.stages] == [(0, 2), (2, 1)]
@@ -83,13 +74,13 @@ def test_stages_with_replicas(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_planned_and_the_answer_is_no(run: Run) -> None:
+def test_what_does_not_fit_is_planned_and_the_answer_is_no() -> None:
     result = run(f"{NETS}:make_mlp", *TWO, *X, "--memory-limit", "2KiB", "--json")
     assert result.exit_code == 1, result.output
     assert Plan.model_validate_json(result.stdout).verdict == "no"
 
 
-def test_a_mesh(run: Run) -> None:
+def test_a_mesh() -> None:
     """Degrees are in the report, the JSON and the rows of a rank; the text says what the mesh is."""
     asked = (
         "--devices",
@@ -127,12 +118,12 @@ def test_a_mesh(run: Run) -> None:
         ((), "no inputs are known for Mlp"),
     ],
 )
-def test_what_cannot_be_planned_is_said_in_a_line(run: Run, arguments: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_planned_is_said_in_a_line(arguments: tuple[str, ...], message: str) -> None:
     assert message in error_of(run(f"{NETS}:make_mlp", *arguments))
 
 
 @pytest.mark.parametrize(("command", "devices"), [("report", ("--devices", "cpu,cpu", "--chunks", "4")), ("plan", TWO)])
-def test_the_page_is_of_the_plan(run: Run, tmp_path: Path, command: str, devices: tuple[str, ...]) -> None:
+def test_the_page_is_of_the_plan(tmp_path: Path, command: str, devices: tuple[str, ...]) -> None:
     path = tmp_path / "plan.html"
     asked = [command, f"{NETS}:make_mlp", *X, *devices, "--html", str(path), "--json"]
     result = CliRunner().invoke(cli.app, asked)
@@ -145,7 +136,7 @@ def test_the_page_is_of_the_plan(run: Run, tmp_path: Path, command: str, devices
     assert [stage["forward_s"] for stage in shown["stages"]] == [stage.forward_s for stage in plan.stages]
 
 
-def test_a_model_whose_values_decide_is_planned_with_values_and_that_is_said(run: Run) -> None:
+def test_a_model_whose_values_decide_is_planned_with_values_and_that_is_said() -> None:
     result = run(f"{NETS}:Gated", *TWO, *X, "--json")
     assert result.exit_code == 0, result.output
     notes = Plan.model_validate_json(result.stdout).notes

@@ -7,32 +7,22 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import autosplit
-from autosplit.cli import app as cli
 from autosplit.cli.script import commands
 from autosplit.planning.plan.plan import Plan
 from cost_models import machine
-from tests.cli.conftest import error_of
+from tests.cli.conftest import NETS, command, error_of
 from tests.report.plans import make_plan, make_stage
 
-NETS = str(Path(__file__).parent / "nets.py")
 X = ("--input", "x=float32[8,16]")
 TWO = ("--devices", "2xL4-24GB", "--chunks", "4")
-
-Run = Callable[..., Any]
-
-
-@pytest.fixture
-def run() -> Run:
-    return lambda target, *arguments: CliRunner().invoke(cli.app, ["plan", target, *arguments])
+run = command("plan")
 
 
 def losses(script: Path, *launcher: str) -> list[float]:
@@ -51,7 +41,7 @@ def inner(folder: Path) -> Path:
     return folder / "own"
 
 
-def test_the_program_trains_by_the_plan(run: Run, tmp_path: Path) -> None:
+def test_the_program_trains_by_the_plan(tmp_path: Path) -> None:
     script = inner(tmp_path) / "train.py"
     asked = ("--loss", f"{NETS}:squared", "--optimizer", "sgd", "--precision", "bf16", "--eval")
     result = run(f"{NETS}:make_mlp", *TWO, *X, *asked, "--script", str(script))
@@ -71,7 +61,7 @@ def test_the_program_trains_by_the_plan(run: Run, tmp_path: Path) -> None:
     assert found[0] > found[-1] > 0
 
 
-def test_fp32_masters_of_bf16_parameters_are_what_the_program_updates(run: Run, tmp_path: Path) -> None:
+def test_fp32_masters_of_bf16_parameters_are_what_the_program_updates(tmp_path: Path) -> None:
     """Steps too small for bf16 add up in the masters, as in a plain loop; pure bf16 would stay where it is."""
     script = inner(tmp_path) / "train.py"
     asked = ("--loss", f"{NETS}:squared", "--optimizer", "sgd", "--precision", "bf16_fp32_master", "--chunks", "1")
@@ -96,7 +86,7 @@ def test_fp32_masters_of_bf16_parameters_are_what_the_program_updates(run: Run, 
     assert found[-1] < found[0]
 
 
-def test_all_kinds_of_inputs_are_written(run: Run, tmp_path: Path) -> None:
+def test_all_kinds_of_inputs_are_written(tmp_path: Path) -> None:
     places = ("batch.x=float32[8,16]", "batch.mask=bool[8]", "targets[0].boxes=float32[8,16]", "pair.0=float32[8,16]")
     places += ("targets[1]['boxes']=float32[8,16]", "pair.1=float32[8,16]", "act='tanh'")
     inputs = [part for place in places for part in ("--input", place)]
@@ -112,7 +102,7 @@ def test_all_kinds_of_inputs_are_written(run: Run, tmp_path: Path) -> None:
     assert len(losses(script)) == 10
 
 
-def test_with_processes_the_program_is_torchruns(run: Run, tmp_path: Path) -> None:
+def test_with_processes_the_program_is_torchruns(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     asked = ("--devices", "2x2xL4-24GB", "--chunks", "4", "--batch-dims", "0", "--precision", "amp_bf16")
     result = run(f"{NETS}:make_mlp", *asked, *X, "--processes", "--script", str(script), "--json")
@@ -129,7 +119,7 @@ def test_with_processes_the_program_is_torchruns(run: Run, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_program_trains_the_same_under_torchrun(run: Run, tmp_path: Path) -> None:
+def test_the_program_trains_the_same_under_torchrun(tmp_path: Path) -> None:
     script = inner(tmp_path) / "train.py"
     result = run(f"{NETS}:make_mlp", *TWO, *X, "--processes", "--script", str(script))
     assert result.exit_code == 0, result.output
@@ -143,7 +133,7 @@ def test_the_program_trains_the_same_under_torchrun(run: Run, tmp_path: Path) ->
     assert found == losses(alone)
 
 
-def test_on_a_mesh_each_replica_has_its_rows(run: Run, tmp_path: Path) -> None:
+def test_on_a_mesh_each_replica_has_its_rows(tmp_path: Path) -> None:
     script = inner(tmp_path) / "train.py"
     asked = ("--devices", "4xL4-24GB", "--mesh", "dp=2,pp=2", "--zero", "3", "--chunks", "2", *X)
     result = run(f"{NETS}:make_mlp", *asked, "--script", str(script))
@@ -160,7 +150,7 @@ def test_on_a_mesh_each_replica_has_its_rows(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_program_of_a_mesh_trains_as_one_process_does(run: Run, tmp_path: Path) -> None:
+def test_the_program_of_a_mesh_trains_as_one_process_does(tmp_path: Path) -> None:
     script = inner(tmp_path) / "train.py"
     asked = ("--devices", "4xL4-24GB", "--mesh", "dp=2,pp=2", "--zero", "0", "--chunks", "2", *X)
     assert run(f"{NETS}:make_mlp", *asked, "--loss", f"{NETS}:squared", "--script", str(script)).exit_code == 0
@@ -195,7 +185,7 @@ def test_each_host_starts_its_own_processes() -> None:
     ],
 )
 def test_what_cannot_be_written_is_said_first(
-    run: Run, tmp_path: Path, target: str, arguments: tuple[str, ...], message: str
+    tmp_path: Path, target: str, arguments: tuple[str, ...], message: str
 ) -> None:
     script = () if "--script" in arguments else ("--script", str(tmp_path / "train.py"))
     assert message in error_of(run(f"{NETS}:{target}", *TWO, *arguments, *script))

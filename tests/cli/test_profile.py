@@ -8,27 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from autosplit.cli import app as cli
 from autosplit.cli import calibrate
 from autosplit.profile import measured
 from autosplit.report.costs import CostReport
 from cost_models import OpWork, device
 from cost_models.calibration import Calibrated, Stamp
-from tests.cli.conftest import error_of
+from tests.cli.conftest import NETS, command, error_of
 
-NETS = str(Path(__file__).parent / "nets_to_profile.py")
 X = ("--input", "x=float32[8,16]")
 
-Run = Callable[..., Any]
+run = command("profile")
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Call ``autosplit profile`` in this process, with a cache of the test's own."""
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    return lambda *arguments: CliRunner().invoke(cli.app, ["profile", *arguments])
 
 
 def report_of(result: Any) -> CostReport:
@@ -36,7 +31,7 @@ def report_of(result: Any) -> CostReport:
     return CostReport.model_validate_json(result.stdout)
 
 
-def test_the_table_is_printed(run: Run) -> None:
+def test_the_table_is_printed() -> None:
     result = run(f"{NETS}:make_mlp", *X, "--chunks", "4")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -50,7 +45,7 @@ def test_the_table_is_printed(run: Run) -> None:
     assert "a factory that talks\n" in result.stderr
 
 
-def test_json_has_every_node_and_every_figure(run: Run) -> None:
+def test_json_has_every_node_and_every_figure() -> None:
     found = report_of(run(f"{NETS}:Mlp", *X, "--chunks", "4", "--json"))
     assert [node.name for node in found.nodes] == [f"layers.{i}#0" for i in range(4)]
     assert (found.basis, found.rows, found.microbatches, found.batch_rows) == ("measured", 2, 4, 8)
@@ -68,7 +63,7 @@ def test_json_has_every_node_and_every_figure(run: Run) -> None:
     assert (totals.parameters, totals.parameter_bytes, totals.saved_bytes) == (1088, 4352, 3 * 128)
 
 
-def test_a_device_that_is_not_here_is_asked_by_its_cost_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_here_is_asked_by_its_cost_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "measure", None)
     card = report_of(run(f"{NETS}:Mlp", *X, "--device", "H100-SXM5-80GB", "--json"))
     lane = report_of(run(f"{NETS}:Mlp", *X, "--no-measure", "--json"))
@@ -78,14 +73,14 @@ def test_a_device_that_is_not_here_is_asked_by_its_cost_model(run: Run, monkeypa
     assert "modelled (nothing was measured)" in run(f"{NETS}:Mlp", *X, "--device", "H100-SXM5-80GB").stdout
 
 
-def test_a_model_without_values_is_planned_for_a_device(run: Run) -> None:
+def test_a_model_without_values_is_planned_for_a_device() -> None:
     found = report_of(run(f"{NETS}:make_on_meta", *X, "--device", "H100-SXM5-80GB", "--json"))
     assert (found.basis, found.totals.parameters) == ("modelled", 1088)
     assert "has no values" in error_of(run(f"{NETS}:make_on_meta", *X, "--measure"))
 
 
 @pytest.mark.filterwarnings("default")
-def test_memory_that_runs_out_is_said_and_modelled(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_that_runs_out_is_said_and_modelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     once = measured._Timing._once
 
     def short(self: Any, node: Any, *, private: bool) -> Any:
@@ -105,7 +100,7 @@ def test_memory_that_runs_out_is_said_and_modelled(run: Run, monkeypatch: pytest
     assert "modelled, not measured: layers.3#0: it needs 'layers.2#0'" in notes
 
 
-def test_a_model_that_no_graph_can_follow_is_refused(run: Run) -> None:
+def test_a_model_that_no_graph_can_follow_is_refused() -> None:
     assert "a graph cannot follow that" in error_of(run(f"{NETS}:Routed", *X))
 
 
@@ -115,9 +110,7 @@ def calibration() -> Calibrated:
     return Calibrated.fit(samples, device=device("cpu-lane"), stamp=stamp, issue_s=0.5)
 
 
-def test_calibrating_writes_a_file_that_a_profile_takes(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_calibrating_writes_a_file_that_a_profile_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
 
     def fake(name: str, *, quick: bool, progress: Callable[[str, float], None]) -> Calibrated:

@@ -10,30 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from autosplit import api
-from autosplit.cli import app as cli
 from autosplit.errors import InfeasibleError
 from autosplit.planning.plan.plan import Plan
-from tests.cli.conftest import error_of
+from tests.cli.conftest import NETS, command, error_of
 
-NETS = str(Path(__file__).parent / "nets.py")
 BROKEN_LINE = next(n for n, line in enumerate(Path(NETS).read_text().splitlines(), 1) if "weights are gone" in line)
 X = ("--input", "x=float32[8,16]")
 TWO_BY_FOUR = ("--devices", "cpu,cpu", "--chunks", "4")
 
 Run = Callable[..., Any]
+run = command("report")
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Call ``autosplit report`` in this process."""
-    monkeypatch.setenv("COLUMNS", "100")
-    return lambda target, *arguments: CliRunner().invoke(cli.app, ["report", target, *arguments])
-
-
-def test_the_table_is_printed(run: Run) -> None:
+def test_the_table_is_printed() -> None:
     result = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith(
@@ -44,7 +35,7 @@ def test_the_table_is_printed(run: Run) -> None:
     assert "a factory that talks\n" in result.stderr
 
 
-def test_a_step_is_measured_and_stands_beside_the_plan(run: Run, tmp_path: Path) -> None:
+def test_a_step_is_measured_and_stands_beside_the_plan(tmp_path: Path) -> None:
     files = {name: tmp_path / f"{name}.out" for name in ("html", "trace")}
     written = [text for name, path in files.items() for text in (f"--{name}", str(path))]
     result = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X, "--measure", "--json", *written)
@@ -57,7 +48,7 @@ def test_a_step_is_measured_and_stands_beside_the_plan(run: Run, tmp_path: Path)
     assert '"measured"' in files["trace"].read_text()
 
 
-def test_json_is_the_plan_and_nothing_else(run: Run) -> None:
+def test_json_is_the_plan_and_nothing_else() -> None:
     result = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X, "--optimizer", "momentum", "--schedule", "gpipe", "--json")
     assert result.exit_code == 0, result.output
     plan = Plan.model_validate_json(result.stdout)
@@ -69,7 +60,7 @@ def test_json_is_the_plan_and_nothing_else(run: Run) -> None:
     assert sum(stage.parameters for stage in plan.stages) == 4 * (16 * 16 + 16)
 
 
-def test_a_saved_plan_is_the_printed_one_and_can_be_pinned(run: Run, tmp_path: Path) -> None:
+def test_a_saved_plan_is_the_printed_one_and_can_be_pinned(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     first = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X, "--save", str(path), "--json")
     assert first.exit_code == 0, first.output
@@ -81,7 +72,7 @@ def test_a_saved_plan_is_the_printed_one_and_can_be_pinned(run: Run, tmp_path: P
     assert Plan.model_validate_json(again.stdout).stage_of() == saved.stage_of()
 
 
-def test_a_file_may_import_its_neighbour(run: Run, tmp_path: Path) -> None:
+def test_a_file_may_import_its_neighbour(tmp_path: Path) -> None:
     (tmp_path / "neighbour_for_cli.py").write_text("WIDTH = 16\n", encoding="utf-8")
     code = "from torch import nn\nfrom neighbour_for_cli import WIDTH\n"
     code += "def make():\n    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))\n"
@@ -93,7 +84,7 @@ def test_a_file_may_import_its_neighbour(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def look(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+def look(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Call the command, and return the model and the choices that reach `autosplit`."""
     seen: list[tuple[Any, dict[str, Any]]] = []
 
@@ -122,7 +113,7 @@ def test_the_mode_of_the_model(look: Run, mode: list[str], training: bool) -> No
 
 
 def test_a_plan_that_does_not_fit_is_printed_and_exits_with_one(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "plan.json"
     run(f"{NETS}:Mlp", *TWO_BY_FOUR, *X, "--save", str(path))
@@ -140,7 +131,10 @@ def test_a_plan_that_does_not_fit_is_printed_and_exits_with_one(
         (f"{NETS}:", "names no factory"),
         ("absent.py:make", "there is no file 'absent.py'"),
         ("no_such_package.nets:make", "there is no module 'no_such_package'"),
-        (f"{NETS}:absent", "has no 'absent'; it has AnyKeyword, Detector, Gated, INSTANCE, Mlp, Tokens, WithExample, "),
+        (
+            f"{NETS}:absent",
+            "has no 'absent'; it has AnyKeyword, Detector, Gated, INSTANCE, Mlp, Routed, Tokens, WithExample, ",
+        ),
         (f"{NETS}:NUMBER", "gives a int, no nn.Module"),
         (f"{NETS}:make_number", "gives a int, no nn.Module"),
         (f"{NETS}:make_wide", "missing a required argument: 'width'; give its arguments as --kwargs"),
@@ -150,7 +144,7 @@ def test_a_plan_that_does_not_fit_is_printed_and_exits_with_one(
         ),
     ],
 )
-def test_a_model_that_cannot_be_made(run: Run, target: str, message: str) -> None:
+def test_a_model_that_cannot_be_made(target: str, message: str) -> None:
     assert message in error_of(run(target, *TWO_BY_FOUR, *X))
 
 
@@ -181,11 +175,11 @@ def test_a_model_that_cannot_be_made(run: Run, target: str, message: str) -> Non
         ((*TWO_BY_FOUR, "--color"), "No such option: --color"),
     ],
 )
-def test_bad_usage(run: Run, arguments: tuple[str, ...], message: str) -> None:
+def test_bad_usage(arguments: tuple[str, ...], message: str) -> None:
     assert message in error_of(run(f"{NETS}:Mlp", *arguments))
 
 
-def test_a_schedule_by_name_or_from_a_file(run: Run, tmp_path: Path) -> None:
+def test_a_schedule_by_name_or_from_a_file(tmp_path: Path) -> None:
     named = run(f"{NETS}:make_mlp", *TWO_BY_FOUR, *X, "--schedule", "zb_h1")
     assert named.exit_code == 0, named.output
     assert "schedule   zb_h1, optimizer" in named.stdout

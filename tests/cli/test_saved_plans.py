@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from autosplit.cli import app as cli
 from autosplit.planning.plan.plan import Plan
+from tests.cli.conftest import NETS, command
 
 ROOT = Path(cli.__file__).parents[2]
-NETS = str(Path(__file__).parent / "nets.py")
 X = ("--input", "x=float32[8,16]")
 PLANNED = ("plan", f"{NETS}:Mlp", "--devices", "2xL4-24GB", "--chunks", "4", "--schedule", "1f1b", *X)
 WATCHED = """import sys
@@ -27,17 +24,11 @@ except SystemExit as ended: code = ended.code
 assert 'torch' not in sys.modules
 sys.exit(code)
 """
-
-Run = Callable[..., Any]
-
-
-@pytest.fixture
-def run() -> Run:
-    return lambda *arguments: CliRunner().invoke(cli.app, list(arguments))
+run = command()
 
 
 @pytest.fixture
-def saved(run: Run, tmp_path: Path) -> Path:
+def saved(tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
     result = run(*PLANNED, "--save", str(path))
     assert result.exit_code == 0, result.output

@@ -8,22 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from autosplit.cli import app as cli
 from autosplit.partition.checker import check
 from autosplit.partition.workload import load_workload
+from tests.cli.conftest import command
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "workloads"
 GNMT = FOLDER / "pd_gnmt_bw1e10.json"
 BERT = FOLDER / "tar_layer_bert24_training.json"
-
-Run = Callable[..., Any]
-
-
-@pytest.fixture
-def run() -> Run:
-    return lambda *arguments: CliRunner().invoke(cli.app, ["solve", *map(str, arguments)])
+run = command("solve")
 
 
 def row(count: int, **fields: Any) -> dict[str, Any]:
@@ -49,7 +42,7 @@ def answer(result: Any, *, code: int = 0) -> dict[str, Any]:
     return found
 
 
-def test_the_json_has_the_keys_that_scripts_read(run: Run) -> None:
+def test_the_json_has_the_keys_that_scripts_read() -> None:
     result = run(GNMT, "--stages", 4)
     found = answer(result)
     assert list(found)[:5] == ["assignment", "bottleneck", "lower_bound", "status", "seconds"]
@@ -66,7 +59,7 @@ def test_the_json_has_the_keys_that_scripts_read(run: Run) -> None:
     assert forced | {"seconds": 0} == found | {"seconds": 0}
 
 
-def test_the_table_shows_stages_and_the_proof(run: Run, written: Callable[..., Path]) -> None:
+def test_the_table_shows_stages_and_the_proof(written: Callable[..., Path]) -> None:
     result = run(written(row(3)), "--stages", 2, "--table")
     assert result.exit_code == 0
     lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
@@ -80,7 +73,7 @@ def test_the_table_shows_stages_and_the_proof(run: Run, written: Callable[..., P
     assert lines[6][:2] == ["solved", "in"]
 
 
-def test_a_name_cannot_write_to_the_terminal(run: Run, written: Callable[..., Path]) -> None:
+def test_a_name_cannot_write_to_the_terminal(written: Callable[..., Path]) -> None:
     data = row(2, name="\x07\x1b[2J")
     data["nodes"][0]["name"] = "\r\x1b[31m" + "y" * 500
     text = run(written(data), "--stages", 2, "--table").stdout
@@ -89,7 +82,7 @@ def test_a_name_cannot_write_to_the_terminal(run: Run, written: Callable[..., Pa
     assert max(map(len, text.splitlines())) < 140
 
 
-def test_stages_may_stay_empty(run: Run, written: Callable[..., Path]) -> None:
+def test_stages_may_stay_empty(written: Callable[..., Path]) -> None:
     data = row(3)
     for edge in data["edges"]:
         edge[3] = 50.0
@@ -101,7 +94,7 @@ def test_stages_may_stay_empty(run: Run, written: Callable[..., Path]) -> None:
     assert "997 more stay empty" in run(written(row(3)), "--stages", 1000, "--table").stdout
 
 
-def test_the_step_time_is_an_objective(run: Run) -> None:
+def test_the_step_time_is_an_objective() -> None:
     found = answer(run(BERT, "--stages", 4, "--objective", "step_time", "--microbatches", 16, "--schedule", "gpipe"))
     costs = check(load_workload(BERT).problem(stages=4, microbatches=16, schedule="gpipe"), found["assignment"])
     assert found["objective"] == "step_time"
@@ -112,7 +105,7 @@ def test_the_step_time_is_an_objective(run: Run) -> None:
     assert "step time" in text
 
 
-def test_what_does_not_fit_exits_with_1_and_the_smallest_cap(run: Run, written: Callable[..., Path]) -> None:
+def test_what_does_not_fit_exits_with_1_and_the_smallest_cap(written: Callable[..., Path]) -> None:
     path = written(row(4))
     result = run(path, "--stages", 2, "--memory-cap", 15)
     found = answer(result, code=1)
@@ -125,7 +118,7 @@ def test_what_does_not_fit_exits_with_1_and_the_smallest_cap(run: Run, written: 
     assert (as_table.exit_code, as_table.stdout, as_table.stderr) == (1, "", result.stderr)
 
 
-def test_colours_that_leave_nothing_to_cut_exit_with_1(run: Run, written: Callable[..., Path]) -> None:
+def test_colours_that_leave_nothing_to_cut_exit_with_1(written: Callable[..., Path]) -> None:
     data = row(3)
     data["nodes"][0]["color"] = data["nodes"][2]["color"] = "blue"
     result = run(written(data), "--stages", 2)
@@ -165,14 +158,14 @@ def test_colours_that_leave_nothing_to_cut_exit_with_1(run: Run, written: Callab
         (("--stages", 2, "--time-limit", "nan"), "--time-limit nan is no number of seconds above 0"),
     ],
 )
-def test_bad_usage_exits_with_2(run: Run, arguments: tuple[object, ...], message: str) -> None:
+def test_bad_usage_exits_with_2(arguments: tuple[object, ...], message: str) -> None:
     result = run(GNMT, *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_bad_input_exits_with_2_and_the_place(run: Run, written: Callable[..., Path]) -> None:
+def test_bad_input_exits_with_2_and_the_place(written: Callable[..., Path]) -> None:
     data = row(3)
     data["edges"].append([2, 0, 9, 1.0, "f"])
     result = run(written(data), "--stages", 2, "--json")

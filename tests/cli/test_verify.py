@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from autosplit import verification
-from autosplit.cli import app as cli
 from autosplit.verification import Item, Verification
+from tests.cli.conftest import NETS, command
 
-NETS = str(Path(__file__).parent / "nets.py")
 OPTIONS = ("--devices", "cpu,cpu", "--chunks", "4")
 X = ("--input", "x=float32[8,16]")
-Run = Callable[..., Any]
+run = command("verify", *OPTIONS)
 
 
-@pytest.fixture
-def run() -> Run:
-    """Call ``autosplit verify`` in this process."""
-    return lambda target, *arguments: CliRunner().invoke(cli.app, ["verify", target, *OPTIONS, *arguments])
-
-
-def test_an_equal_pipe(run: Run) -> None:
+def test_an_equal_pipe() -> None:
     result = run(f"{NETS}:make_mlp", *X)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("The pipe is the model.\n")
@@ -35,7 +24,7 @@ def test_an_equal_pipe(run: Run) -> None:
     assert "a factory that talks\n" in result.stderr
 
 
-def test_json_is_the_comparison_and_nothing_else(run: Run) -> None:
+def test_json_is_the_comparison_and_nothing_else() -> None:
     result = run(f"{NETS}:make_mlp", *X, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -46,7 +35,7 @@ def test_json_is_the_comparison_and_nothing_else(run: Run) -> None:
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
-def test_a_pipe_that_is_not_equal_ends_with_one(run: Run, monkeypatch: pytest.MonkeyPatch, form: tuple[str]) -> None:
+def test_a_pipe_that_is_not_equal_ends_with_one(monkeypatch: pytest.MonkeyPatch, form: tuple[str]) -> None:
     items = (Item("train", "output", "0", 0.5, 1e-5), Item("train", "buffer", "n", math.inf, 0.0, "missing"))
     monkeypatch.setattr(verification, "verify", lambda *args: Verification(items))
     result = run(f"{NETS}:make_mlp", *X, *form)

@@ -1,12 +1,13 @@
-"""Collectives: known formulas of rings and trees, and what a group of a machine's devices looks like."""
+"""Groups of a machine's devices: known formulas of rings and trees, networks by their speed, what NCCL keeps."""
 
 from __future__ import annotations
 
 import pytest
 
 from cost_models.collectives import REACHED, Group, Kind, group_of
+from cost_models.communicators import communicator_bytes
 from cost_models.machines import MachineSpec
-from cost_models.registry import machine, spread
+from cost_models.registry import machine, networked, spread
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +95,69 @@ def test_a_small_message_does_not_reach_the_bandwidth(hosts: MachineSpec) -> Non
     slow = network.model_copy(update={"latency_s": 2 * network.latency_s})
     small = [Group(32, 1, None, link).seconds("all_gather", 2**16) for link in (network, slow)]
     assert small[1] > 1.5 * small[0]
+
+
+@pytest.mark.parametrize(
+    ("speed", "each"), [("400Gbit", 6.25e9), ("8x400Gbit", 50e9), ("100Gbps", 1.5625e9), ("12.5GB/s", 1.5625e9)]
+)
+def test_devices_share_what_their_host_has(speed: str, each: float) -> None:
+    """The name says the network, and is a text form again."""
+    made = networked(machine("4x8xH100-SXM5-80GB"), speed)
+    assert made.link(0, 8).bandwidth_bytes_per_s == pytest.approx(each)
+    assert made.link(0, 1) == machine("8xH100-SXM5-80GB").link(0, 1)
+    assert made.name == f"4x8xH100-SXM5-80GB@{speed}"
+    assert machine(made.name) == made
+
+
+def test_many_devices_are_hosts() -> None:
+    """64 devices are eight hosts where there is a network; another speed takes the place of the first."""
+    made = networked(machine("64xH100-SXM5-80GB"), "400Gbit")
+    assert made.host_devices == (8,) * 8
+    assert networked(made, "100Gbit").name == "8x8xH100-SXM5-80GB@100Gbit"
+
+
+@pytest.mark.parametrize("speed", ["100", "fast", "0Gbit", "100 G", "-3Gbit"])
+def test_what_is_no_speed(speed: str) -> None:
+    """The error says what is one."""
+    with pytest.raises(ValueError, match=r'is no speed; give one such as "100Gbit"'):
+        networked(machine("2x8xH100-SXM5-80GB"), speed)
+
+
+def test_one_host_has_no_network() -> None:
+    """Eight devices with links between all of them are one host."""
+    with pytest.raises(ValueError, match="is one host, without a network"):
+        machine("8xH100-SXM5-80GB@100Gbit")
+
+
+MIB = 2**20
+BOTH = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "channels"),
+    [
+        ("4xH100-SXM5-80GB", 32),  # 18 NVLinks: 36, and no more than 32
+        ("4xA100-SXM4-80GB", 32),  # 12: 24, as a power of two
+        ("4xB200-SXM-180GB", 64),
+        ("4xV100-SXM2-32GB", 2),  # one NVLink
+        ("4xL4-24GB", 2),  # PCIe
+    ],
+)
+def test_a_sender_keeps_2_mib_and_a_receiver_10_in_each_channel(name: str, channels: int) -> None:
+    assert communicator_bytes(machine(name), [(0, 1)]) == (2 * channels * MIB, 10 * channels * MIB, 0, 0)
+    end = 12 * channels * MIB
+    assert communicator_bytes(machine(name), BOTH) == (end, 2 * end, 2 * end, end)
+
+
+def test_between_hosts_both_ends_keep_as_much() -> None:
+    found = communicator_bytes(machine("2x2xH100-SXM5-80GB"), BOTH)
+    end = 32 * 12 * MIB
+    assert found == (end, end + 128 * MIB, end + 128 * MIB, end)
+    assert communicator_bytes(machine("2x2xL4-24GB"), [(1, 2)]) == (0, 64 * MIB, 64 * MIB, 0)
+
+
+def test_a_pair_counts_once_and_a_bridge_is_for_its_two() -> None:
+    bridged = machine("4xH100-NVL-94GB")
+    assert communicator_bytes(bridged, [(0, 1), (0, 1)]) == (64 * MIB, 320 * MIB, 0, 0)
+    assert communicator_bytes(bridged, [(1, 2)]) == (0, 4 * MIB, 20 * MIB, 0)
+    assert communicator_bytes(bridged, []) == (0, 0, 0, 0)

@@ -9,16 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cost_models import HostSpec, LinkSpec, MachineSpec, Source, device, find, machine, machine_names, names
+from cost_models import HostSpec, LinkSpec, MachineSpec, device, find, machine, machine_names, names
 from cost_models.registry import spread, usual
+from tests.cost_models.test_specs import GUESS, make_link
 
-GUESS = Source(status="prior", text="made up for a test")
 SOME = ("A100-SXM4-80GB", "H100-SXM5-80GB", "H200-SXM-141GB", "L4-24GB", "V100-SXM2-32GB", "H100-NVL-94GB", "cpu-lane")
-
-
-def wire(name: str = "wire", bandwidth: float = 1e9, latency_s: float = 1e-3) -> LinkSpec:
-    sources = {"bandwidth_bytes_per_s": GUESS, "latency_s": GUESS}
-    return LinkSpec(name=name, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s, sources=sources)
 
 
 HOST = HostSpec(issue_threads=1, sources={"issue_threads": GUESS})
@@ -167,8 +162,10 @@ def test_a_file_with_hosts_and_links_of_its_own(tmp_path):
         tmp_path / "box.json",
         devices=["RTX3090-24GB"] * 5,
         host_devices=[2, 3],
-        network=dumped(wire("net")),
-        links=[{"devices": [3, 2], "link": dumped(wire("bridge", 5e10, 1e-6))}],
+        network=dumped(make_link(name="net")),
+        links=[
+            {"devices": [3, 2], "link": dumped(make_link(name="bridge", bandwidth_bytes_per_s=5e10, latency_s=1e-6))}
+        ],
     )
     box = machine(path)
     assert [[box.link(i, j).name for j in range(5) if j != i] for i in range(3)] == [
@@ -189,6 +186,6 @@ def test_a_file_with_hosts_and_links_of_its_own(tmp_path):
     ],
 )
 def test_links_of_pairs_that_do_not_exist(links, said):
-    entries = [{"devices": pair, "link": wire()} for pair in links]
+    entries = [{"devices": pair, "link": make_link()} for pair in links]
     with pytest.raises(ValidationError, match=said):
         MachineSpec(name="m", devices=(device("T4-16GB"),) * 2, host_devices=(2,), host=HOST, links=entries)

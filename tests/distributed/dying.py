@@ -81,7 +81,6 @@ class Training:
             file.write(f"{self.step} {loss.item().hex()}\n")
 
     def save(self, save: Callable[..., object] = checkpoint.save, *, wait: bool = True) -> None:
-        """Save all of it."""
         others = {"step": self.step, "scheduler": self.scheduler.state_dict(), "random": torch.get_rng_state()}
         save(self.folder, self.step, self.pipe, self.optimizer, others=others, wait=wait)
 

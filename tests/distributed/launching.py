@@ -64,12 +64,10 @@ def started() -> None:
 
 
 def causes(run: Ended) -> dict[int, str]:
-    """Return what each rank said that was ended by its watch."""
     return {int(rank): text for rank, text in re.findall(r"autosplit: rank (\d) ends: (.*)", run.stderr)}
 
 
 def root_cause(run: Ended) -> tuple[int, str]:
-    """Return the rank and the text of torchrun's report."""
     [(rank, text)] = re.findall(r"Root Cause .*?rank +: (\d).*?traceback : (.*?)\n=====", run.stderr, re.DOTALL)
     return int(rank), text
 

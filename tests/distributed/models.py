@@ -224,32 +224,26 @@ class MixesRows(nn.Module):
 
 
 def flat(rows: int) -> Batch:
-    """Return one input [rows, WIDTH]."""
     return Batch((torch.randn(rows, WIDTH, generator=_generator(rows)),))
 
 
 def sequences(rows: int) -> Batch:
-    """Return one input [rows, LENGTH, WIDTH]."""
     return Batch((torch.randn(rows, LENGTH, WIDTH, generator=_generator(rows)),))
 
 
 def sequences_of_changing_length(rows: int) -> Batch:
-    """Return one input whose length depends on the number of rows."""
     return Batch((torch.randn(rows, 4 + rows % 3, WIDTH, generator=_generator(rows)),))
 
 
 def pictures(rows: int) -> Batch:
-    """Return one input [rows, 3, 6, 6]."""
     return Batch((torch.randn(rows, 3, 6, 6, generator=_generator(rows)),))
 
 
 def tokens(rows: int) -> Batch:
-    """Return tokens [rows, LENGTH]."""
     return Batch((torch.randint(WORDS, (rows, LENGTH), generator=_generator(rows)),))
 
 
 def tokens_of_changing_length(rows: int) -> Batch:
-    """Return tokens whose length depends on the number of rows."""
     return Batch((torch.randint(WORDS, (rows, 4 + rows % 3), generator=_generator(rows)),))
 
 
@@ -261,7 +255,6 @@ def labelled(rows: int) -> Batch:
 
 
 def next_token(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the mean over the targets that count."""
     return F.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=-100)
 
 
@@ -273,27 +266,22 @@ def few_targets(batch: Batch, step: int) -> Tensor:
 
 
 def classes(batch: Batch, step: int) -> Tensor:
-    """Return a class per row."""
     return (torch.arange(len(batch.args[0])) + step) % 5
 
 
 def zeros(batch: Batch, step: int) -> Tensor:
-    """Return a target of the input's shape."""
     return torch.zeros_like(batch.args[0])
 
 
 def mixture() -> nn.Module:
-    """Return a decoder with experts, whose loss has the routers' balance in it."""
     return Decoder(experts="mixtral", layers=2)
 
 
 def small_mixture() -> nn.Module:
-    """Return the same with a single layer."""
     return Decoder(experts="mixtral", layers=1)
 
 
 def decoder() -> nn.Module:
-    """Return a decoder that computes its own loss."""
     return Decoder(layers=2)
 
 
@@ -303,17 +291,14 @@ def doubled(output: dict[str, Tensor], _: None = None) -> Tensor:
 
 
 def u_net_target(batch: Batch, step: int) -> Tensor:
-    """Return a target of the U-Net's shape."""
     return torch.zeros(len(batch.args[0]), 4, 6, 6)
 
 
 def half(output: Tensor, target: Tensor) -> Tensor:
-    """Return a loss of the user's own, a mean over rows."""
     return 0.5 * (output - target).abs().mean()
 
 
 def mlp() -> nn.Module:
-    """Return a chain of layers."""
     torch.manual_seed(0)
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 

@@ -64,7 +64,6 @@ class Ranks:
             other.close()
 
     def close(self) -> None:
-        """End the processes; the next run starts new ones."""
         for process, pipe in self._started:
             pipe.close()
             process.join(1.0)
@@ -116,13 +115,11 @@ class Pool:
         return self._groups[size]
 
     def close(self) -> None:
-        """End all processes."""
         for group in self._groups.values():
             group.close()
 
 
 def first(found: Sequence[Any]) -> Any:
-    """Return the one value among the ranks' answers that is not None."""
     (value,) = [one for one in found if one is not None]
     return value
 

@@ -27,7 +27,6 @@ NAMES[4] = (*NAMES[3], "tp")
 
 
 def mesh_of(*shape: int) -> Any:
-    """Return a mesh over all processes."""
     return init_device_mesh("cpu", shape, mesh_dim_names=NAMES[len(shape)])
 
 
@@ -47,12 +46,10 @@ def whole(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def part_of(value: Any, rows: Sequence[int], replica: int) -> Any:
-    """Return a replica's rows of a tensor."""
     return value.split(list(rows))[replica] if isinstance(value, Tensor) else value
 
 
 def doubled(value: Any) -> Any:
-    """Return a floating tensor in float64."""
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -126,12 +123,10 @@ def train_replicas(
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of the trainings."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
-    """Return an optimizer whose state depends on every gradient."""
     return torch.optim.AdamW(parameters, lr=0.01)
 
 

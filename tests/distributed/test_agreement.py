@@ -20,13 +20,11 @@ from tests.distributed.processes import Pool, error_of
 
 
 def model(seed: int = 0, width: int = 8) -> nn.Module:
-    """Return a chain of four layers with dropout."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(width, 8), nn.Dropout(0.1), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
 
 def batch(rows: int = 8, seed: int = 0, width: int = 8) -> Tensor:
-    """Return one input."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
 
@@ -39,17 +37,14 @@ def _pipe(**how: Any) -> Any:
 
 
 def other_seed() -> str:
-    """Make the model from another seed on rank 1."""
     return _refused(lambda rank: _pipe(model=lambda: model(seed=rank)))
 
 
 def other_width() -> str:
-    """Make another model on rank 1."""
     return _refused(lambda rank: autosplit(model(width=8 + rank), devices="torchrun", sample=batch(width=8 + rank)))
 
 
 def other_schedule() -> str:
-    """Ask for another schedule on rank 1."""
     return _refused(lambda rank: _pipe(schedule=("gpipe", "1f1b")[rank]))
 
 
@@ -61,7 +56,6 @@ def plan_for_three() -> str:
 
 
 def without_sample() -> str:
-    """Give no sample."""
     return _refused(lambda rank: autosplit(model(), devices="torchrun"))
 
 

@@ -171,7 +171,6 @@ class Training:
         return state
 
     def common(self) -> list[Any]:
-        """Return what every rank has."""
         return [self.losses[-3:], self.scheduler.state_dict(), self.scaler.state_dict(), torch.get_rng_state().tolist()]
 
 

@@ -24,7 +24,6 @@ class _Returning(nn.Module):
 
 
 def returned_parameter() -> str:
-    """Split a model that returns a parameter of the first rank."""
     return error_of(lambda: autosplit(_Returning(), devices="torchrun", chunks=4, sample=flat(8).args))
 
 

@@ -268,7 +268,6 @@ class Seen(torch.optim.SGD):
     layouts: ClassVar[set[Any]] = set()
 
     def step(self, closure: Any = None) -> Any:
-        """Note them, and update."""
         self.layouts.update(p.grad.layout for group in self.param_groups for p in group["params"] if p.shape[0] == 9)
         return super().step(closure)
 

@@ -30,7 +30,6 @@ MAKES = {"sgd": sgd, "adamw": adamw}
 
 
 def items_of(training: Training) -> Iterator[Any]:
-    """Yield the minibatches of a training."""
     for number, rows in enumerate(training.rows):
         batch = without_gradients(training.batch(rows))
         inputs = Sample(*batch.args, **batch.kwargs)

@@ -35,8 +35,6 @@ def squares(output: Any, _: Any = None) -> Tensor:
 
 
 def without_gradients(batch: Batch) -> Batch:
-    """Return a batch whose inputs want no gradient."""
-
     def plain(value: Any) -> Any:
         return value.detach() if isinstance(value, Tensor) else value
 

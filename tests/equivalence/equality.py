@@ -26,7 +26,6 @@ class Batch:
         return Batch(tuple(map(_leaf, self.args)), {name: _leaf(value) for name, value in self.kwargs.items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the input tensors by position or keyword."""
         named = {str(index): value for index, value in enumerate(self.args)} | self.kwargs
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
@@ -159,7 +158,6 @@ def _assert_leaf(what: str, actual: Any, plain: Any, *, tolerance: float) -> Non
 
 
 def assert_same_bits(actual: Run, other: Run) -> None:
-    """Assert that outputs, loss, gradients and buffers are bit for bit the same."""
     for kind in ("outputs", "gradients", "buffers"):
         mine, theirs = getattr(actual, kind), getattr(other, kind)
         assert list(mine) == list(theirs)

@@ -19,13 +19,11 @@ both = pytest.mark.parametrize("lanes", mostly_slow(LANES, "threads"))
 
 
 def pair(name: str, lanes: str, *, chunks: int = 4) -> tuple[nn.Module, Any]:
-    """Return the plain model and a pipe of the same numbers."""
     case = CASES[name]
     return case.build(), autosplit(case.build(), devices=["cpu"] * 3, chunks=chunks, lanes=lanes)
 
 
 def assert_equal(actual: Sequence[Any], expected: Sequence[Any], *, tolerance: float = 1e-12) -> None:
-    """Assert that tensors are within the tolerance and that all else is equal."""
     assert len(actual) == len(expected)
     for position, (mine, plain) in enumerate(zip(actual, expected, strict=True)):
         if isinstance(plain, Tensor):
@@ -57,10 +55,8 @@ def as_plain(name: str, *, tolerance: float = 1e-12) -> Callable[[Run], Callable
 
 
 def value_of(rows: int = 9, *, seed: int = 0, gradient: bool = True) -> Tensor:
-    """Return a batch that depends on the arguments only."""
     return numbers(rows, WIDTH, seed=seed, gradient=gradient)
 
 
 def grads(module: nn.Module) -> list[Tensor | None]:
-    """Return copies of the parameters' gradients."""
     return [None if p.grad is None else p.grad.clone() for p in module.parameters()]

@@ -33,7 +33,6 @@ def check(plain: nn.Module, *inputs: Any, **options: Any) -> Any:
 
 
 def dims_of(pipe: Any) -> tuple[int | None, ...]:
-    """Return the batch dimensions of the last recording's inputs."""
     recorded = next(reversed(pipe._core.recordings.kept.values()))[0]
     return tuple(info.batch_dim for info in recorded.traced.inputs)
 

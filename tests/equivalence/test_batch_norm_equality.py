@@ -203,7 +203,6 @@ def test_without_running_statistics_the_whole_batch_is_normalised(training: bool
 
 
 def net(body: Callable[[Any, Tensor], Tensor], **parts: Callable[[], Any]) -> nn.Module:
-    """``body`` between two linear layers."""
     return Model(lambda m, value: m.b(body(m, m.a(value))), **parts)
 
 

@@ -208,7 +208,6 @@ def _outer(output: Tensor, target: Tensor) -> Any:
 
 @cache
 def pair(form: str, **options: Any) -> tuple[nn.Module, Any]:
-    """Return the plain model and a pipe of it."""
     plain = Net(form).double()
     return plain, autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=CHUNKS, **options)
 

@@ -25,7 +25,6 @@ class Layer:
         self.rows = self.seen = 0
 
     def update(self, keys: torch.Tensor) -> torch.Tensor:
-        """Keep the keys and count."""
         self.keys, self.rows, self.seen = torch.cat([keys, keys], 1), len(keys), self.seen + 1
         return self.keys
 
@@ -50,7 +49,6 @@ class Slotted:
         self.__hidden = 2 * total
 
     def hidden(self) -> torch.Tensor:
-        """Return what lies in the private slot."""
         return self.__hidden
 
 

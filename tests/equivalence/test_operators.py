@@ -106,7 +106,6 @@ def test_on_meta_what_sizes_decide_is_computed() -> None:
 
 
 def names(pipe: PipelinedModule) -> set[str]:
-    """The names of the functions that the last program's stages call."""
     return {getattr(n.target, "__name__", "") for stage in pipe.stages for n in stage.graph.nodes}
 
 

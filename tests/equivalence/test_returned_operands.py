@@ -51,12 +51,10 @@ class Returns(nn.Module):
 
 
 def batch(rows: int = 7) -> torch.Tensor:
-    """Return an input that requires a gradient."""
     return torch.randn(rows, 6, dtype=torch.float64).requires_grad_()
 
 
 def kept_of(output: Any) -> torch.Tensor:
-    """Return what the operator returned."""
     tensor: torch.Tensor = output["kept"][0] if isinstance(output, dict) else output
     return tensor
 

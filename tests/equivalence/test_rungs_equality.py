@@ -107,7 +107,6 @@ class Trap:
 
 
 def of(body: Body, training: str = "recorded", evaluation: str = "recorded", **parts: Any) -> Trap:
-    """Return a trap of a Model."""
     return Trap(partial(Model, body, **parts), training, evaluation)
 
 

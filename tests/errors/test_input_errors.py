@@ -35,7 +35,6 @@ class Boom(RuntimeError):
 
 
 def text_of(error: BaseException) -> str:
-    """Return the message with its notes."""
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import cost_models
 from autosplit import autosplit, plan
@@ -23,6 +23,9 @@ from autosplit.report.sections import render
 
 GIB, MIB = 2**30, 2**20
 WIDTH, ROWS = 8192, 8
+NOTHING: dict[str, Any] = dict.fromkeys(
+    (f"{name}_bytes" for name in "parameter buffer gradient optimizer activation transient peak".split()), 0
+)
 
 
 def item(low: int, high: int) -> MemoryItem:
@@ -46,17 +49,13 @@ def test_a_choice_is_its_least_or_its_most() -> None:
     items = item(100, 100), item(0, 12), item(0, 50).model_copy(update={"choice": True})
     found, without = PeakRange.of(items), PeakRange.of(items[:2])
     assert (found.low_bytes, found.high_bytes) == (without.low_bytes, without.high_bytes + 50)
-    known = dict.fromkeys(("parameter", "buffer", "gradient", "optimizer", "activation", "transient", "peak"), 0)
-    sizes: dict[str, Any] = {f"{name}_bytes": size for name, size in known.items()}
-    memory = StageMemory(**sizes, **asdict(found), capacity_bytes=130)
+    memory = StageMemory(**NOTHING, **asdict(found), capacity_bytes=130)
     assert (memory.verdict, memory.odds) == ("borderline", 0.5)
 
 
 @given(st.integers(0, 10**12), st.integers(10**4, 10**12), st.integers(0, 2 * 10**12))
 def test_odds_agree_with_verdicts(low: int, width: int, capacity: int) -> None:
-    known = dict.fromkeys(("parameter", "buffer", "gradient", "optimizer", "activation", "transient", "peak"), 0)
-    sizes: dict[str, Any] = {f"{name}_bytes": size for name, size in known.items()}
-    memory = StageMemory(**sizes, low_bytes=low, high_bytes=low + width, capacity_bytes=capacity)
+    memory = StageMemory(**NOTHING, low_bytes=low, high_bytes=low + width, capacity_bytes=capacity)
     assert memory.odds is not None
     if memory.verdict != "borderline":
         assert memory.odds > 0.94 if memory.verdict == "fits" else memory.odds < 0.06
@@ -64,15 +63,8 @@ def test_odds_agree_with_verdicts(low: int, width: int, capacity: int) -> None:
         assert 0.04 < memory.odds < 0.96
 
 
-class Net(nn.Module):
-    """Wide layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layers(x))
+def net() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Tanh())
 
 
 def planned(*, devices: int = 2, capacity_bytes: int | None = None, **options: Any) -> Any:
@@ -80,7 +72,7 @@ def planned(*, devices: int = 2, capacity_bytes: int | None = None, **options: A
     assert spec.usable_bytes is not None
     assert spec.memory_bytes is not None
     with torch.device("meta"):
-        model, x = Net(), torch.empty(ROWS, WIDTH)
+        model, x = net(), torch.empty(ROWS, WIDTH)
     if capacity_bytes is not None:
         spec = spec.model_copy(update={"memory_bytes": spec.memory_bytes - spec.usable_bytes + capacity_bytes})
     options = {"reserve": 0, "schedule": "1f1b", "recompute": "never"} | options
@@ -147,7 +139,7 @@ def test_a_limit_that_was_given_is_held_by_the_peak_alone() -> None:
 
 @pytest.mark.parametrize("limit", [None, 10**10])
 def test_lanes_of_the_cpu_have_no_range(limit: int | None) -> None:
-    found = autosplit(Net(), devices=2, chunks=2, sample=torch.zeros(ROWS, WIDTH), memory_limit=limit).plan
+    found = autosplit(net(), devices=2, chunks=2, sample=torch.zeros(ROWS, WIDTH), memory_limit=limit).plan
     assert found is not None
     assert [stage.memory.low_bytes for stage in found.stages] == [None] * 2
     assert found.verdict == ("borderline" if limit is None else "fits")

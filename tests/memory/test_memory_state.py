@@ -84,19 +84,21 @@ class Lion(torch.optim.Optimizer):
         average.mul_(beta2).add_(parameter.grad, alpha=1 - beta2)
 
 
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "adam": (torch.optim.Adam, {}),
+    "adamw": (torch.optim.AdamW, {}),
+    "adafactor": (torch.optim.Adafactor, {}),
+    "lion": (Lion, {}),
+    "muon": (torch.optim.Muon, {}),
+}
+
+
 def real(
     name: str, *, foreach: bool, masters: bool = False, shapes: Sequence[tuple[int, ...]] = tuple(zip(ELEMENTS))
 ) -> Allocations:
-    kinds: dict[str, tuple[Any, dict[str, Any]]] = {
-        "sgd": (torch.optim.SGD, {}),
-        "momentum": (torch.optim.SGD, {"momentum": 0.9}),
-        "adam": (torch.optim.Adam, {}),
-        "adamw": (torch.optim.AdamW, {}),
-        "adafactor": (torch.optim.Adafactor, {}),
-        "lion": (Lion, {}),
-        "muon": (torch.optim.Muon, {}),
-    }
-    make, given = kinds[name]
+    make, given = OPTIMIZERS[name]
     dtype = torch.bfloat16 if masters else torch.float32
     parameters = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
     for parameter in parameters:
@@ -158,12 +160,10 @@ def test_what_a_step_that_looks_at_shapes_allocates(name: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adamw", "adafactor", "lion", "muon"])
 def test_state_of_every_shape(name: str, shape: tuple[int, ...]) -> None:
-    kinds: dict[str, Any] = {"momentum": torch.optim.SGD, "sgd": torch.optim.SGD, "lion": Lion}
-    kinds |= {"adafactor": torch.optim.Adafactor, "muon": torch.optim.Muon if len(shape) == 2 else torch.optim.AdamW}
+    make, given = OPTIMIZERS["adamw" if name == "muon" and len(shape) != 2 else name]
     parameter = torch.nn.Parameter(torch.ones(shape))
     parameter.grad = torch.ones_like(parameter)
-    how = {"momentum": 0.9} if name == "momentum" else {}
-    optimizer = kinds.get(name, torch.optim.AdamW)([parameter], lr=1e-3, **how)
+    optimizer = make([parameter], lr=1e-3, **given)
     optimizer.step()
     entries = optimizer.state[parameter].items()
     kept = sorted(value.nbytes for key, value in entries if key != "step" and value is not None)

@@ -20,5 +20,4 @@ class WideBlock(nn.Module):
 
 
 def wide_blocks(count: int, width: int, *, norm: bool = False) -> nn.Sequential:
-    """Return so many of them in a row."""
     return nn.Sequential(*[WideBlock(width, norm=norm) for _ in range(count)])

@@ -345,12 +345,10 @@ class Case:
 
 
 def flat(rows: int) -> Batch:
-    """Return one input ``[rows, WIDTH]`` with a gradient."""
     return Batch((numbers(rows, WIDTH, gradient=True),))
 
 
 def sequence(rows: int) -> Batch:
-    """Return one input ``[rows, 5, WIDTH]`` with a gradient."""
     return Batch((numbers(rows, 5, WIDTH, gradient=True),))
 
 

@@ -222,7 +222,6 @@ FORMS = ("tensor", "tuple", "dict", "nested", "dataclass")
 
 
 def recipes(*, forms: tuple[str, ...] = FORMS, kinds: tuple[str, ...] = tuple(OPERATIONS)) -> st.SearchStrategy[Recipe]:
-    """Return the strategy that draws recipes."""
     step = st.builds(
         Step, kind=st.sampled_from(kinds), near=st.integers(0, 2), far=st.sampled_from((0, 0, 1, 1, 2, 3, 5, 8))
     )

@@ -35,7 +35,6 @@ class Model(nn.Module):
 
 
 def numbers(*shape: int, seed: int = 0, scale: float = 1.0, gradient: bool = True) -> Tensor:
-    """Return normal numbers from a seed of their own."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, dtype=torch.float64, generator=generator) * scale).requires_grad_(gradient)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from autosplit.partition.problem import Problem
-from tests.partition.oracle_costs import Rules, members
+from tests.partition.oracle_costs import Rules, flows, members
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ def assignments(problem: Problem, *, stages: int, empty: bool = False) -> Iterat
     """Yield every legal assignment, work by work; without ``empty`` each stage has a work."""
     rules = Rules(problem, stages)
     count = len(problem.works)
-    flows = _flows(problem) | set(_same(problem))
-    earlier = [[(tail, head) for tail, head in flows if max(tail, head) == last] for last in range(count)]
+    pairs = flows(problem) | set(_same(problem))
+    earlier = [[(tail, head) for tail, head in pairs if max(tail, head) == last] for last in range(count)]
 
     def extend(prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(prefix) == count:
@@ -71,7 +71,7 @@ def closures(problem: Problem) -> list[int]:
     """Return for each work the works that cannot lie in a later stage than it, itself and whole colours included."""
     count = len(problem.works)
     needs = [1 << work for work in range(count)]
-    for tail, head in [*_flows(problem), *_same(problem)]:
+    for tail, head in [*flows(problem), *_same(problem)]:
         needs[head] |= 1 << tail
     while True:
         larger = list(needs)
@@ -95,11 +95,6 @@ def ideals_of(problem: Problem) -> list[int]:
                 found.add(ideal | mask)
                 fresh.append(ideal | mask)
     return sorted(found, key=lambda ideal: (ideal.bit_count(), ideal))
-
-
-def _flows(problem: Problem) -> set[tuple[int, int]]:
-    flows = {(net.producer, end) for net in problem.nets if net.ordered for end in net.consumers}
-    return flows | set(problem.order)
 
 
 def _same(problem: Problem) -> Iterator[tuple[int, int]]:

@@ -32,12 +32,10 @@ class Option:
 
 
 def bits(indices: Sequence[int]) -> int:
-    """Return the number whose bits are the indices."""
     return sum(1 << index for index in set(indices))
 
 
 def members(mask: int) -> list[int]:
-    """Return the indices whose bits are set."""
     return [index for index in range(mask.bit_length()) if mask >> index & 1]
 
 
@@ -86,14 +84,12 @@ class Rules:
         return max(near, default=1.0)
 
     def works(self, inside: int, name: str) -> list:
-        """Return an attribute of each of the stage's works."""
         return [getattr(work, name) for index, work in enumerate(self.problem.works) if inside >> index & 1]
 
     def legal(self, assignment: Sequence[int]) -> bool:
         """Tell whether colours stay together and nothing flows back."""
         problem = self.problem
-        flows = [(net.producer, end) for net in problem.nets if net.ordered for end in net.consumers]
-        if any(assignment[tail] > assignment[head] for tail, head in [*flows, *problem.order]):
+        if any(assignment[tail] > assignment[head] for tail, head in flows(problem)):
             return False
         pairs = {
             (w.colocation_group, stage)
@@ -181,7 +177,6 @@ class Rules:
         return resident, largest
 
     def stage_masks(self, assignment: Sequence[int]) -> list[int]:
-        """Return the works of each stage."""
         return [bits([w for w, own in enumerate(assignment) if own == stage]) for stage in range(self.stages)]
 
     def options(self, assignment: Sequence[int], recompute: Sequence[str] | None) -> list[Option] | None:
@@ -245,6 +240,11 @@ class Rules:
                 between = links[min(self.lane[low], self.lane[high]) : max(self.lane[low], self.lane[high])]
                 slow = max(between, default=1.0)
                 yield TransferTime(low, high, slow * forward_s, slow * backward_s)
+
+
+def flows(problem: Problem) -> set[tuple[int, int]]:
+    """Return the pairs of works of which the second cannot lie in an earlier stage than the first."""
+    return {(net.producer, end) for net in problem.nets if net.ordered for end in net.consumers} | set(problem.order)
 
 
 def _boundary(hold: Hold, inside: int) -> bool:

@@ -10,7 +10,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from autosplit.partition.problem import Problem
-from tests.partition.oracle_costs import Rules
+from tests.partition.oracle_costs import Rules, flows
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class _Program:
         self.limits.append((least, most))
 
     def at_least(self, larger: int, terms: list[tuple[int, float]]) -> None:
-        """Demand ``larger >= sum of terms``."""
         self.row([(larger, 1.0), *((column, -factor) for column, factor in terms)], least=0.0)
 
     def solve(self, *, least: int, time_limit_s: float):
@@ -67,7 +66,7 @@ def solve_milp(problem: Problem, *, stages: int, empty: bool = False, time_limit
     at = [[program.variable(integral=True) for _ in range(stages)] for _ in range(count)]
     for work in range(count):
         program.row([(cell, 1.0) for cell in at[work]], least=1.0, most=1.0)
-    for tail, head in _flows(problem):
+    for tail, head in sorted(pair for pair in flows(problem) if pair[0] != pair[1]):
         for stage in range(stages - 1):
             early = [(cell, 1.0) for cell in at[tail][: stage + 1]]
             program.row([*early, *((cell, -1.0) for cell in at[head][: stage + 1])], least=0.0)
@@ -93,11 +92,6 @@ def _answer(result, *, at: list[list[int]]) -> Answer:
         return Answer(proven=False, value=math.inf, lower=lower, assignment=None)
     assignment = tuple(int(np.argmax(result.x[cells])) for cells in at)
     return Answer(proven=result.status == 0, value=float(result.fun), lower=lower, assignment=assignment)
-
-
-def _flows(problem: Problem) -> list[tuple[int, int]]:
-    flows = [(net.producer, end) for net in problem.nets if net.ordered for end in net.consumers]
-    return sorted({(tail, head) for tail, head in [*flows, *problem.order] if tail != head})
 
 
 def _same(problem: Problem) -> list[tuple[int, int]]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from autosplit.errors import InfeasibleError
 from autosplit.partition.checker import check
 from autosplit.partition.graph import base_graph
 from autosplit.partition.ideals import enumerate as ideals
@@ -29,6 +28,7 @@ CHAIN = Problem(
 
 
 STATIC = replace(CHAIN, works=tuple(replace(work, transient_bytes=0) for work in CHAIN.works), holds=())
+RED = Problem(tuple(Work(name, 1.0, 0.0, colocation_group="red") for name in "ab"), (), microbatches=1)
 
 
 def test_a_chain_by_hand() -> None:
@@ -76,34 +76,17 @@ def test_a_capacity_moves_the_cut() -> None:
     assert solve(replace(problem, devices=devices_of((399, 399))), stages=2).assignment == (0, 1, 1, 1)
 
 
-def test_what_does_not_fit_is_said_with_its_numbers() -> None:
-    with pytest.raises(InfeasibleError) as error:
-        solve(replace(STATIC, devices=devices_of((199, 199))), stages=2)
-    assert str(error.value) == (
-        "no partition fits 2 stages: the nodes have 400 B (400 bytes) of static memory, all devices together 398 B "
-        "(398 bytes), and node 0 'w0' alone needs at least 100 B (100 bytes) of it; the smallest limit that can be met "
-        "is 200 B (200 bytes) per device, or use more devices"
-    )
-
-
 @pytest.mark.parametrize(
-    ("assignment", "message"),
+    ("problem", "assignment", "message"),
     [
-        ((0, 1, 0, 1), "'w1' in stage 1 must not come after 'w2' in stage 0"),
-        ((0, 0, 0), "3 stages are assigned to 4 works"),
+        (CHAIN, (0, 1, 0, 1), "'w1' in stage 1 must not come after 'w2' in stage 0"),
+        (CHAIN, (0, 0, 0), "3 stages are assigned to 4 works"),
+        (RED, (0, 1), "colocation group 'red' is in stages 0 and 1"),
     ],
 )
-def test_the_checker_refuses_what_is_not_legal(assignment: tuple[int, ...], message: str) -> None:
+def test_the_checker_refuses_what_is_not_legal(problem: Problem, assignment: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        check(CHAIN, assignment)
-
-
-def test_the_checker_refuses_a_torn_colour() -> None:
-    problem = Problem(
-        (Work("a", 1.0, 0.0, colocation_group="red"), Work("b", 1.0, 0.0, colocation_group="red")), (), microbatches=1
-    )
-    with pytest.raises(ValueError, match="colocation group 'red' is in stages 0 and 1"):
-        check(problem, (0, 1))
+        check(problem, assignment)
 
 
 TIED_CHAIN = Problem(
@@ -132,16 +115,8 @@ def test_the_solver_refuses_what_only_cuts_along_a_line_know(problem: Problem) -
         solve(problem, stages=2)
 
 
-UNEVEN_CHAIN = Problem(
-    tuple(Work(f"w{index}", 1.0, 2.0, static_bytes=100, weight_s=1.0) for index in range(4)),
-    tuple(TensorEdge(index, (index + 1,), 0.25, 0.5) for index in range(3)),
-    tuple(Hold(10, index, (index + 1,), (index + 1,)) for index in range(3)),
-    microbatches=8,
-)
-
-
 def test_a_slow_device_and_its_link_by_hand() -> None:
-    problem = replace(UNEVEN_CHAIN, devices=(Device(2.0), Device()), links=(4.0,))
+    problem = replace(CHAIN, devices=(Device(2.0), Device()), links=(4.0,))
     costs = check(problem, (0, 1, 1, 1))
     assert costs.loads_s == (2 * 3 + 4 * 0.75, 9 + 4 * 0.75)
     assert costs.device_loads_s == costs.loads_s

@@ -78,19 +78,12 @@ def test_the_step_is_the_shortest_of_all(empty: bool) -> None:
     assert feasible >= 24
 
 
-def long_chain(count: int, *, microbatches: int, schedule: str = "1f1b") -> Problem:
-    chance = random.Random(count)
-    works = tuple(Work(f"w{index}", chance.uniform(1, 3), chance.uniform(1, 6)) for index in range(count))
-    nets = tuple(
-        TensorEdge(index, (index + 1,), chance.uniform(0, 2), chance.uniform(0, 2)) for index in range(count - 1)
-    )
-    return Problem(works, nets, microbatches=microbatches, schedule=schedule)
-
-
 @pytest.mark.parametrize("name", ONE_EACH)
 def test_the_bound_comes_close_where_transfers_are_cheap(name: str) -> None:
-    problem = long_chain(60, microbatches=64, schedule=name)
-    problem = replace(problem, nets=tuple(replace(net, forward_s=0.0, backward_s=0.0) for net in problem.nets))
+    chance = random.Random(60)
+    works = tuple(Work(f"w{index}", chance.uniform(1, 3), chance.uniform(1, 6)) for index in range(60))
+    nets = tuple(TensorEdge(index, (index + 1,), 0.0, 0.0) for index in range(59))
+    problem = Problem(works, nets, microbatches=64, schedule=name)
     assert solve(problem, stages=4, objective="step_time").gap <= 0.05
 
 

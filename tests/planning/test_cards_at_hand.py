@@ -13,7 +13,7 @@ from autosplit.options import Options, Sample
 from autosplit.planning.explain.reasons import reasons
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.problem import _lies_on
-from autosplit.planning.profiled.specs import spec_of
+from autosplit.planning.profiled.specs import link_seconds, spec_of
 from autosplit.planning.search.make import make_plan
 from autosplit.trace.ladder import trace
 from cost_models import registry
@@ -90,6 +90,17 @@ def test_times_of_one_card_are_not_taken_for_anothers() -> None:
     assert not lies("cpu", "cuda:0")
     assert not lies("meta", "cpu")
     assert lies("cpu", "cpu")
+
+
+def test_a_link_is_that_of_the_cards_which_the_driver_names_and_the_slowest_of_a_row_counts() -> None:
+    def seconds(*devices: str) -> float:
+        return link_seconds(Options(tuple(map(torch.device, devices)), chunks=2), 2**30)
+
+    assert seconds("cuda:0", "cuda:1") == registry.link(*("H200-SXM-141GB",) * 2).transfer_s(2**30)
+    assert seconds("cpu", "cuda:0") == registry.link("cpu-lane", "H200-SXM-141GB").transfer_s(2**30)
+    assert seconds("cpu", "cpu") == 0.0
+    row = seconds("cuda:0", "cuda:1", "cuda:3", "cuda:3")
+    assert row == seconds("cuda:1", "cuda:3") > seconds("cuda:0", "cuda:1")
 
 
 def test_devices_of_several_kinds_have_their_speeds() -> None:

@@ -11,29 +11,17 @@ from torch import nn
 
 import autosplit
 from autosplit.planning.plan.fields import Change
+from tests.models.blocks import WideBlock
 
 WIDTH, ROWS = 64, 32
 H100 = "H100-SXM5-80GB"
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-def net() -> nn.Sequential:
-    """Eight blocks of 65 KiB of parameters."""
-    return nn.Sequential(*(Block() for _ in range(8)))
-
-
 @cache
 def planned(devices: str = f"2x{H100}", *, rows: int = ROWS, width_rows: int = 16, **choices: Any) -> autosplit.Plan:
+    model = nn.Sequential(*(WideBlock(WIDTH, norm=True, times=2) for _ in range(8)))  # of 65 KiB of parameters each
     sample = torch.zeros(rows, width_rows, WIDTH)
-    return autosplit.plan(net(), devices, sample=sample, **{"schedule": "1f1b"} | choices)
+    return autosplit.plan(model, devices, sample=sample, **{"schedule": "1f1b"} | choices)
 
 
 def again(change: Change, **choices: Any) -> autosplit.Plan:

@@ -44,7 +44,6 @@ def peak(own: Plan) -> int:
 
 
 def over(model: nn.Module, found: Trace, space: Space, *, limit: int | None = None) -> list[Plan]:
-    """Return the plan of every entry of the space alone."""
     return [
         chosen(model, found, Space((chunks,), (schedule,), space.recompute), limit=limit)
         for chunks in space.chunks

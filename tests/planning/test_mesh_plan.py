@@ -244,26 +244,15 @@ def test_a_batch_that_no_mesh_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "match"),
-    [
-        ({"dp": 3, "tp": 2}, "dp=3 x tp=2 has 6 ranks, devices names 8"),
-        ({"dp": 2, "sp": 4}, "mesh has a dimension 'sp'; valid: pp, dp, cp, tp, ep"),
-        ({"dp": 4, "cp": 2, "ep": 3}, "ep=3 ranks share experts among the dp x cp = 8"),
-        ({"cp": 8, "ep": 2}, "ep=2 ranks share experts, and the model no parameters of several experts"),
-        ({"dp": 2, "cp": 3}, "dp=2 x cp=3 has 6 ranks, devices names 8"),
-        ("dp=8;tp=2", "give 'auto', or degrees such as"),
-        ({"dp": 0, "tp": 8}, "mesh has dp=0; give an int of at least 1"),
-    ],
-)
-def test_bad_meshes(mesh: Any, match: str) -> None:
-    """An error says what was given, and what would do."""
-    with pytest.raises(InputError, match=match):
-        _llama(mesh=mesh)
-
-
-@pytest.mark.parametrize(
     ("asked", "match"),
     [
+        ({"mesh": {"dp": 3, "tp": 2}}, "dp=3 x tp=2 has 6 ranks, devices names 8"),
+        ({"mesh": {"dp": 2, "sp": 4}}, "mesh has a dimension 'sp'; valid: pp, dp, cp, tp, ep"),
+        ({"mesh": {"dp": 4, "cp": 2, "ep": 3}}, "ep=3 ranks share experts among the dp x cp = 8"),
+        ({"mesh": {"cp": 8, "ep": 2}}, "ep=2 ranks share experts, and the model no parameters of several experts"),
+        ({"mesh": {"dp": 2, "cp": 3}}, "dp=2 x cp=3 has 6 ranks, devices names 8"),
+        ({"mesh": "dp=8;tp=2"}, "give 'auto', or degrees such as"),
+        ({"mesh": {"dp": 0, "tp": 8}}, "mesh has dp=0; give an int of at least 1"),
         (
             {"runtime": "autosplit", "zero": 1},
             "zero=1 is none .* it has 0, 3; .* or runtime='meg",
@@ -282,6 +271,6 @@ def test_bad_meshes(mesh: Any, match: str) -> None:
         ),
     ],
 )
-def test_what_a_runtime_does_not_have(asked: dict[str, Any], match: str) -> None:
+def test_what_is_no_mesh_and_what_a_runtime_does_not_have(asked: dict[str, Any], match: str) -> None:
     with pytest.raises(InputError, match=match):
         _llama(**{"mesh": "dp=8", "layers": 1, **asked})

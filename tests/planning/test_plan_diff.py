@@ -18,18 +18,10 @@ from autosplit.pipelined import PipelinedModule
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.record import Unit
 from autosplit.planning.plan.write import check_plan
+from tests.models.blocks import WideBlock
 from tests.planning.test_plan_file import a_plan, plans
 
 WIDTH, TOKENS, ROWS = 8, 16, 8
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + self.down(torch.relu(self.up(self.norm(value))))
 
 
 class Language(nn.Module):
@@ -38,7 +30,7 @@ class Language(nn.Module):
     def __init__(self, blocks: int = 6) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(TOKENS, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.layers = nn.ModuleList(WideBlock(WIDTH, norm=True, times=2) for _ in range(blocks))
         self.norm = nn.LayerNorm(WIDTH)
         self.output = nn.Linear(WIDTH, TOKENS)
 
@@ -115,7 +107,7 @@ def test_a_plan_of_another_model_is_refused_with_the_entries(plan: Plan) -> None
     ):
         check_plan(plan, other, devices=2)
     with pytest.raises(
-        PlanError, match=r"layers\.6\.down\.bias\[8\] is not in the plan; .*; 2 more differ; plan again"
+        PlanError, match=r"layers\.6\.narrow\.bias\[8\] is not in the plan; .*; 2 more differ; plan again"
     ):
         check_plan(plan, Language(7), devices=2)
     old = plan.model_copy(update={"fingerprint": plan.fingerprint.model_copy(update={"entries": ()})})
@@ -133,7 +125,7 @@ def test_torchtitan_gets_whole_modules_in_order(plan: Plan) -> None:
 
 def test_an_edited_cut_is_exported_and_not_that_of_its_units(plan: Plan) -> None:
     costs = dict.fromkeys(("weight_s", "static_bytes", "kept_bytes", "transient_bytes", "sent_bytes"), 0)
-    unit = Unit(name="layers.2.up", stage=0, forward_s=1e-3, backward_s=0, **costs)
+    unit = Unit(name="layers.2.wide", stage=0, forward_s=1e-3, backward_s=0, **costs)
     moved = plan.model_copy(update={"units": (unit,)}).move({"layers.2": 1})
     assert json.loads(moved.export("torchtitan"))[1][0] == "layers.2"
 
@@ -152,7 +144,7 @@ def test_an_edited_cut_is_exported_and_not_that_of_its_units(plan: Plan) -> None
 )
 def test_megatron_gets_its_layout(counts: list[int], text: str, plan: Plan) -> None:
     blocks = iter(range(sum(counts)))
-    names = [[f"layers.{next(blocks)}.up#0" for _ in range(count)] for count in counts]
+    names = [[f"layers.{next(blocks)}.wide#0" for _ in range(count)] for count in counts]
     names[0].insert(0, "tok_embeddings#0")
     names[-1].append("output#0")
     stages = tuple(
@@ -169,6 +161,3 @@ def test_a_model_without_one_list_of_blocks_has_no_layout() -> None:
         InputError, match=r"one list of blocks, and the model has 0 \(none\); use export\('torchtitan'\)"
     ):
         plan.export("megatron")
-
-
-# -- what a hand may break -------------------------------------------------------------------------------------------

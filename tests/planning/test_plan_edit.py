@@ -130,7 +130,10 @@ def test_an_edit_of_the_file_is_an_edit(plan: Plan, tmp_path: Path) -> None:
             {"output": 0},
             r"'output#0' cannot run in stage 0: it takes 'norm#0' of stage 1; move that too, or plan again",
         ),
-        ({"layers.5.down": 0}, r"'layers\.5\.down#0' cannot run in stage 0: it takes 'layers\.5#0/relu_0' of stage 1"),
+        (
+            {"layers.5.narrow": 0},
+            r"'layers\.5\.narrow#0' cannot run in stage 0: it takes 'layers\.5#0/gelu_0' of stage 1",
+        ),
         ({"layers.0": 1}, r"'layers\.1\.norm#0' cannot run in stage 0: it takes 'layers\.0#0/add_0' of stage 1"),
     ],
 )
@@ -159,7 +162,7 @@ def test_moves_that_cannot_be(plan: Plan, moves: dict[str, int], message: str) -
 def test_a_plan_for_other_devices_or_another_model(plan: Plan) -> None:
     with pytest.raises(PlanError, match=r"the plan has 2 lanes, devices names 3; give one device per lane"):
         plan_on_paper(Language(), "3xL4-24GB", sample=TOKENS_IN, plan=plan)
-    with pytest.raises(PlanError, match=r"layers\.6\.down\.bias\[8\] is not in the plan"):
+    with pytest.raises(PlanError, match=r"layers\.6\.narrow\.bias\[8\] is not in the plan"):
         plan_on_paper(Language(7), MACHINE, sample=TOKENS_IN, plan=plan)
     with pytest.raises(PlanError, match=r"the plan has chunks=4, chunks=2 was given"):
         plan_on_paper(Language(), MACHINE, 2, sample=TOKENS_IN, plan=plan)

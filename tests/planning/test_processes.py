@@ -83,14 +83,14 @@ def test_a_skip_has_communicators_of_its_own() -> None:
     assert kept(found) == (2 * PCIE,) * 3
 
 
-def test_stages_on_different_hosts_send_through_the_network() -> None:
-    found = planned("2x2xH100-SXM5-80GB", processes=True)
-    size = next(boundary.bytes for boundary in found.boundaries if boundary.producer == 1)
-    own = machine("2x2xH100-SXM5-80GB")
-    assert own.network is not None
+@pytest.mark.parametrize("processes", [False, True])
+def test_stages_on_different_hosts_send_through_the_network(*, processes: bool) -> None:
+    found, own = planned("2x2xH100-SXM5-80GB", processes=processes), machine("2x2xH100-SXM5-80GB")
+    sent = {boundary.producer: boundary.bytes for boundary in found.boundaries}
     seconds = {(t.producer, t.consumer): t.forward_s for t in found.transfers}
-    assert seconds[1, 2] == pytest.approx(own.network.transfer_s(size))
-    assert own.link(0, 1).name == "NVLink 4"
+    assert [own.link(stage, stage + 1).name for stage in range(3)] == ["NVLink 4", "network", "NVLink 4"]
+    links = {(stage, stage + 1): own.link(stage, stage + 1).transfer_s(sent[stage]) for stage in range(3)}
+    assert seconds == pytest.approx(links)
     assert max(seconds[0, 1], seconds[2, 3]) < seconds[1, 2] / 3
 
 

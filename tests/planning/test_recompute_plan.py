@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import autosplit
+from autosplit import plan as plan_on_paper
 from autosplit.errors import InfeasibleError, PlanError
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
+from autosplit.planning.explain.reasons import without_recompute
 from autosplit.planning.plan.plan import Plan
 from tests.models.blocks import wide_blocks
 
@@ -114,3 +116,26 @@ def test_a_plan_keeps_what_its_stages_recompute(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"always"', '"sometimes"'))
     with pytest.raises(PlanError, match="recompute"):
         Plan.load(path)
+
+
+class Block(nn.Module):
+    def __init__(self, *, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(256, 1024), nn.Linear(1024, 256), nn.Dropout(dropout)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.drop(self.down(torch.relu(self.up(value))))
+
+
+@pytest.mark.parametrize(("dropout", "least", "most"), [(0.0, 0.5, 0.85), (0.1, 0.85, 1.0)])
+def test_the_last_product_is_not_made_again(dropout: float, least: float, most: float) -> None:
+    """Its input is kept, and nothing behind it; a dropout behind it keeps its mask, so that it is."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(dropout=dropout) for _ in range(4)))
+    sample = torch.zeros(65536, 256, device="meta")
+    made = plan_on_paper(model, "2xA100-SXM4-80GB", sample=sample, chunks=4, schedule="1f1b", recompute="block")
+    stage = made.stages[0]
+    assert stage.again_s is not None
+    assert least < stage.again_s / stage.forward_s < most
+    bare = without_recompute(made).stages[0]
+    assert bare.backward_s == pytest.approx(stage.backward_s - stage.again_s)

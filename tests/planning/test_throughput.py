@@ -1,27 +1,35 @@
-"""Figures of a plan beside its step: throughput, curves of memory, a step's overhead."""
+"""Figures of a plan beside its step: throughput, curves of memory, a step's overhead and range, what tokens cost."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import Plan, autosplit, plan
+from autosplit import InputError, Plan, autosplit, plan
+from autosplit.checks import check_price
 from autosplit.cli.calibrate import cases, step_costs, with_step
+from autosplit.planning.explain.price import price_of
+from autosplit.planning.plan.fields import MeshDegrees
 from autosplit.planning.profiled import specs
 from autosplit.profile.calibrate import default_path
 from autosplit.report.page import page
 from autosplit.report.prediction import prediction
 from autosplit.report.sections import render
-from cost_models import registry
+from cost_models import names, registry
 from cost_models.calibration import Calibrated, Stamp, robust_costs
+from cost_models.prices import list_prices
 from cost_models.roofline import Roofline
 from cost_models.specs import StepAmounts
+from tests.planning.llama import Llama
+from tests.planning.test_mesh_plan import _loss
 
 WORDS, WIDTH, ROWS, LENGTH = 100, 64, 16, 128
 
@@ -80,10 +88,6 @@ def test_the_report_the_page_and_json_say_so(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json") == found
 
 
-def test_a_host_that_binds_is_among_the_reasons() -> None:
-    assert any(reason.startswith("host-bound") for reason in planned().reasons)
-
-
 COSTS = {"step_s": 1e-3, "action_s": 1e-4, "gradient_byte_s": 1e-9, "fresh_byte_s": 1e-10, "overlap": 0.1}
 
 
@@ -134,3 +138,99 @@ def test_the_calibration_times_steps_of_layers() -> None:
     assert list(found) == list(COSTS)
     assert all(cost >= 0 for cost in found.values())
     assert sum(found.values()) > 0
+
+
+def priced(**choices: object) -> Plan:
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    sample = torch.zeros(4, 8, dtype=torch.int64)
+    return plan(model, "2xL4-24GB", 2, sample=sample, schedule="1f1b", recompute="never", **choices)
+
+
+@pytest.fixture(scope="module")
+def listed() -> Plan:
+    return priced()
+
+
+def test_the_price_of_a_billion_tokens(listed: Plan) -> None:
+    given = priced(price="2.10/h").price
+    assert given is not None
+    assert given.usd_per_hour == pytest.approx(4.2)
+    assert given.source == "$2.10 per device and hour, as given"
+    seconds = 1e9 / (4 * 8) * listed.step_s
+    assert given.usd_per_billion_tokens == pytest.approx(4.2 * seconds / 3600, rel=1e-6)
+    assert price_of(listed, 2.1) == given
+
+
+def test_a_list_price_says_whose_it_is_and_of_which_day(listed: Plan) -> None:
+    known = list_prices()["L4-24GB"]
+    assert listed.price is not None
+    assert listed.price.usd_per_hour == pytest.approx(2 * known.usd_per_hour)
+    assert known.source in listed.price.source
+    assert known.read_on in listed.price.source
+    assert f"per 1B tokens, ${2 * known.usd_per_hour:.2f} per hour (list prices per hour: L4-24GB $" in render(
+        listed, width=400
+    )
+    assert Plan.model_validate_json(listed.to_json()).price == listed.price
+
+
+def test_all_ranks_of_a_mesh_are_paid_for_and_unknown_devices_have_no_list_price(listed: Plan) -> None:
+    mesh = listed.model_copy(update={"mesh": MeshDegrees(dp=4, tp=2, pp=2)})
+    found = price_of(mesh, 1.0)
+    assert found is not None
+    assert found.usd_per_hour == 16
+    assert price_of(listed.model_copy(update={"devices": ("mine", "L4-24GB")}), None) is None
+    assert price_of(listed.model_copy(update={"machine": None}), 1.0) is None
+
+
+def test_every_list_price_is_a_known_devices_and_dated() -> None:
+    assert set(list_prices()) <= set(names())
+    for price in list_prices().values():
+        assert date(2026, 1, 1) < date.fromisoformat(price.read_on) < date(2027, 1, 1)
+        assert 0.05 < price.usd_per_hour < 20
+
+
+@pytest.mark.parametrize("text", ["-1", "0", "two", "nan", "inf", "2.1/day"])
+def test_what_is_no_price(text: str) -> None:
+    with pytest.raises(InputError, match="give US dollars per device and hour"):
+        check_price(text)
+
+
+def test_forms_of_a_price() -> None:
+    assert [check_price(text) for text in ("2.10/h", "$2.10/h", " 2.1 ", 2.1, None)] == [2.1, 2.1, 2.1, 2.1, None]
+
+
+def _of_llama(**choices: Any) -> Plan:
+    with torch.device("meta"):
+        model = Llama(width=2048, inner=4096, layers=4, heads=16, groups=16)
+    sample = torch.zeros(64, 1024, dtype=torch.int64, device="meta")
+    asked = {"precision": "bf16_fp32_master", "schedule": "1f1b", "chunks": 2, "recompute": "never", "loss_fn": _loss}
+    return plan(model, sample=sample, **asked | choices)
+
+
+def test_a_slow_network_is_what_sharded_replicas_hang_on() -> None:
+    """With 50 Gbit a host the gathers decide; the line says so, and the file keeps it."""
+    asked = {"devices": "4x8xA100-SXM4-80GB", "mesh": "dp=32", "zero": 3, "runtime": "torchtitan", "chunks": 1}
+    slow, fast = _of_llama(network="50Gbit", **asked), _of_llama(**asked)
+    kernels, network = slow.sensitivity
+    assert (kernels.what, network.what) == ("kernels 15% slower", "half the network")
+    assert network.ratio > 1.8
+    assert 1.0 <= fast.sensitivity[1].ratio < network.ratio
+    assert slow.step_s > 3 * fast.step_s
+    assert slow.step_low_s is not None
+    assert slow.step_high_s is not None
+    assert slow.step_low_s < slow.step_s < slow.step_high_s
+    line = dict(prediction(slow).facts)["range"]
+    assert "with half the network" in line
+    assert Plan.model_validate_json(slow.to_json()) == slow
+
+
+def test_one_host_hangs_on_its_kernels() -> None:
+    """There is no network; an architecture that nothing is known of has twice the range."""
+    known, unknown = (_of_llama(devices=f"2x{name}") for name in ("A100-SXM4-80GB", "MI250X-GCD-64GB"))
+    widths = []
+    for each in (known, unknown):
+        (kernels,) = each.sensitivity
+        assert 1.1 < kernels.ratio < 1.16
+        assert each.step_high_s is not None
+        widths.append((each.step_high_s / each.step_s - 1) / (kernels.ratio - 1))
+    assert widths == [pytest.approx(1), pytest.approx(2)]

@@ -15,7 +15,7 @@ from autosplit.devices import Timed
 from autosplit.profile import calibrate as calibrating
 from autosplit.profile.calibrate import TimedSample, Timing, calibrate, issue_s, time_cases
 from autosplit.profile.calibration_cases import Case, Program
-from autosplit.profile.node_costs.ledger import Ledger
+from autosplit.profile.node_costs.ledger import Ledger, Operation
 from autosplit.profile.node_costs.work import work_of
 from cost_models.calibration import Calibrated
 from cost_models.work import OpWork
@@ -45,12 +45,8 @@ def test_a_kernel_is_timed_between_two_looks_at_the_clock(ticking):
 
 def test_the_samples_are_the_account_of_the_same_run(ticking):
     case = small()
-    program, leaves = case.build()
-    with Ledger() as ledger:
-        result = program()
-        torch.autograd.grad(result, leaves, torch.ones_like(result))
     [timing] = time_cases([case])
-    assert [sample.work for sample in timing.samples] == list(dict.fromkeys(map(work_of, ledger.operations)))
+    assert [sample.work for sample in timing.samples] == list(dict.fromkeys(map(work_of, operations_of(case))))
 
 
 def test_the_machine_is_left_as_it_was(ticking):
@@ -94,7 +90,7 @@ def test_on_a_device_the_host_s_time_is_measured_beside_the_kernels(monkeypatch)
     monkeypatch.setattr(calibrating, "clock_of", lambda place, threads: Card())
     timings = time_cases([small(str(width)) for width in range(6)])
     found = calibrating.fitted(timings, device=cost_models.device("H200-SXM-141GB")).fallback.device
-    assert found.issue_s == pytest.approx(2e-5 / sum_of_operations(small()))
+    assert found.issue_s == pytest.approx(2e-5 / len(operations_of(small())))
     assert found.source("issue_s").status == "measured"
     assert "median over 6 cases" in found.source("issue_s").text
     assert cost_models.device("H200-SXM-141GB").source("issue_s").status == "prior"
@@ -104,12 +100,12 @@ def test_on_a_device_the_host_s_time_is_measured_beside_the_kernels(monkeypatch)
     assert calibrating.fitted(timings, device=lane).fallback.device == lane
 
 
-def sum_of_operations(case: Case) -> int:
+def operations_of(case: Case) -> list[Operation]:
     program, leaves = case.build()
     with Ledger() as ledger:
         result = program()
         torch.autograd.grad(result, leaves, torch.ones_like(result))
-    return len(ledger.operations)
+    return ledger.operations
 
 
 def test_a_calibration_is_stamped_and_read_back(monkeypatch, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import time
-from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -21,7 +20,6 @@ from autosplit.profile.node_costs.shadow import shadow
 from autosplit.trace.graph import NodeClass
 from tests.profile.graphs import Leaf, traced
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS = 4
 
 

@@ -188,7 +188,6 @@ def case_of(lanes: str, how: str) -> Case:
 
 
 def batch() -> Batch:
-    """Return the batch of a gated model."""
     return Batch((VALUE, MARK))
 
 
@@ -221,5 +220,4 @@ def frames(error: BaseException) -> list[str]:
 
 
 def notes(error: BaseException) -> list[str]:
-    """Return the notes of an exception."""
     return list(getattr(error, "__notes__", ()))

@@ -50,7 +50,6 @@ class Event:
     streams: RecordingStreams
 
     def synchronize(self) -> None:
-        """Let the host wait."""
         self.streams.wait(self.streams.host, self)
 
 
@@ -85,7 +84,6 @@ class RecordingClock(Clock):
         self.streams.watched.append(self.device)
 
     def peak_bytes(self) -> int:
-        """Return one more than is held."""
         assert self.device in self.streams.watched
         return self.held_bytes() + 1
 

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 def operations(run: RecordedPipe, name: str) -> list[Op]:
-    """Return the logged operations of a name."""
     return [entry for entry in run.streams.log if isinstance(entry, Op) and entry.name == name]
 
 

@@ -126,7 +126,7 @@ def test_a_call_without_gradients(mode: Callable[[], Any], place: str) -> None:
     assert problems(run.streams.log) == []
 
 
-@in_turn(case=list(STEP_CASES), place=STEP_PLACES, schedule=SCHEDULES)
+@in_turn(case=list(STEP_CASES), place=STEP_PLACES, schedule=[*SCHEDULES, "zb_h1", "interleaved", "zb_v"])
 def test_a_training_step(case: str, place: str, schedule: str) -> None:
     make, target_of, loss_of = STEP_CASES[case]
     model, target, loss_fn = make(), target_of(), loss_of()

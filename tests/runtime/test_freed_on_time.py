@@ -42,12 +42,10 @@ class Living:
             self.most[block] = max(self.most[block], self.now[block])
 
     def ended(self, block: int) -> None:
-        """Count one less."""
         with self.lock:
             self.now[block] -= 1
 
     def forget(self) -> None:
-        """Begin anew."""
         self.most.clear()
 
 
@@ -108,13 +106,11 @@ def pipe_of(schedule: str, lanes: str) -> Any:
 
 
 def step(pipe: Any) -> Tensor:
-    """A training step on eight rows."""
     value = torch.linspace(-1, 1, 8 * 16).reshape(8, 16)
     return pipe.train_step(value, target=value, loss_fn=LOSS)
 
 
 def blocks_of(pipe: Any) -> list[set[int]]:
-    """The counted blocks of every stage."""
     return [{int(name[0]) for name in stage.nodes if "watched" in name.lower()} for stage in pipe.plan.stages]
 
 

@@ -35,7 +35,6 @@ how_of = pytest.mark.parametrize("how", HOWS)
 
 
 def press() -> None:
-    """Press Ctrl-C."""
     os.kill(os.getpid(), signal.SIGINT)
 
 

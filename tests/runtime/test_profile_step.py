@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import measured
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
 from autosplit.planning.request import ask
@@ -196,21 +194,10 @@ def test_a_failed_step_raises_as_ever_and_the_next_is_not_timed(monkeypatch: pyt
 
 
 # -- CUDA ------------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Clocked:
-    """A step on recording lanes, and the log of it."""
-
-    timeline: StepTimeline
-    log: StepLog
-    left: list[Tensor]
-    pipe: RecordedPipe
-
-
-def clocked(devices: list[str], schedule: str, monkeypatch: pytest.MonkeyPatch) -> Clocked:
+def clocked(devices: list[str], schedule: str) -> tuple[RecordedPipe, StepTimeline, list[Tensor]]:
+    """Return a pipe on recording lanes, a step of it, and the gradients that it left."""
     torch.manual_seed(1)
     pipe = RecordedPipe(Skips(), devices, "cuda:0", schedule=schedule)
-    taken: list[StepLog] = []
-    monkeypatch.setattr(measured, "StepLog", lambda **asked: taken.append(StepLog(**asked)) or taken[-1])
     value, target = torch.randn(lane_models.ROWS, lane_models.WIDTH), torch.randn(lane_models.ROWS, lane_models.WIDTH)
     with pipe.recording():
         batch, goal = pipe.put(value), pipe.put(target)
@@ -218,7 +205,7 @@ def clocked(devices: list[str], schedule: str, monkeypatch: pytest.MonkeyPatch) 
         del goal
         left = pipe._gradients(batch)
         del batch
-    return Clocked(timeline, taken[0], left, pipe)
+    return pipe, timeline, left
 
 
 PLACES = (["cuda:0", "cuda:1", "cuda:0"], ["cuda:0", "cpu"], ["cuda:0", "cuda:0"])
@@ -226,24 +213,22 @@ PLACES = (["cuda:0", "cuda:1", "cuda:0"], ["cuda:0", "cpu"], ["cuda:0", "cuda:0"
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(("devices", "schedule"), [(PLACES[0], "1f1b"), (PLACES[1], "zb_h1"), (PLACES[2], "zb_h1")])
-def test_streams_keep_their_order_and_take_the_times(
-    devices: list[str], schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = clocked(devices, schedule, monkeypatch)
-    assert not problems(found.pipe.streams.log)
-    plan = found.pipe.pipe.plan
+def test_streams_keep_their_order_and_take_the_times(devices: list[str], schedule: str) -> None:
+    pipe, timeline, left = clocked(devices, schedule)
+    assert not problems(pipe.streams.log)
+    plan = pipe.pipe.plan
     assert plan is not None
-    assert {Action(b.stage, b.kind, b.microbatch) for b in found.timeline.bars} == set(plan.schedule_for(3))
-    for bar in found.timeline.bars:
+    assert {Action(b.stage, b.kind, b.microbatch) for b in timeline.bars} == set(plan.schedule_for(3))
+    for bar in timeline.bars:
         assert (bar.held_bytes is None) == (devices[bar.lane] == "cpu")
         assert bar.end_s > bar.start_s
-    counted = [own is not None and own.before_bytes is not None for own in found.timeline.memory]
+    counted = [own is not None and own.before_bytes is not None for own in timeline.memory]
     assert counted == [device != "cpu" for device in devices]
-    assert all(own is None or own.grown_bytes > 0 for own in found.timeline.memory)
-    for sent in found.timeline.sent:
+    assert all(own is None or own.grown_bytes > 0 for own in timeline.memory)
+    for sent in timeline.sent:
         assert (sent.end_s > sent.start_s) == (devices[sent.source] != devices[sent.target])
     torch.manual_seed(1)
     plain = RecordedPipe(Skips(), devices, "cuda:0", schedule=schedule)
     value, target = torch.randn(lane_models.ROWS, lane_models.WIDTH), torch.randn(lane_models.ROWS, lane_models.WIDTH)
     _, *expected = plain.train(value, target, nn.MSELoss())
-    assert all(torch.equal(own, other) for own, other in zip(found.left, expected, strict=True))
+    assert all(torch.equal(own, other) for own, other in zip(left, expected, strict=True))

@@ -1,4 +1,4 @@
-"""The peaks of pipes of models that are no plain chain: experts, grouped convolutions, bags, ties, skips, maxima."""
+"""The peaks of pipes are the plans': under every schedule, and of models that are no plain chain."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from autosplit.options import Options
 from autosplit.pipelined import PipelinedModule
-from benchmarks.memory_pipe import lane_bytes
+from benchmarks.memory_pipe import ASKED, lane_bytes
+from tests.models.blocks import WideBlock
 
 WIDTH, WORDS, ROWS, LENGTH, CHUNKS, STAGES = 48, 400, 12, 24, 4, 3
-NEAR = 0.05
+BROAD, NEAR = 64, 0.05
 
 
 def up_and_down(width: int, inner: int) -> nn.Sequential:
@@ -166,3 +167,45 @@ def test_the_peaks_of_unusual_models_are_the_plans(model: type[nn.Module], batch
     options = Options(devices, CHUNKS, schedule="1f1b", recompute=("never",), measure=False)
     for predicted, measured in lane_bytes(PipelinedModule(model(), options), (batch(),)):
         assert abs(predicted / measured - 1) <= NEAR, (predicted, measured)
+
+
+class Tower(nn.Module):
+    """Eight equal blocks between two layers; the first block's input is added behind the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(BROAD, BROAD), nn.Linear(BROAD, 4 * BROAD)
+        self.blocks = nn.ModuleList(WideBlock(BROAD, norm=True) for _ in range(8))
+
+    def forward(self, value: Tensor) -> Tensor:
+        skip = value = self.first(value)
+        for block in self.blocks:
+            value = block(value)
+        return self.last(value + skip)
+
+
+WAYS = [
+    ("1f1b", 1, "never"),
+    ("1f1b", 1, "except_last"),
+    ("gpipe", 1, "block"),
+    ("interleaved", 2, "never"),
+    ("looped_bfs", 2, "always"),
+    ("zb_h1", 1, "except_last"),
+    ("zb_v", 2, "block"),
+]
+FEW = [pytest.param(*case, marks=() if place % 3 == 0 else pytest.mark.slow) for place, case in enumerate(WAYS)]
+
+
+@pytest.mark.parametrize(("schedule", "virtual_stages", "recompute"), FEW)
+def test_the_peaks_of_a_pipe_are_the_plans(schedule: str, virtual_stages: int, recompute: str) -> None:
+    options = Options(
+        (torch.device("cpu"),) * 2,
+        8,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        recompute=(recompute,),
+        measure=False,
+    )
+    batch = torch.randn(32, BROAD, generator=torch.Generator().manual_seed(0))
+    for predicted, measured in lane_bytes(PipelinedModule(Tower(), options), (batch,)):
+        assert abs(predicted / measured - 1) <= ASKED, (predicted, measured)

@@ -39,7 +39,6 @@ class Watch(torch.autograd.Function):
 
     @staticmethod
     def reset() -> None:
-        """Watch nothing."""
         Watch.seen, Watch.observe, Watch.fails = [], staticmethod(lambda: None), False
 
     @staticmethod
@@ -79,7 +78,6 @@ def build(lanes: str, *, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def value_of(*, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a batch of nine rows."""
     return torch.linspace(-1, 1, 9 * WIDTH, dtype=dtype).view(9, WIDTH)
 
 
@@ -95,7 +93,6 @@ def watch(observe: Callable[[], Any], run: Callable[[], Any]) -> list[Any]:
 
 
 def autocast_state() -> Any:
-    """Return what this thread's autocast is."""
     kind = torch.get_autocast_dtype("cpu")
     return torch.is_autocast_enabled("cpu"), kind, torch.is_autocast_cache_enabled()
 

@@ -1,13 +1,15 @@
-"""Actions as text, schedules as literal tuples, and their legality."""
+"""Actions as text, schedules as literal tuples and grids, the clock of their cells, and their legality."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
-from autosplit.schedule.action import Action, Kind, Schedule, describe
+from autosplit.schedule.action import Action, Cell, Kind, Schedule, describe
 from autosplit.schedule.catalog import SCHEDULES, build
 from autosplit.schedule.orders import forward_only, gpipe, one_f_one_b
 from autosplit.schedule.validate import validate
@@ -66,24 +68,17 @@ def test_a_backward_waits_for_whatever_makes_the_gradient_of_the_next_input() ->
     assert validate(schedule) is schedule
 
 
-def test_gpipe_is_this() -> None:
-    assert lanes(gpipe(2, 3)) == ("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
-
-
-def test_one_f_one_b_is_this() -> None:
-    assert lanes(one_f_one_b(3, 4)) == (
-        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
-        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
-        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
-    )
-
-
-def test_fewer_microbatches_than_stages() -> None:
-    assert lanes(one_f_one_b(3, 1)) == ("0F0 0B0", "1F0 1B0", "2F0 2B0")
-
-
-def test_forward_only_is_this() -> None:
-    assert lanes(forward_only(2, 2)) == ("0F0 0F1", "1F0 1F1")
+@pytest.mark.parametrize(
+    ("schedule", "rows"),
+    [
+        (gpipe(2, 3), ("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")),
+        (one_f_one_b(2, 3), ("0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")),
+        (one_f_one_b(3, 1), ("0F0 0B0", "1F0 1B0", "2F0 2B0")),
+        (forward_only(2, 2), ("0F0 0F1", "1F0 1F1")),
+    ],
+)
+def test_schedules_are_these(schedule: Schedule, rows: tuple[str, ...]) -> None:
+    assert lanes(schedule) == rows
 
 
 def test_grid_is_a_clock() -> None:
@@ -205,3 +200,130 @@ def test_input_gradients_may_come_in_any_order() -> None:
 def test_a_deadlock_has_no_issue_order() -> None:
     with pytest.raises(ScheduleError, match="6 actions of schedule 'custom' can never start"):
         _ = parse("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1").issue_order
+
+
+def ticked(schedule: Schedule) -> dict[Cell, int]:
+    """Return the tick of each cell, tick after tick: every lane whose next action may start does it."""
+    ticks: dict[Cell, int] = {}
+    done: set[Action] = set()
+    position, clock = [0] * len(schedule.lanes), 0
+    while True:
+        starting = [
+            Cell(lane, position[lane])
+            for lane, actions in enumerate(schedule.lanes)
+            if position[lane] < len(actions) and done.issuperset(schedule.needs(actions[position[lane]]))
+        ]
+        if not starting:
+            return ticks
+        for cell in starting:
+            ticks[cell] = clock
+            done.add(schedule.lanes[cell.lane][cell.position])
+            position[cell.lane] += 1
+        clock += 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("microbatches", [1, 3, 5])
+def test_clocks_are_those_of_ticking_in_order_of_tick_and_lane(name: str, microbatches: int) -> None:
+    schedule = build(name, stages=6, microbatches=microbatches)
+    assert list(schedule.clocks.items()) == list(ticked(schedule).items())
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_cells_that_can_never_start_are_missing(name: str) -> None:
+    chance, whole = random.Random(0), build(name, stages=4, microbatches=4)
+    missing = 0
+    for _ in range(20):
+        lanes = [list(lane) for lane in whole.lanes]
+        for lane in lanes:
+            place = chance.randrange(len(lane) - 1)
+            lane[place], lane[place + 1] = lane[place + 1], lane[place]
+            if chance.random() < 0.3:
+                lane.pop(chance.randrange(len(lane)))
+        schedule = Schedule(name, tuple(map(tuple, lanes)), whole.stage_lane)
+        assert list(schedule.clocks.items()) == list(ticked(schedule).items())
+        missing += len(schedule.clocks) < sum(map(len, lanes))
+    assert missing
+
+
+GRIDS = {
+    # 5 microbatches go in groups of 3 and 2
+    ("interleaved", 2, 5, 2): """\
+lane 0 | 0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 .   0B2 .   2B3 2B4 0B3 0B4
+lane 1 | .   1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1F3 1B0 1F4 1B1 3F3 1B2 3F4 3B3 3B4 1B3 1B4""",
+    ("looped_bfs", 3, 2, 2): """\
+lane 0 | 0F0 0F1 .   3F0 3F1 .   .   .   .   3B0 3B1 .   0B0 0B1
+lane 1 | .   1F0 1F1 .   4F0 4F1 .   .   4B0 4B1 .   1B0 1B1
+lane 2 | .   .   2F0 2F1 .   5F0 5F1 5B0 5B1 .   2B0 2B1""",
+    ("zb_h1", 4, 4, 1): """\
+lane 0 | 0F0 0F1 0F2 0F3 .   .   .   0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3
+lane 1 | .   1F0 1F1 1F2 .   .   1I0 1F3 1I1 1W0 1I2 1W1 1I3 1W2 1W3
+lane 2 | .   .   2F0 2F1 .   2I0 2F2 2I1 2F3 2I2 2W0 2I3 2W1 2W2 2W3
+lane 3 | .   .   .   3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3W0 3W1 3W2 3W3""",
+    ("zb_v", 3, 2, 2): """\
+lane 0 | 0F0 0F1 .   .   .   5F0 5I0 5W0 5F1 5I1 5W1 .   .   0I0 0W0 .   0I1 0W1
+lane 1 | .   1F0 1F1 .   4F0 .   4F1 4I0 4W0 .   4I1 4W1 1I0 1W0 .   1I1 1W1
+lane 2 | .   .   2F0 3F0 2F1 3F1 .   .   3I0 3W0 2I0 2W0 3I1 3W1 2I1 2W1""",
+}
+
+
+def made(name: str, devices: int, microbatches: int, virtual: int) -> Schedule:
+    return build(name, stages=devices * virtual, microbatches=microbatches, virtual_stages=virtual)
+
+
+@pytest.mark.parametrize("case", GRIDS, ids=str)
+def test_the_grid_is_this(case: tuple[str, int, int, int]) -> None:
+    assert str(made(*case)) == GRIDS[case]
+
+
+def test_placements_are_these() -> None:
+    assert made("interleaved", 3, 4, 2).stage_lane == made("looped_bfs", 3, 4, 2).stage_lane == (0, 1, 2, 0, 1, 2)
+    assert made("zb_v", 3, 4, 2).stage_lane == (0, 1, 2, 2, 1, 0)
+    assert made("zb_h1", 3, 4, 1).stage_lane == (0, 1, 2)
+
+
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(("interleaved", "looped_bfs", "zb_h1", "zb_v")),
+    devices=st.integers(1, 9),
+    virtual=st.integers(2, 5),
+    microbatches=st.integers(1, 40),
+)
+def test_legal_at_every_size(name: str, devices: int, virtual: int, microbatches: int) -> None:
+    per_device = {"zb_h1": 1, "zb_v": 2}.get(name, virtual)
+    schedule = made(name, devices, microbatches, per_device)
+    assert validate(schedule) is schedule
+    assert len(schedule.lanes) == devices
+    stages = devices * per_device
+    for stage in range(stages):
+        forwards = [action.microbatch for action in schedule if (action.stage, action.kind) == (stage, "F")]
+        assert forwards == list(range(microbatches))
+
+
+def test_one_virtual_stage_stands_for_what_the_schedule_takes() -> None:
+    for name, entry in SCHEDULES.items():
+        own = entry.virtual_stages or 2
+        assert build(name, stages=4, microbatches=3) == build(name, stages=4, microbatches=3, virtual_stages=own)
+        assert len(build(name, stages=4, microbatches=3).lanes) == 4 // own
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual", "message"),
+    [
+        ("1f1b", 2, "1f1b puts 1 stage on a device, not 2; leave virtual_stages out, or choose interleaved or looped"),
+        ("zb_h1", 3, "zb_h1 puts 1 stage on a device, not 3; .* choose interleaved or looped_bfs$"),
+        ("zb_v", 3, "zb_v puts 2 stages on a device, not 3; .* choose interleaved or looped_bfs$"),
+        ("interleaved", 0, "interleaved puts 2 or more stages on a device, not 0; leave virtual_stages out$"),
+        ("interleaved", 4, "6 is no multiple of 4; cut the model into 4 or 8 stages$"),
+    ],
+)
+def test_stages_that_do_not_go_with_the_schedule(name: str, virtual: int, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        build(name, stages=6, microbatches=3, virtual_stages=virtual)
+
+
+def test_too_few_stages_for_one_device() -> None:
+    with pytest.raises(
+        ScheduleError, match="zb_v puts 2 stages on every device, and 1 is no multiple of 2; cut the model into 2"
+    ):
+        build("zb_v", stages=1, microbatches=3)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torchs
 
 from autosplit.errors import ScheduleError
@@ -158,6 +157,3 @@ def test_files_that_cannot_be_read_say_so(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ScheduleError, match=message):
             read_actions(tmp_path / name)
-
-
-CELLS = st.sampled_from(["0F0", "0B0", "1F0", "1B0", "0I0", "0W0", "1I0", "1W0", "0F1", "", " ", "1SEND_F0", "B", '"'])

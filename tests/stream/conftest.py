@@ -17,7 +17,8 @@ def items() -> list[tuple[Any, Any]]:
 
 
 @pytest.fixture
-def own(items: list[tuple[Any, Any]]) -> Pair:
-    made = pair(Skipping, items[0][0])
+def own(request: pytest.FixtureRequest, items: list[tuple[Any, Any]]) -> Pair:
+    """Return a pipe; what it is parametrised with is the replicas of its stages."""
+    made = pair(Skipping, items[0][0], replicas=getattr(request, "param", None))
     made.find_stages(items[0])
     return made

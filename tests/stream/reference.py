@@ -47,12 +47,10 @@ class Stage:
         self.begin()
 
     def begin(self) -> None:
-        """Begin anew with the newest weights."""
         self.versions = [{name: own.detach().clone() for name, own in self.parameters.items()}]
         self.round: list[tuple[int, dict[str, Tensor | None]]] = []
 
     def use(self, version: int) -> None:
-        """Put a version into the model."""
         for name, own in self.parameters.items():
             own.data = self.versions[version][name].clone()
 

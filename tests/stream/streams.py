@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -47,24 +48,20 @@ class Normed(nn.Module):
 
 
 def words(count: int, rows: Sequence[int] = (4,)) -> list[tuple[Any, Any]]:
-    """Return minibatches of tokens and what follows each."""
     made = [torch.randint(11, (rows[number % len(rows)], 6)) for number in range(count)]
     return [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in made]
 
 
 def vectors(count: int, rows: Sequence[int] = (4,)) -> list[tuple[Any, Any]]:
-    """Return minibatches of vectors and classes."""
     sizes = [rows[number % len(rows)] for number in range(count)]
     return [(torch.randn(own, 6, dtype=torch.float64), torch.randint(3, (own,))) for own in sizes]
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean over all targets."""
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return SGD with momentum."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
@@ -95,7 +92,6 @@ class Pair:
         self.stage_of.update(twin.stage_of)
 
     def assert_equal(self, tolerance: float = 1e-12) -> None:
-        """Compare parameters and buffers."""
         torch.testing.assert_close(self.model.state_dict(), self.plain.state_dict(), rtol=tolerance, atol=tolerance)
 
 
@@ -140,3 +136,10 @@ def expected(
     replicas = [stage.replicas for stage in own.pipe.plan.stages]
     given = (((Sample.of(inputs).args, Sample.of(inputs).kwargs), target) for inputs, target in items)
     return reference.train(own.plain, own.stage_of, replicas, staleness, given, loss_fn, make, **how)
+
+
+def check(own: Pair, items: Sequence[Any], staleness: str, make: Any, loss_fn: Any = cross_entropy) -> None:
+    """Hold a stream's losses and the state that it leaves against the reference's, to 1e-12."""
+    found = run(own, items, staleness, make, loss_fn)
+    assert found == pytest.approx(expected(own, items, staleness, make, loss_fn), rel=1e-12, abs=1e-12)
+    own.assert_equal()

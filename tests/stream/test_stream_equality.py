@@ -11,7 +11,7 @@ from torch import nn
 from autosplit import Sample
 from autosplit.schedule.stream import STALENESS
 from tests.models.named import CASES
-from tests.stream.streams import Normed, Skipping, adamw, cross_entropy, expected, pair, run, sgd, vectors, words
+from tests.stream.streams import Normed, Skipping, adamw, check, cross_entropy, pair, sgd, vectors, words
 
 MAKES = {"sgd": sgd, "adamw": adamw}
 
@@ -22,9 +22,7 @@ MAKES = {"sgd": sgd, "adamw": adamw}
 def test_50_minibatches_with_skips_and_ties(staleness: str, optimizer: str, stages: int) -> None:
     items = words(50)
     own = pair(Skipping, items[0][0], stages=stages, chunks=4)
-    found = run(own, items, staleness, MAKES[optimizer])
-    assert found == pytest.approx(expected(own, items, staleness, MAKES[optimizer]), rel=1e-12, abs=1e-12)
-    own.assert_equal()
+    check(own, items, staleness, MAKES[optimizer])
 
 
 @pytest.mark.parametrize("lanes", ["threads", "inline"])
@@ -32,25 +30,21 @@ def test_50_minibatches_with_skips_and_ties(staleness: str, optimizer: str, stag
 def test_dropout_ragged_minibatches_and_either_kind_of_lanes(staleness: str, lanes: str) -> None:
     items = words(13, rows=(4, 4, 3, 1))
     own = pair(lambda: Skipping(dropout=0.3), items[0][0], lanes=lanes)
-    found = run(own, items, staleness, sgd)
-    assert found == pytest.approx(expected(own, items, staleness, sgd), rel=1e-12, abs=1e-12)
-    own.assert_equal()
+    check(own, items, staleness, sgd)
 
 
 @pytest.mark.parametrize("staleness", ["stash", "vertical"])
 def test_running_statistics_follow_the_forwards(staleness: str) -> None:
     items = vectors(9)
     own = pair(Normed, items[0][0])
-    assert run(own, items, staleness, adamw) == pytest.approx(expected(own, items, staleness, adamw), rel=1e-12)
-    own.assert_equal()
+    check(own, items, staleness, adamw)
 
 
 @pytest.mark.parametrize("recompute", ["always", "block"])
 def test_a_stage_that_runs_again_uses_its_minibatchs_version(recompute: str) -> None:
     items = words(9)
     own = pair(lambda: Skipping(dropout=0.3), items[0][0], recompute=recompute)
-    assert run(own, items, "stash", sgd) == pytest.approx(expected(own, items, "stash", sgd), rel=1e-12)
-    own.assert_equal()
+    check(own, items, "stash", sgd)
 
 
 HOLDERS = "lstm batch first", "weight norm", "nested skips", "tiny gpt", "keyword inputs"
@@ -63,17 +57,14 @@ def test_other_models(name: str) -> None:
     given = [case.batch(4) for _ in range(9)]
     items = [(Sample(*map(_plain, own.args), **{k: _plain(v) for k, v in own.kwargs.items()}), None) for own in given]
     own = pair(case.build, items[0][0])
-    found = run(own, [(inputs, torch.zeros(4)) for inputs, _ in items], "stash", adamw, squares)
-    assert found == pytest.approx(expected(own, items, "stash", adamw, squares), rel=1e-12)
-    own.assert_equal()
+    check(own, [(inputs, torch.zeros(4)) for inputs, _ in items], "stash", adamw, squares)
 
 
 def test_a_first_stage_without_parameters() -> None:
     items = vectors(9)
     own = pair(lambda: nn.Sequential(nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)), items[0][0])
-    assert run(own, items, "stash", adamw) == pytest.approx(expected(own, items, "stash", adamw), rel=1e-12)
+    check(own, items, "stash", adamw)
     assert set(own.stage_of.values()) == {1, 2}
-    own.assert_equal()
 
 
 class Sparse(Skipping):
@@ -106,9 +97,7 @@ class Sparse(Skipping):
 def test_sparse_gradients(staleness: str, replicas: list[int] | None, size: int, first: bool) -> None:
     items = [(tokens, target % 8) for tokens, target in words(6)]
     own = pair(lambda: Sparse(size, first=first), items[0][0], stages=2, replicas=replicas, lanes="inline")
-    found = run(own, items, staleness, plain_sgd)
-    assert found == pytest.approx(expected(own, items, staleness, plain_sgd), rel=1e-12)
-    own.assert_equal()
+    check(own, items, staleness, plain_sgd)
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -124,7 +113,6 @@ def test_sparse_gradients_of_a_step(first: bool) -> None:
 
 
 def plain_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return SGD without momentum."""
     return torch.optim.SGD(parameters, lr=0.1)
 
 
@@ -133,6 +121,5 @@ def _plain(value: Any) -> Any:
 
 
 def squares(output: Any, target: Any) -> torch.Tensor:
-    """Return the sum of the squares of what a model gives."""
     first = getattr(output, "logits", output)
     return first.double().square().mean()

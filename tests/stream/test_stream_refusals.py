@@ -32,13 +32,13 @@ def losses_until(stream: Iterable[Any]) -> tuple[list[float], BaseException]:
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize("lanes", ["threads", "inline"])
+@pytest.mark.parametrize(("lanes", "replicas"), [("threads", None), ("inline", None), ("threads", [2, 1, 1])])
 @pytest.mark.parametrize("where", ["loss", "loader", "inputs", "rows"])
-@pytest.mark.parametrize("at", [0, 1, 7])
+@pytest.mark.parametrize("at", [0, 1, 6, 7])
 def test_what_raises_before_a_backward_leaves_what_came_earlier(
-    items: list[Any], where: str, at: int, lanes: str
+    items: list[Any], where: str, at: int, lanes: str, replicas: list[int] | None
 ) -> None:
-    own = pair(Skipping, items[0][0], lanes=lanes)
+    own = pair(Skipping, items[0][0], lanes=lanes, replicas=replicas)
     own.find_stages(items[0])
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -59,7 +59,9 @@ def test_what_raises_before_a_backward_leaves_what_came_earlier(
             else:
                 yield tokens, target[:2]
 
-    found, error = losses_until(own.pipe.train_stream(loader(), loss_fn=loss, optimizer=sgd))
+    stream = own.pipe.train_stream(loader(), loss_fn=loss, optimizer=sgd)
+    found, error = losses_until(stream)
+    assert stream.minibatches == at
     assert isinstance(error, (ValueError, IndexError))
     if where != "loader":
         assert f"all stages are as after {at} minibatches" in "".join(error.__notes__)

@@ -32,6 +32,8 @@ from tests.stream.streams import (
     words,
 )
 
+REPLICAS = [None, [2, 1, 1]]
+
 
 def test_what_was_taken_is_trained_on_when_the_loop_is_left(own: Pair, items: list[Any]) -> None:
     taken: list[int] = []
@@ -50,6 +52,7 @@ def test_what_was_taken_is_trained_on_when_the_loop_is_left(own: Pair, items: li
     own.assert_equal()
 
 
+@pytest.mark.parametrize("own", REPLICAS, indirect=True)
 def test_a_drained_stream_goes_on_as_one_that_begins(own: Pair, items: list[Any]) -> None:
     optimizer = sgd(list(own.model.parameters()))
     stream = stream_of(own, items, optimizer)
@@ -109,6 +112,7 @@ def test_another_thread_reads_the_model_meanwhile(own: Pair, items: list[Any]) -
     assert not reader.is_alive()
 
 
+@pytest.mark.parametrize("own", REPLICAS, indirect=True)
 def test_a_synchronous_step_follows_a_stream(own: Pair, items: list[Any]) -> None:
     optimizer = adamw(list(own.model.parameters()))
     list(stream_of(own, items[:5], optimizer))
@@ -125,6 +129,7 @@ def test_a_synchronous_step_follows_a_stream(own: Pair, items: list[Any]) -> Non
     torch.testing.assert_close(own.model.state_dict(), twin.state_dict(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("own", REPLICAS, indirect=True)
 @pytest.mark.parametrize("how", ["one optimizer", "one per stage"])
 def test_a_saved_stream_is_resumed(own: Pair, items: list[Any], how: str) -> None:
     def fresh(model: nn.Module) -> Any:
@@ -289,7 +294,6 @@ def _count(module: Any, *gradients: Any) -> None:
 
 
 def still(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return an optimizer that leaves parameters as they are."""
     return torch.optim.SGD(parameters, lr=0.0)
 
 

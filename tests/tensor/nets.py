@@ -140,13 +140,11 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 
 def net(name: str) -> nn.Module:
-    """Return one of the models, the same in every process."""
     torch.manual_seed(0)
     return NETS[name]().double()
 
 
 def batch(name: str) -> Tensor:
-    """Return a batch for it."""
     torch.manual_seed(1)
     if "language" in name:
         return torch.randint(0, WORDS, (ROWS, LENGTH))

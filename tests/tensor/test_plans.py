@@ -35,7 +35,6 @@ _PAIR = {"b.weight": 0, "b.bias": 0, "a.weight": 1, "a.bias": None}
 
 
 def dims(plan: TensorPlan) -> dict[str, int | None]:
-    """Return the dimension by which each parameter is sharded."""
     return {name: p.dim if isinstance(p, Shard) else None for name, p in plan.parameters.items()}
 
 

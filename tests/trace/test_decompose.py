@@ -24,7 +24,6 @@ Body = Callable[..., Any]
 
 
 def classes_of(traced: TracedGraph) -> dict[str, NodeClass]:
-    """Return the class of every node by its stable name."""
     return {info.name: info.node_class for _, info in traced.compute_nodes()}
 
 

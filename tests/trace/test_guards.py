@@ -68,7 +68,6 @@ def pipe_of(model: nn.Module, **options: Any) -> Any:
 
 
 def made(pipe: Any) -> int:
-    """Return how many recordings were made."""
     return pipe._core.recordings.made
 
 

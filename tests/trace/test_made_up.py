@@ -41,7 +41,6 @@ def on_meta(value: Any) -> Any:
 
 
 def classes(found: Trace) -> dict[str, NodeClass]:
-    """Return the class of every node by its name."""
     infos = [node.meta[INFO] for node in found.graph.graph.nodes if INFO in node.meta]
     return {info.name: info.node_class for info in infos}
 

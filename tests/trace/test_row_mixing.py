@@ -200,7 +200,6 @@ APART: dict[str, Body] = {
 
 
 def full_nodes(model: nn.Module, x: Tensor) -> list[str]:
-    """Return the names of the nodes that run on the whole batch."""
     found = trace(copy.deepcopy(model), Sample(x)).graph.compute_nodes()
     return [info.name for _, info in found if info.node_class is NodeClass.FULL]
 
