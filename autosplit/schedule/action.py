@@ -317,10 +317,7 @@ def _rows_of(schedule: Schedule) -> Rows:
 
 
 def _ticks(lanes: Sequence[Sequence[int]], same: Sequence[int], near: Sequence[int]) -> list[list[int]]:
-    """Return the clock tick of each action that can start, lane by lane.
-
-    Follows each lane until it waits for an action of another, and goes on there once that has its tick.
-    """
+    """Return the clock tick of each action that can start, following each lane until it waits for another's action."""
     ticks: list[list[int]] = [[] for _ in lanes]
     done: list[int | None] = [None] * len(same) + [-1]
     waiting: dict[int, list[int]] = {}

@@ -61,7 +61,8 @@ class Segment:
         self._held = self._here()
         self._running = {lane: threading.Lock() for lane in self._held}
         """Held by a lane while it runs a cell."""
-        self._ended = False
+        self.ended = False
+        """Whether no minibatch follows."""
         self._next = 0
         """How many microbatches have come in."""
         self._now: list[StreamAction | None] = [None] * len(self._dealt.lanes)
@@ -88,7 +89,7 @@ class Segment:
     def put(self, minibatch: Minibatch) -> bool:
         """Give the lanes one more minibatch; return False where an error has ended the segment."""
         with self._change:
-            if self._ended:
+            if self.ended:
                 return False
             minibatch.cells.step.first = self._next
             self._next += minibatch.microbatches
@@ -100,15 +101,10 @@ class Segment:
     def meet(self, doing: str) -> None:
         """Meet the processes that have the other stages, in what all are about to do."""
 
-    @property
-    def is_ended(self) -> bool:
-        """Whether no minibatch follows."""
-        return self._ended
-
     def end(self) -> None:
         """Say that no minibatch follows."""
         with self._change:
-            self._ended = True
+            self.ended = True
             self._change.notify_all()
 
     @contextlib.contextmanager
@@ -178,12 +174,12 @@ class Segment:
         A lane is told once.
         """
         with self._change:
-            self._change.wait_for(lambda: self._ended or minibatch < self.put_in or not self._waits)
+            self._change.wait_for(lambda: self.ended or minibatch < self.put_in or not self._waits)
             if minibatch < self.put_in:
                 count = self._minibatches[minibatch].microbatches
                 self._let_go(minibatch)
                 return count
-            return None if self._ended else 0
+            return None if self.ended else 0
 
     def _let_go(self, minibatch: int) -> None:
         """Note that a lane or a stage needs a minibatch no more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -235,33 +236,23 @@ def blocks_of_two() -> nn.Sequential:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
-@pytest.mark.parametrize("recompute", ["always", "block"])
-@pytest.mark.parametrize("make", [nn.utils.weight_norm, lambda layer: prune.random_unstructured(layer, "weight", 0.4)])
-def test_a_hook_that_makes_a_weight_runs_again(make: Callable[[nn.Module], Any], recompute: str) -> None:
-    """As ``torch.nn.utils`` has it: a plain attribute, made before each forward."""
-    plain, split = blocks_of_two(), blocks_of_two()
-    for net in (plain, split):
-        torch.manual_seed(1)
-        make(net[1][0])
-    pipe, x = autosplit(split, devices=2, chunks=3, recompute=recompute), torch.randn(6, 6, dtype=torch.float64)
-    for _ in range(2):
-        F.mse_loss(plain(x), x).backward()
-        pipe.train_step(x, target=x, loss_fn=F.mse_loss)
-    for one, other in zip(plain.parameters(), split.parameters(), strict=True):
-        torch.testing.assert_close(other.grad, one.grad, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 @pytest.mark.parametrize(
-    "make",
-    [nn.utils.weight_norm, nn.utils.spectral_norm, lambda layer: prune.random_unstructured(layer, "weight", 0.4)],
+    ("make", "options"),
+    [
+        (nn.utils.spectral_norm, {"chunks": 1}),
+        *itertools.product(
+            [nn.utils.weight_norm, lambda layer: prune.random_unstructured(layer, "weight", 0.4)],
+            [{"chunks": 1}, {"chunks": 3, "recompute": "always"}, {"chunks": 3, "recompute": "block"}],
+        ),
+    ],
 )
-def test_a_weight_that_a_hook_makes_anew_is_no_new_kind_of_call(make: Callable[[nn.Module], Any]) -> None:
+def test_a_hook_that_makes_a_weight_runs_again(make: Callable[[nn.Module], Any], options: dict[str, Any]) -> None:
+    """As ``torch.nn.utils`` has it: a plain attribute, made before each forward, and no new kind of call."""
     plain, split = blocks_of_two(), blocks_of_two()
     for net in (plain, split):
         torch.manual_seed(1)
         make(net[1][0])
-    pipe, x = autosplit(split, devices=2, chunks=1), torch.randn(6, 6, dtype=torch.float64)
+    pipe, x = autosplit(split, devices=2, **options), torch.randn(6, 6, dtype=torch.float64)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, split)]
     for _ in range(4):
         F.mse_loss(plain(x), x).backward()

@@ -16,28 +16,16 @@ from autosplit.runtime.ops import draw, merge, transfer
 from autosplit.trace.check import check_recording
 from autosplit.trace.ladder import Trace, trace
 from autosplit.trace.recording.recording import apply_function, under
-from tests.models.three_layers import WIDTH, Model, numbers
+from tests.models.three_layers import WIDTH, Model, Tripled, numbers
 
 VALUE = numbers(6, WIDTH, gradient=False)
-
-
-class Halved(torch.autograd.Function):
-    """The value as it is, and half of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 0.5
 
 
 def net() -> Model:
     """All that is easily lost: statistics, draws, a custom function, a region without gradients."""
 
     def body(model: Any, value: Tensor) -> Tensor:
-        hidden = Halved.apply(model.norm(model.a(value)))
+        hidden = Tripled.apply(model.norm(model.a(value)))
         with torch.no_grad():
             gate = torch.sigmoid(hidden)
         return model.c(F.dropout(torch.tanh(model.b(hidden)) * gate, 0.4, model.training))

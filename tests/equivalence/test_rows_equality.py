@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from autosplit import autosplit, plan
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
-from tests.models.three_layers import WIDTH, Model, numbers
+from tests.models.three_layers import WIDTH, Model, Tripled, numbers
 
 Body = Callable[..., Any]
 
@@ -155,19 +155,7 @@ def test_noise_for_every_row_is_drawn_for_every_row() -> None:
 
 
 # -- rows that meet in the backward -----------------------------------------------------------------------------
-class Scaled(torch.autograd.Function):
-    """Twice the value, with its own backward."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 3
-
-
-class Centred(Scaled):
+class Centred(Tripled):
     """Takes the mean over the rows off the gradient."""
 
     @staticmethod
@@ -175,7 +163,7 @@ class Centred(Scaled):
         return gradient - gradient.mean(0)
 
 
-class Clipped(Scaled):
+class Clipped(Tripled):
     """Clips the gradient by its norm over all rows, which small gradients do not show."""
 
     @staticmethod
@@ -183,7 +171,7 @@ class Clipped(Scaled):
         return gradient / gradient.norm()
 
 
-class Turned(Scaled):
+class Turned(Tripled):
     """Sends each row's gradient to the next row."""
 
     @staticmethod

@@ -22,23 +22,11 @@ from autosplit import autosplit
 from tests.equivalence.equality import LANES, Batch, assert_equal_runs, forward_backward
 from tests.models.own_python import CASES as OWN_PYTHON
 from tests.models.own_python import seed
-from tests.models.three_layers import WIDTH, Body, Model, numbers
+from tests.models.three_layers import WIDTH, Body, Model, Tripled, numbers
 from tests.pairwise import pairwise
 from tests.runtime.test_batch_norm_statistics import NormAct
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* devices were given")
-
-
-class Bent(torch.autograd.Function):
-    """Its backward is not that of its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clamp(-0.5, 0.5)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 0.3
 
 
 def without_gradient(model: Any, x: Tensor) -> Tensor:
@@ -123,7 +111,7 @@ def off_graph(name: str) -> Trap:
 
 TREE = "module tree"
 TRAPS = {
-    "1 autograd function": of(lambda m, x: m.c(Bent.apply(m.b(torch.tanh(m.a(x)))))),
+    "1 autograd function": of(lambda m, x: m.c(Tripled.apply(m.b(torch.tanh(m.a(x)))))),
     "2 no_grad block": of(without_gradient),
     "3 checkpoint": of(recomputed),
     "4 buffer assignment": of(moving_average, buffer_ema=lambda: torch.zeros(WIDTH, dtype=torch.float64)),

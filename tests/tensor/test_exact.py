@@ -24,6 +24,7 @@ from autosplit.trace.ladder import trace
 from autosplit.weight_gradients import DeferredWeightGrads, uses_to_defer
 from benchmarks.tensor_graph import rank_graph
 from benchmarks.tensor_threads import RANKS, threads
+from tests.models.three_layers import Tripled
 from tests.tensor.nets import LENGTH, ROWS, WIDTH
 
 WORDS, ODD = 24, 15
@@ -42,12 +43,8 @@ class Between(nn.Module):
         return self.operation(self, x)
 
 
-class Halved(torch.autograd.Function):
-    """Gives back what it takes; the backward halves negative gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
+class Halved(Tripled):
+    """The backward halves negative gradients."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from autosplit import Plan, autosplit
 from autosplit.trace import ladder
 from tests.equivalence.equality import Batch, assert_equal_runs, forward_backward
+from tests.models.three_layers import Tripled
 
 
 def gate(value: Tensor) -> Tensor:
@@ -128,21 +129,9 @@ def test_what_differs_in_anything_is_proved_anew(change: str, proving: Proving, 
     assert "check_recording" in proving.ran
 
 
-class Scaling(torch.autograd.Function):
-    """One operation of the user's, which may read what it likes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
 class Scaled(Net):
     def forward(self, x: Tensor) -> Tensor:
-        return Scaling.apply(super().forward(x))
+        return Tripled.apply(super().forward(x))
 
 
 def test_what_cannot_be_told_apart_has_no_proof() -> None:

@@ -60,7 +60,7 @@ class RankStreaming:
         """Raise InputError where another pipe has minibatches in flight: their messages go the same ways."""
         _STREAMS.add(self._core.stream)
         for flight in filter(None, [other.flight for other in _STREAMS if other is not self._core.stream]):
-            if not flight.segment.is_ended:  # by its loader, or by a loop that was left
+            if not flight.segment.ended:  # by its loader, or by a loop that was left
                 raise InputError(
                     "a stream of another pipe has minibatches in flight over the same ranks, and their messages would "
                     "mix with this pipe's; call its drain(), or close(), on all ranks first"
@@ -165,7 +165,7 @@ class RankSegment(Segment):
 
     def end(self) -> None:
         """Say that no minibatch follows: what is in flight can be done then."""
-        self.goes_on = self.goes_on or (not self._ended and self.broken is None)
+        self.goes_on = self.goes_on or (not self.ended and self.broken is None)
         super().end()
 
     def meet(self, doing: str) -> None:

@@ -253,7 +253,8 @@ class _Thresholds:
         for parent_of in reversed(parents):
             positions.append(parent_of[positions[-1]])
         positions = positions[::-1] + [last] * (self.stages - len(parents))
-        value = max(self._load(first, second) for first, second in pairwise(positions))
+        stages = ((a, b) for a, b in pairwise(positions) if a != b)
+        value = max((float(lattice.loads(a, start=b, stop=b + 1)[0]) for a, b in stages), default=0.0)
         return IdealChain(value, tuple(lattice.ideals[position] for position in positions))
 
     def _reached(self, frontier: Ints, threshold: float, *, left: int) -> tuple[Ints, Ints]:
@@ -307,9 +308,6 @@ class _Thresholds:
             return True
         higher: Flags = self.head_start[start:ruler] > least
         return not bool(np.any(higher & self.lattice.subsets(ruler, start=start, stop=ruler)))
-
-    def _load(self, first: int, second: int) -> float:
-        return 0.0 if first == second else float(self.lattice.loads(first, start=second, stop=second + 1)[0])
 
 
 class _Aside:
