@@ -66,22 +66,6 @@ class Everything(nn.Module):
         return self.tied(self.norm(value + kept))
 
 
-class Normalised(nn.Module):
-    """A batch normalisation in the first stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-        self.double()
-
-    def forward(self, value: Tensor) -> Tensor:
-        value = self.norm(value)
-        for layer in self.layers:
-            value = torch.tanh(layer(value))
-        return value
-
-
 class InPlace(nn.Module):
     """Operations in place on what may have crossed a cut: a skip, a view of it, an input, and in layers."""
 
@@ -217,7 +201,8 @@ def test_what_runs_again_under_a_split_backward(name: str, again: str, tmp_path:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v", "own"])
 def test_batch_norm_counts_every_microbatch_once_under_every_schedule(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, (given, target) = Normalised(), batch()
+    layers = (part for _ in range(6) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    model, (given, target) = nn.Sequential(nn.BatchNorm1d(WIDTH), *layers).double(), batch()
     twin, inputs, loss = copy.deepcopy(model), given.fresh(), torch.zeros((), dtype=torch.float64)
     for rows, goal in zip(inputs.args[0].tensor_split(CHUNKS), target.tensor_split(CHUNKS), strict=True):
         loss = loss + F.mse_loss(twin(rows), goal) * len(rows) / ROWS
