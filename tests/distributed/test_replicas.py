@@ -162,34 +162,6 @@ def test_a_checkpoint_of_replicas(ranks: Pool, tmp_path: Path) -> None:
     checkpoint.restore(tmp_path, model, torch.optim.AdamW(model.parameters()))
 
 
-class _Scaled(nn.Module):
-    """Divides its loss by the number of labels that count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5))
-
-    def forward(self, value: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.layers(value), labels, ignore_index=0, reduction="sum") / (labels != 0).sum()
-
-
-class _Counting(nn.Module):
-    """Changes a buffer once per call."""
-
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, value: Tensor) -> Tensor:
-        self.count += 1
-        return self.layers(value) * self.count
-
-
 class _Averaged(nn.Module):
     """Returns a mean over the elements of rows of any length."""
 
@@ -200,6 +172,25 @@ class _Averaged(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         return F.mse_loss(self.layers(value), value)
+
+
+class _Scaled(_Averaged):
+    """Divides its loss by the number of labels that count."""
+
+    def forward(self, value: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(value), labels, ignore_index=0, reduction="sum") / (labels != 0).sum()
+
+
+class _Counting(_Averaged):
+    """Changes a buffer once per call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.count += 1
+        return self.layers(value) * self.count
 
 
 class _Alone:

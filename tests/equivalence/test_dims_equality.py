@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,16 +43,6 @@ def test_every_length_is_equal(name: str, lanes: str) -> None:
     pipe.unsplit()
 
 
-def test_the_longest_length_is_checked_not_recorded() -> None:
-    """A slice of a whole buffer is another one for torch: what the conditions leave out is tried once."""
-    model = CASES["causal"].make().double()
-    pipe = _pipe(model)
-    for length in (10, 20, 64, 33):
-        batch = CASES["causal"].batch(4, length)
-        assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
-    assert made(pipe) == 2
-
-
 def test_training_steps_on_many_lengths() -> None:
     model = CASES["causal"].make().double()
     pipe = autosplit(model, devices=2, chunks=3, schedule="1f1b")
@@ -74,41 +65,39 @@ def branching(model: Any, value: Tensor) -> Tensor:
     return model.b(value.relu() if value.shape[1] > 16 else value)
 
 
-def test_a_branch_on_the_length_is_two_recordings() -> None:
-    model = Model(branching)
-    pipe = _pipe(model)
-    for length in (5, 9, 40, 20, 16, 17, 3, 33, 60, 12, 18):
-        batch = Batch((torch.randn(4, length, WIDTH, dtype=torch.float64),))
-        assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
-    assert made(pipe) <= 5
-
-
 def counting(model: Any, value: Tensor) -> Tensor:
     """Take the length out of torch: every length is another program."""
     weights = torch.tensor([1.0 / (1 + place) for place in range(value.shape[1])], dtype=value.dtype)
     return model.b(model.a(value) * weights[:, None])
 
 
-def test_lengths_that_leave_torch_stay_apart() -> None:
-    model = Model(counting)
+def _lengths(*lengths: int) -> list[Batch]:
+    return [Batch((torch.randn(4, length, WIDTH, dtype=torch.float64),)) for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("make", "batches", "recordings"),
+    [
+        (CASES["causal"].make, [CASES["causal"].batch(4, length) for length in (10, 20, 64, 33)], 2),
+        (lambda: Model(branching), _lengths(5, 9, 40, 20, 16, 17, 3, 33, 60, 12, 18), 5),
+        # three attempts to generalise are in vain, then none is made
+        (lambda: Model(counting), 2 * _lengths(5, 9, 14, 20, 16), 5 + 3),
+        pytest.param(
+            CASES["translator"].make,
+            [CASES["translator"].batch(4, *both) for both in ((9, 9), (12, 12), (8, 11), (20, 5), (7, 7))],
+            3,
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["a slice of a whole buffer is tried once", "a branch", "left torch", "one symbol becomes two"],
+)
+def test_recordings_of_many_lengths(make: Callable[[], nn.Module], batches: list[Batch], recordings: int) -> None:
+    model = make().double()
     pipe = _pipe(model)
-    lengths = (5, 9, 14, 20, 16)
-    for length in (*lengths, *lengths):
-        batch = Batch((torch.randn(4, length, WIDTH, dtype=torch.float64),))
+    for batch in batches:
         assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
-    assert made(pipe) == len(lengths) + 3  # three attempts to generalise are in vain, then none is made
+    assert made(pipe) == recordings
     pipe.unsplit()
-
-
-@pytest.mark.slow
-def test_symbols_that_part() -> None:
-    """Two inputs of one length, then of two: one symbol becomes two."""
-    model = CASES["translator"].make().double()
-    pipe = _pipe(model)
-    for lengths in ((9, 9), (12, 12), (8, 11), (20, 5), (7, 7)):
-        batch = CASES["translator"].batch(4, *lengths)
-        assert_equal_runs(forward_backward(pipe, batch), forward_backward(model, batch))
-    assert made(pipe) == 3
 
 
 @pytest.mark.slow

@@ -50,22 +50,15 @@ def value(rows: int = 6) -> Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("make", [scaled, Scale])
-def test_a_callable_at_a_reused_address_is_another_one(make: Callable[[float], Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "make"), [("act", scaled), ("act", Scale), ("mask", lambda factor: torch.full((WIDTH,), factor))]
+)
+def test_what_lies_at_a_reused_address_is_another_one(name: str, make: Callable[[float], Any]) -> None:
     model = Acting()
     pipe = autosplit(model, devices=2, chunks=2, recompute="never")
     for factor in range(1, 6):
-        model.act = None
-        model.act = make(float(factor))
-        torch.testing.assert_close(pipe(value()), model(value()))
-
-
-def test_a_tensor_at_a_reused_address_is_another_one() -> None:
-    model = Acting()
-    pipe = autosplit(model, devices=2, chunks=2)
-    for factor in range(1, 6):
-        del model.mask
-        model.mask = torch.full((WIDTH,), float(factor))
+        setattr(model, name, None)
+        setattr(model, name, make(float(factor)))
         torch.testing.assert_close(pipe(value()), model(value()))
 
 
