@@ -8,14 +8,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, NamedTuple, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from autosplit.errors import ScheduleError
 
-Ints = NDArray[np.int64]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
 
 Kind = Literal["F", "B", "I", "W", "U"]
 """F: forward of one microbatch. B: its whole backward. I: the gradient of the input only. W: the weights' gradients.
@@ -202,6 +203,8 @@ class Schedule:
 
         B releases a microbatch, or W where the backward is split. Without a backward the forward itself releases it.
         """
+        import numpy as np  # the command line asks for the names of schedules without it
+
         most = [0] * self.stages
         for lane in self.lanes:
             stages = np.array([action.stage for action in lane])
@@ -272,6 +275,8 @@ def _rows_of(schedule: Schedule) -> Rows:
 
     Actions are numbers here, by kind, stage and microbatch; ``same`` and ``near`` are what `Schedule.needs` says.
     """
+    import numpy as np  # the command line asks for the names of schedules without it
+
     microbatches = schedule.microbatches
     stages = max([schedule.stages, *(action.stage + 2 for action in schedule)])
     shape = len(KINDS), stages, microbatches
