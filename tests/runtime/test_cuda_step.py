@@ -133,7 +133,8 @@ def test_a_training_step(case: str, place: str, schedule: str) -> None:
     reference = copy.deepcopy(model), *others_of(plain_loss := copy.deepcopy(loss_fn))
     wants = case in ("torch's mean", "several outputs")
     others = others_of(loss_fn)
-    run = RecordedPipe(model, *PLACES[place], schedule=schedule, others=others, wants_gradient=wants)
+    where = PLACES[place if schedule in (*SCHEDULES, "zb_h1") else "two cards"]  # else they have two stages each
+    run = RecordedPipe(model, *where, schedule=schedule, others=others, wants_gradient=wants)
     value = torch.randn(ROWS, WIDTH, requires_grad=wants)
     expected = plain_step(reference, value, target, plain_loss)
     for _ in range(2):
