@@ -252,7 +252,10 @@ def finish_of(cut: Cut, lane: int, traces: Mapping[int, StageTraces]) -> tuple[C
     away = {stage for stage, at in enumerate(cut.schedule.stage_lane) if options.places[at] != options.places[lane]}
     copies = {state.name: sum(cut.stage_of[name] in away for name in state.uses) for state in trained}
     handed = handed_over([traces[stage] for stage in stages], copies)
-    return (*handed, *(((-1, bucket), (-1, -bucket)) if bucket else ()), *changes)
+    if bucket and not parallel.whole and "I" not in cut.schedule.kinds:  # it begins in the last backward, beside values
+        saved = (traces[stage].pieces(last=True).piece("F", first=False).left for stage in stages)
+        bucket += round(max(sum(left.values()) for left in saved) * (1 - bucket / sum(sizes)))
+    return (*(((-1, bucket), (-1, -bucket)) if bucket else ()), *handed, *changes)
 
 
 def _epilogue(cut: Cut) -> tuple[int, ...]:

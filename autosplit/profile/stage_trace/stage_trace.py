@@ -111,7 +111,6 @@ class _Run:
         self.totals: dict[int, torch.Tensor] = {}
         self.saved: dict[str, dict[int, None]] = {}
         self.late: set[int] = set()
-        """The leaves, by identity, whose gradients can wait."""
         self.goes_back = False
         self.shared = {
             node: self._given(node) for node in stage.inputs if node.meta[INFO].node_class is NodeClass.SHARED

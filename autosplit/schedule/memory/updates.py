@@ -85,18 +85,14 @@ def state_sizes(name: str, tensor: Updated) -> tuple[int, ...]:
 
 
 def handed_over(stages: Iterable[StageTraces], copies: Mapping[str, int]) -> Iterator[Change]:
-    """Yield what happens to gradients behind a device's last action.
-
-    Those of one parameter's uses are added up where it lies. ``copies``: how many come from elsewhere, by parameter.
-    """
+    """Yield how gradients of each parameter's uses are added up where it lies; ``copies`` come from other devices."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for trace in (next(filter(None, (traces.never, traces.recomputed))) for traces in stages):
         for storage, count in chain.from_iterable(step.changes for step in trace.backward):
             if count > 0 and storage in trace.gradients:
                 sizes[trace.gradients[storage]].append(count)
     for name, each in sizes.items():
-        others = copies.get(name, 0)
-        beside = each[0] * (others + (len(each) + others > 1))
+        beside = each[0] * ((others := copies.get(name, 0)) + (len(each) + others > 1))
         changes = (-1, beside), *((-2, -count) for count in each[name in copies :]), (-1, -beside)
         yield from (change for change in changes if change[1])
 
