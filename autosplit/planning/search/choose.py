@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 from autosplit.errors import InputError
 from autosplit.partition.line.search import LineCut, Policy
@@ -287,9 +288,12 @@ class Search:
                 over = max(held / max(limit, 1.0) for held, limit in zip(cut.device_bytes, limits, strict=False))
                 cuts.append((over * self.above.get(frozenset(cut.recompute), 1.0), cut.step_s, index, cut))
         tried: dict[tuple[int, LineCut], tuple[float, Finished]] = {}
-        for over, step_s, index, cut in sorted(cuts, key=lambda each: each[:3]):
+        cuts.sort(key=lambda each: each[:3])
+        # A stage that runs again holds its gradients apart, which the formula leaves out.
+        plain = (each for each in cuts if set(each[-1].recompute) == {"never"} and each[0] < HOPELESS * cuts[0][0])
+        for over, step_s, index, cut in (*cuts[:1], *islice(plain, 1), *cuts[1:]):
             if over > fullest:
-                break
+                continue
             beaten = (
                 ratio * (1.0 if each.cut.step_s <= step_s else _EXACT) <= over and each.worst <= _EXACT * ratio
                 for ratio, each in tried.values()

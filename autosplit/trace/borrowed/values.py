@@ -188,10 +188,12 @@ def is_same_content(before: Any, after: Any) -> bool:
 
 def difference(before: Any, after: Any) -> dict[Any, Any]:
     """Return what of a content is another value now, by key or position; what is gone is `GONE`."""
+    if is_same_content(before, after):
+        return {}
     if isinstance(before, list):
         before, after = dict(enumerate(before)), dict(enumerate(after))
     elif not isinstance(before, dict):
-        return {} if before == after else {None: after}
+        return {None: after}
     changed = {k: v for k, v in after.items() if k not in before or not is_same(before[k], v)}
     return changed | {key: GONE for key in before if key not in after}
 
