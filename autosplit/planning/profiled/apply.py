@@ -24,9 +24,9 @@ class DataflowIndex:
         for node, feeding in self.sources.items():
             for source in feeding:
                 self.consumers.setdefault(source, []).append(node)
-        self.micro = [(node, info) for node, info in traced.compute_nodes() if info.node_class is NodeClass.MICRO]
-        by_name = {node.name: node for node, _ in self.micro}
-        self.before = {node: [d for d in self.sources[node] if d.name in by_name] for node, _ in self.micro}
+        self.early = [(node, info) for node, info in traced.compute_nodes() if info.node_class is not NodeClass.FULL]
+        by_name = {node.name: node for node, _ in self.early}
+        self.before = {node: [d for d in self.sources[node] if d.name in by_name] for node, _ in self.early}
         for first, second in traced.order:
             if first in by_name and second in by_name:
                 self.before[by_name[second]].append(by_name[first])
@@ -37,14 +37,14 @@ def assign(index: DataflowIndex, stage_of: Mapping[str, int], *, stages: int) ->
 
     A name that the assignment lacks goes to the last stage of its module (or of the nearest module around it, or of the
     node before); a move between ranks that share tensors to that of the value that it moves. Then stages are raised
-    until data flows forward and colocation groups are together. Shared nodes run where they are used first, or where
-    others of their group are; full nodes on the last stage.
+    until data flows forward and colocation groups are together. Full nodes are on the last stage, also those of a group;
+    shared ones where they are used first, or where nodes of their group are that run for every microbatch.
     """
     traced = index.traced
     wanted = _wanted(index, stage_of)
-    placed = {node: wanted[info.name] for node, info in index.micro}
+    placed = {node: wanted[info.name] if info.node_class is NodeClass.MICRO else 0 for node, info in index.early}
     _raise_stages(index, placed)
-    result = {node.meta[INFO].name: stage for node, stage in placed.items()}
+    result = {info.name: placed[node] for node, info in index.early if info.node_class is NodeClass.MICRO}
     result.update({info.name: stages - 1 for _, info in traced.compute_nodes() if info.node_class is NodeClass.FULL})
     _place_shared(index, result)
     return result
@@ -53,13 +53,13 @@ def assign(index: DataflowIndex, stage_of: Mapping[str, int], *, stages: int) ->
 def _raise_stages(index: DataflowIndex, placed: dict[fx.Node, int]) -> None:
     """Raise stages until no node is before what feeds it, and nodes of one colocation group are on one stage."""
     together: dict[int, int] = {}
-    for node, info in index.micro:
+    for node, info in index.early:
         if info.colocation_group is not None:
             together[info.colocation_group] = max(placed[node], together.get(info.colocation_group, 0))
     changed = True
     while changed:
         changed = False
-        for node, info in index.micro:
+        for node, info in index.early:
             lowest = placed[node]
             for source in index.before[node]:
                 lowest = max(lowest, placed[source])
@@ -115,8 +115,8 @@ def _place_shared(index: DataflowIndex, placed: dict[str, int]) -> None:
             together.setdefault(first, []).append(by_name[second])
     groups = {
         info.colocation_group: placed[info.name]
-        for _, info in traced.compute_nodes()
-        if info.colocation_group is not None and info.node_class is not NodeClass.SHARED
+        for _, info in index.early
+        if info.colocation_group is not None and info.node_class is NodeClass.MICRO
     }
     fixed, before = frozenset(groups), None
     while before != groups:  # a group goes where its first user is, and may take what feeds it along
