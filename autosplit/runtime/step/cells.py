@@ -287,7 +287,7 @@ class Cells:
         if roots and (leaves or sums.leaves):
             later = DeferredWeightGrads() if whole else self._deferred(state, roots, sums, microbatch, leaves)
             put_off = later.leaves
-            summed = [leaf for leaf in sums.leaves if id(leaf) not in put_off]
+            summed = [leaf for leaf in sums.leaves if leaf.requires_grad and id(leaf) not in put_off]
             if in_turn:
                 sums.begin(summed, roots, seeds)
             grads = iter(gradients(roots, seeds, [*leaves, *summed, *later.edges], keep=self.keep))
