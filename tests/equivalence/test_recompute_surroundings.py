@@ -212,7 +212,7 @@ LOST: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
-@in_turn(name=list(LOST), way=WAYS[:2])
+@in_turn(share=(0, 3), name=list(LOST), way=WAYS[1::-1])
 def test_what_cannot_be_had_back_is_an_error(name: str, way: tuple[str, str, str]) -> None:
     change, words = LOST[name]
     _, pipe = pair(Block, way)

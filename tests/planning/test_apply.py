@@ -96,6 +96,33 @@ def test_shared_nodes_that_change_one_state_are_together() -> None:
     assert set(placed.values()) == {0, 1}
 
 
+class CodeBook(nn.Module):
+    """Reads a table as a whole early and by rows late, before the whole batch writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        self.register_buffer("table", torch.zeros(2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x - self.table.sum(0))
+        x = x + self.table[(x.detach().argmax(1) > 1).long()]
+        with torch.no_grad():
+            self.table.add_(x.detach().mean(0))
+        return x
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_shared_nodes_that_read_what_full_ones_write_are_before_their_users(late: int) -> None:
+    index = DataflowIndex(trace(CodeBook(), Sample(torch.randn(8, 6))).graph)
+    infos = dict(index.traced.compute_nodes())
+    assert {info.node_class for info in infos.values()} == set(NodeClass)
+    wanted = {info.name: late * number * 3 // len(infos) for number, info in enumerate(infos.values())}
+    placed = assign(index, wanted, stages=3)
+    for node, info in infos.items():
+        assert all(placed[infos[source].name] <= placed[info.name] for source in index.sources[node] if source in infos)
+
+
 WIDTH, ROWS = 8, 6
 
 

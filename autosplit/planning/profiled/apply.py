@@ -37,7 +37,7 @@ def assign(index: DataflowIndex, stage_of: Mapping[str, int], *, stages: int) ->
 
     A name that the assignment lacks goes to the last stage of its module (or of the nearest module around it, or of the
     node before); a move between ranks that share tensors to that of the value that it moves. Then stages are raised
-    until data flows forward and colocation groups are together. Full nodes are on the last stage, also those of a group;
+    until data flows forward and colocation groups are together. Full nodes are on the last stage, whatever their group;
     shared ones where they are used first, or where nodes of their group are that run for every microbatch.
     """
     traced = index.traced
@@ -113,11 +113,7 @@ def _place_shared(index: DataflowIndex, placed: dict[str, int]) -> None:
     for first, second in traced.order:
         if first in by_name and second in by_name:
             together.setdefault(first, []).append(by_name[second])
-    groups = {
-        info.colocation_group: placed[info.name]
-        for _, info in index.early
-        if info.colocation_group is not None and info.node_class is NodeClass.MICRO
-    }
+    groups = {info.colocation_group: placed[info.name] for _, info in index.early if info.name in placed}
     fixed, before = frozenset(groups), None
     while before != groups:  # a group goes where its first user is, and may take what feeds it along
         before = groups.copy()

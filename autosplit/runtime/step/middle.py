@@ -111,6 +111,9 @@ class _Middle(torch.autograd.Function):
         for stage, slots in _out_slots(cells.step).items():
             for microbatch in range(len(cells.step.sizes)):
                 cells.cells[stage, microbatch].out_gradients = [next(remaining) for _ in slots]
+        if not all(torch._C._has_storage(g) for g in gradients if g is not None):  # of vmap, which no ``.grad`` takes
+            for sums in cells.sums.values():
+                sums.ask()
         cells.step.perform(cells.step.backwards, cells, within=cells.hooks_held_back())
         totals = [together(cells.replicas(stage), (), cells.step.brought) for stage in range(cells.last + 1)]
         grads = tuple(_gradient(cells, totals, kind, key) for kind, key, _ in leaves)
