@@ -33,7 +33,9 @@ from autosplit.planning.asked import (
     given_sample,
     in_dtypes,
     of_plan,
+    on_machine,
     replicas_asked,
+    runnable,
 )
 from autosplit.planning.explain.explain import answered, assumed
 from autosplit.planning.generate import generated
@@ -45,7 +47,6 @@ from autosplit.planning.search.make import recosted
 from autosplit.runtime.lanes.ambient import without_callers_modes
 from autosplit.runtimes import RuntimeName
 from autosplit.trace.borrowed.state import attributes, random_state
-from cost_models.registry import spread
 
 if TYPE_CHECKING:
     from autosplit.distributed.world import World
@@ -187,7 +188,7 @@ def autosplit(
     """
     ways = _named(_ONE_PROCESS, locals())
     choose("precision", precision, (None,))
-    pinned = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    pinned = runnable(Plan.load(plan) if isinstance(plan, (str, Path)) else plan)
     world = _world(devices, mesh)
     _check_model(model, world, ways)
     resolved = resolve_devices(devices) if world is None else (world.device,) * world.size
@@ -348,7 +349,7 @@ def plan(
     schedule, optimizer = generating(generate, schedule, optimizer, mesh or replicas or pinned, find)
     degrees = degrees_of(mesh, zero, runtime, fsdp_reshard, len(spec), schedule=schedule, find=find, pinned=pinned)
     precision, like = in_dtypes(mesh, zero, runtime, fsdp_reshard, reduce_dtype, mp_policy, precision)
-    spec = spread(spec) if degrees is not None else spec
+    spec = on_machine(spec, precision=precision, offload=offload, degrees=degrees)
     adapters, precision = check_adapters(lora, base, precision, schedule)
     each, schedule = dealt(replicas, spec.devices, schedule=schedule, recompute=recompute, others=locals())
     choices = partial(chosen, precision=precision, offload=offload, **_named(_CHOICES, locals()))

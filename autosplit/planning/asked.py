@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from autosplit.checks import FIND, FSDP_RESHARD, MACHINE, check_replicas, choose
-from autosplit.errors import InputError
+from autosplit.errors import InputError, PlanError
 from autosplit.options import Options, Sample
 from autosplit.parallel import Parallel, check_mesh, check_zero, named_degrees
 from autosplit.planning.plan.plan import Plan
 from autosplit.runtimes import RUNTIMES
 from autosplit.units import format_bytes
+from cost_models.machines import MachineSpec
+from cost_models.registry import spread
 
 
 def given_sample(model: nn.Module, sample: Any) -> Sample:
@@ -189,6 +191,28 @@ def followed(plan: Plan | str | Path | None, *, find: str, processes: bool) -> P
     if processes and pinned is not None and pinned.replicas:
         raise InputError(f"the plan has stages with {list(pinned.replicas)} replicas; leave processes= out")
     return pinned
+
+
+def runnable(plan: Plan | None) -> Plan | None:
+    """Return a plan for a pipe to follow; raises PlanError for what is planned on paper alone."""
+    if plan is None:
+        return None
+    paper = [*(f"{what} on the host" for what in plan.offload)]
+    paper += [f"{name}={n}" for name in ("cp", "ep") if plan.mesh is not None and (n := getattr(plan.mesh, name)) > 1]
+    if paper:
+        raise PlanError(f"the plan has {' and '.join(paper)}, on paper alone: no pipe runs that; plan again without it")
+    return plan
+
+
+def on_machine(machine: MachineSpec, *, precision: Any, offload: Any, degrees: Parallel | str | None) -> MachineSpec:
+    """Return the machine of a plan, for a mesh with groups spread over hosts; InputError for what it cannot do."""
+    if offload and any(device.name.startswith("cpu") for device in machine.devices):
+        raise InputError(f"offload={offload!r} moves to the host what a CPU has there already; leave it out")
+    if precision == "fp8" and (lacking := [device.name for device in machine.devices if "fp8" not in device.dtypes]):
+        raise InputError(f"precision='fp8': {lacking[0]} has no such arithmetic; give precision='bf16_fp32_master'")
+    if precision == "fp8" and degrees is None:
+        raise InputError("precision='fp8' is planned for the ranks of a mesh; give one, such as mesh={'dp': 1}")
+    return machine if degrees is None else spread(machine)
 
 
 def of_plan(pinned: Plan | None, devices: Any, precision: str | None, processes: bool) -> tuple[Any, str | None, bool]:

@@ -36,8 +36,8 @@ def _commands(plan: Plan, command: str) -> Iterator[str]:
     runs = plan.mesh is None or (plan.mesh.runtime == "autosplit" and plan.mesh.cp == plan.mesh.ep == 1)
     if "--script" not in command and runs and not plan.offload:
         yield f"{command} --script train.py: writes the program that trains by this plan, and says how to start it"
-    if plan.mesh is None:
+    if plan.mesh is None and not plan.offload:
         yield 'in Python: plan.save("plan.json"), there autosplit(model, plan="plan.json", devices=..., sample=batch)'
-    elif "--export" not in command:
+    elif plan.mesh is not None and "--export" not in command:
         exports = "--export torchtitan-toml:job.toml --export megatron-args:arguments.txt"
         yield f"{command} {exports}: the plan as settings of these tools"

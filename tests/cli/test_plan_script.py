@@ -179,7 +179,11 @@ def test_each_host_starts_its_own_processes() -> None:
     [
         ("WithExample", (), "--script writes the inputs that --input gives, and none is given"),
         ("make_mlp", (*X, "--schedule", "forward"), "--script writes a training, and schedule forward has none"),
-        ("make_mlp", (*X, "--precision", "fp8"), "--script writes no training in fp8, for which torch has no modules"),
+        (
+            "make_mlp",
+            (*X, "--precision", "fp8", "--mesh", "dp=1"),
+            "--script writes no training in fp8, for which torch has no modules",
+        ),
         ("make_mlp", (*X, "--largest-batch"), "--script trains on the inputs that are given"),
         ("make_mlp", (*X, "--script", "absent/train.py"), "--script 'absent/train.py': there is no folder 'absent'"),
     ],

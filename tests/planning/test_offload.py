@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import InputError, Plan, plan
+from autosplit import InputError, Plan, PlanError, autosplit, plan
+from autosplit.planning.plan.fields import MeshDegrees
 from autosplit.schedule.memory.offload import offloaded
 from autosplit.schedule.memory.pieces import NodeStep, StageTrace, TracePieces
 from cost_models.registry import device
@@ -97,3 +98,24 @@ def test_what_cannot_lie_on_the_host() -> None:
             _planned(**wrong)
     with pytest.raises(InputError, match="what repeated blocks save, and the model has none"):
         plan(nn.Linear(8, 8), "1xL4-24GB", sample=torch.zeros(8, 8), offload="activations")
+    with pytest.raises(InputError, match="what a CPU has there already"):
+        _planned("cpu", offload="optimizer")
+
+
+def test_a_backward_under_autocast_sums_gradients_of_its_blocks_last() -> None:
+    here, hosted = (_planned(precision="amp_bf16", chunks=2, **own) for own in ({}, {"offload": "activations"}))
+    assert hosted.stages[0].memory.peak_bytes < here.stages[0].memory.peak_bytes
+
+
+def test_no_pipe_follows_what_is_planned_on_paper_alone() -> None:
+    model, followed = nn.Sequential(*[Block() for _ in range(BLOCKS)]), _planned(offload="optimizer", rows=8)
+    shared = followed.model_copy(update={"offload": (), "mesh": MeshDegrees(dp=1, tp=1, pp=1, cp=2)})
+    for each in (followed, shared):
+        with pytest.raises(PlanError, match=r"(optimizer on the host|cp=2), on paper alone"):
+            autosplit(model, devices=1, plan=each)
+
+
+def test_fp8_is_of_a_mesh_of_devices_that_have_it() -> None:
+    for devices, wrong in (("1xH100-SXM5-80GB", "ranks of a mesh"), ("1xA100-PCIe-80GB", "no such arithmetic")):
+        with pytest.raises(InputError, match=wrong):
+            _planned(devices, precision="fp8")

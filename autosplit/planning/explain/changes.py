@@ -314,7 +314,7 @@ def device_counts(name: str, *, more_than: int, per_host: int | None = None) -> 
 
 
 def larger(present: DeviceSpec) -> Sequence[DeviceSpec]:
-    """Return the devices of the same maker with more memory, the smallest first."""
+    """Return the devices of the same maker with more memory and no less arithmetic of 16 bits, the smallest first."""
     cuda = not (present.compute_capability or "").startswith("gfx")
     others = (registry.device(name) for name in registry.names())
     fitting = [
@@ -322,5 +322,6 @@ def larger(present: DeviceSpec) -> Sequence[DeviceSpec]:
         for spec in others
         if (spec.usable_bytes or 0) > (present.usable_bytes or 0)
         and cuda is not (spec.compute_capability or "").startswith("gfx")
+        and {"fp16", "bf16"}.intersection(present.dtypes) <= {*spec.dtypes}
     ]
     return sorted(fitting, key=lambda spec: (cast(int, spec.usable_bytes), spec.name))

@@ -25,7 +25,7 @@ def offloaded(trace: StageTrace, blocks: Mapping[str, int]) -> StageTrace:
     freed = {s: blocks.get(step.node, -1) for step in trace.backward for s, n in step.changes if n < 0}
     sent: list[list[Change]] = [[] for _ in order]
     for storage, block in made.items():
-        if storage in left and order.get(freed.get(storage, -1), len(order)) <= order[block] + 1:
+        if storage in left and storage in freed and order.get(freed[storage], len(order)) <= order[block] + 1:
             sent[order[block]].append((storage, left[storage]))
     there = [[(storage, -count) for storage, count in each] for each in sent]
     backs = [tuple(_with(each[::-1], sent, order, blocks))[::-1] for each in (trace.backward, trace.backward_later)]
@@ -36,11 +36,16 @@ def offloaded(trace: StageTrace, blocks: Mapping[str, int]) -> StageTrace:
 def _with(
     steps: Iterable[NodeStep], copied: list[list[Change]], order: Mapping[int, int], blocks: Mapping[str, int]
 ) -> Iterator[NodeStep]:
-    """Yield steps, and what is copied of each block where the second block behind it begins, or at the end."""
-    done = 0
+    """Yield steps, and what is copied of each block where the second block behind it begins, or at the end.
+
+    Sums of gradients that autocast's casts are made from come last in a backward, whichever block they belong to.
+    """
+    done, until, met = 0, 0, set[int]()
     for step in steps:
-        until = max(done, order.get(blocks.get(step.node, -1), 0) - 1)
-        yield from (NodeStep("", tuple(each)) for each in copied[done:until])
-        done = until
+        until = max(until, order.get(blocks.get(step.node, -1), 0) - 1)
+        while done < until and met.issuperset(storage for storage, _ in copied[done]):
+            yield NodeStep("", tuple(copied[done]))
+            done += 1
         yield step
+        met.update(storage for storage, _ in step.changes)
     yield from (NodeStep("", tuple(each)) for each in copied[done:])
