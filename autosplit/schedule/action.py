@@ -298,10 +298,8 @@ def _rows_of(schedule: Schedule) -> Rows:
     actions = np.array(
         [n for of_lane, count in zip(lanes, counts, strict=True) for n in of_lane[:count]], dtype=np.int64
     )
-    lane, position = (
-        np.repeat(np.arange(len(lanes)), counts),
-        np.array([n for count in counts for n in range(count)], dtype=np.int64),
-    )
+    lane = np.repeat(np.arange(len(lanes)), counts)
+    position = np.array([n for count in counts for n in range(count)], dtype=np.int64)
     order = np.lexsort((lane, tick))
     actions = actions[order]
     row = np.full(numbers.size + 1, len(actions))
