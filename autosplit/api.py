@@ -83,7 +83,7 @@ def autosplit(
     virtual_stages: int = 1,
     replicas: Sequence[int] | str | None = None,
     recompute: Any = "auto",
-    memory_limit: int | float | str | None = None,
+    memory_limit: Any = None,
     reserve: int | float | str | None = RESERVE,
     allocator: str | None = None,
     optimizer: str | int = "adamw",
@@ -109,8 +109,8 @@ def autosplit(
 
     Args:
         model: any module; its code, names and Parameter objects stay as they are.
-        devices: a number (CUDA devices where there are any, else CPU lanes), or a list of torch devices, one per stage;
-            a device may repeat. "torchrun": one device per process, in each of which this line runs, with ``sample=``.
+        devices: a number (CUDA devices where there are any, else CPU lanes), or a list of torch devices, which may
+            repeat; unlike ones may change places. "torchrun": this process's, where every one runs this line.
         chunks: how many microbatches to cut a batch into; a smaller batch uses fewer.
         sample: a batch to plan on at once: a tensor, a tuple of positional inputs, a dict of keyword inputs, or a
             `Sample`. None: the pipe plans itself on its first call, on the batch of that call.
@@ -125,7 +125,7 @@ def autosplit(
         replicas: how many devices each stage has, such as ``[2, 1, 1]``, one stage after the other: they take
             microbatches in turn under 1f1b, and their gradients are summed. Under "torchrun" each is a process. "auto":
             what makes the step shortest. None: one each, or what the ``plan`` has.
-        memory_limit: bytes per device that the plan must respect, or text such as "70GiB"; taken literally.
+        memory_limit: bytes per device that the plan must respect, or text such as "70GiB"; or a list with one for each.
         reserve: what each device keeps free where no limit is given: bytes, text such as "2GiB", or "3%" of the device.
             Plans keep out of it where they can; a peak that reaches into it is borderline.
         allocator: how torch's CUDA allocator is set: "default", "expandable"; None: by PYTORCH_CUDA_ALLOC_CONF.
@@ -265,7 +265,7 @@ def plan(
     virtual_stages: int = 1,
     replicas: Sequence[int] | str | None = None,
     recompute: Any = "auto",
-    memory_limit: int | float | str | None = None,
+    memory_limit: Any = None,
     reserve: int | float | str | None = RESERVE,
     allocator: str | None = None,
     cut: str = "modules",
@@ -290,7 +290,7 @@ def plan(
     Args:
         model: any module, also one on the meta device; it is left exactly as it was.
         devices: ``"<n>x<name>"`` such as "8xH100-SXM5-80GB" or "2xA100-SXM4-80GB+2xL4-24GB", a machine file, or a list
-            of names from `cost_models`, in pipeline order.
+            of names from `cost_models`; unlike ones of one host may change places.
         chunks: how many microbatches to cut the batch into; "auto": what makes the step shortest and fits.
         sample: a batch of the size of a step: a tensor, a tuple, a dict or a `Sample`, also of meta tensors.
         batch_dims, virtual_stages, optimizer, reserve, allocator, cut: as in `autosplit`.
@@ -305,7 +305,7 @@ def plan(
         replicas: how many devices each stage has, such as ``[2, 1, 1]``: they take microbatches in turn under 1f1b, and
             sum the stage's gradients. "auto": those with which the slowest stage is fastest (PipeDream), where that
             makes the step shorter. None: one each.
-        memory_limit: bytes per device, or text such as "70GiB"; by default what the device has for tensors.
+        memory_limit: as in `autosplit`; by default what the device has for tensors.
         mesh: how many ranks share the model by data (dp), tensor (tp) and pipeline (pp) parallelism: degrees such as
             ``{"dp": 8, "tp": 2, "pp": 4}``, or "auto": those with the shortest step that fit. "cp" ranks share the
             tokens of each row, and "ep" of those of dp and cp the experts, which autosplit does not run. The sample is

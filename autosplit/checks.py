@@ -140,8 +140,16 @@ def check_offload(
     return {"offload": tuple(sorted(asked)), **hosted}
 
 
-def check_memory_limit(limit: int | float | str | None) -> int | None:
-    """Return bytes from a number or a text such as "70GiB"."""
+def check_memory_limit(limit: Any) -> int | tuple[int | None, ...] | None:
+    """Return bytes from a number or a text such as "70GiB", or from a list of these or a text such as "24GiB,12GiB"."""
+    if isinstance(limit, str) and "," in limit:
+        limit = [None if each.strip() in ("", "None") else each for each in limit.split(",")]
+    if isinstance(limit, (list, tuple)):
+        return tuple(map(_memory_limit, limit))
+    return _memory_limit(limit)
+
+
+def _memory_limit(limit: int | float | str | None) -> int | None:
     if limit is None:
         return None
     limit_bytes = _bytes("memory_limit", limit)

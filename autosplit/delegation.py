@@ -100,7 +100,7 @@ class PlacedModule(nn.Module):
     @property
     def _devices(self) -> Sequence[torch.device]:
         """Where the stages lie that this process holds."""
-        return [torch.device(device) for device in self._core.options.devices]
+        return [torch.device(device) for device in self._core.recordings.options.devices]
 
     def _refuse_collapse(self, device: torch.device | None) -> None:
         devices = {(d.type, d.index or 0) for d in self._devices}
@@ -222,8 +222,9 @@ def _waiting(method: Any, *, for_calls: bool) -> Callable[..., Any]:
 def _answer(pipe: Any, name: str) -> Any:
     """Return an attribute of the model; its methods run through the pipe."""
     core = pipe.__dict__["_autosplit"]
-    if name == "hf_device_map" and len(set(core.options.devices)) > 1:  # Trainer and accelerate do not move such models
-        return {f"stage{index}": str(device) for index, device in enumerate(core.options.devices)}
+    devices = core.recordings.options.devices
+    if name == "hf_device_map" and len(set(devices)) > 1:  # Trainer and accelerate do not move such models
+        return {f"stage{index}": str(device) for index, device in enumerate(devices)}
     if core.twin is None:
         core.twin = _twin(pipe, core.model)
     kind = type(core.twin)

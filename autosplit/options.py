@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
@@ -78,7 +78,10 @@ class Options:
     """A schedule of the caller's own, device by device, in text form; ``schedule`` is then what errors call it."""
     replicas: tuple[int, ...] | None = ()
     """The number of consecutive devices of each stage; empty: one each. None: the fastest choice."""
-    memory_limit: int | None = None
+    memory_limit: int | tuple[int | None, ...] | None = None
+    """What tensors may take of every device, or of each, in bytes; None: all that it has."""
+    taken_bytes: tuple[int, ...] = ()
+    """What others hold of each device, such as a display and the driver; empty: nothing."""
     optimizer: str | int = "adamw"
     batch_dims: Any = None
     recompute: tuple[str, ...] | None = ("never",)
@@ -151,26 +154,52 @@ class Options:
         """The degrees of the mesh."""
         return Parallel(pp=len(self.devices)) if self.placed is None else self.placed.parallel
 
+    def __post_init__(self) -> None:
+        limits, count = self.memory_limit, len(self.devices)
+        if isinstance(limits, tuple) and len(limits) != count:
+            raise InputError(
+                f"memory_limit has {len(limits)} entries, and there are {count} devices; give one for each"
+            )
+
+    def taking(self, lanes: Sequence[int]) -> Options:
+        """Return the options with some of the devices, in the order of these indices."""
+        listed = ("devices", "memory_limit", "taken_bytes")
+        lists = {name: each for name in listed if isinstance(each := getattr(self, name), tuple) and each}
+        taken: dict[str, Any] = {name: tuple(each[lane] for lane in lanes) for name, each in lists.items()}
+        return replace(self, **taken, machine=self.machine and self.machine.taking(lanes))
+
+    def as_planned(self, names: Sequence[str]) -> Options:
+        """Return the options with the devices that a plan names, in its order; as they are where they are others."""
+        lanes: list[int] = []
+        for name in names:
+            left = (lane for lane in range(len(self.devices)) if lane not in lanes)
+            lanes += [at for at in left if name in (self.device_name(at), _spec(self.devices[at]).name)][:1]
+        return self.taking(lanes) if len(lanes) == len(names) and not self.processes else self
+
+    def limit_of(self, lane: int) -> int | None:
+        """Return the caller's limit of one of the devices."""
+        return self.memory_limit[lane] if isinstance(self.memory_limit, tuple) else self.memory_limit
+
     def capacity_bytes(self, lane: int, *, kept_bytes: int | None = None) -> int | None:
         """Return the bytes that tensors may use of one of the devices; None where that is not known.
 
         It is the caller's limit, or else the device's memory minus ``kept_bytes``: what NCCL keeps of it, by default
         for connections to neighbours.
         """
-        device, limit = self.devices[lane], self.memory_limit
+        device, limit = self.devices[lane], self.limit_of(lane)
         if limit is not None:
             return limit
         if self.machine is not None:
             limit = self.machine.devices[lane].usable_bytes
         elif device.type == "cuda":
-            limit = int(torch.cuda.get_device_properties(device).total_memory)
+            limit = int(torch.cuda.get_device_properties(device).total_memory) - sum(self.taken_bytes[lane : lane + 1])
         kept = self.neighbours_bytes[lane] if kept_bytes is None else kept_bytes
         return None if limit is None else max(0, limit - kept)
 
     def reserved_bytes(self, lane: int) -> int:
         """Return the reserve of one of the devices; a share is of the device's memory, and 0 under a memory limit."""
         capacity = self.capacity_bytes(lane)
-        if capacity is None or (isinstance(self.reserve, float) and self.memory_limit is not None):
+        if capacity is None or (isinstance(self.reserve, float) and self.limit_of(lane) is not None):
             return 0
         return round(self.reserve * capacity) if isinstance(self.reserve, float) else self.reserve
 
@@ -229,9 +258,9 @@ class Options:
 
     @property
     def leading(self) -> int:
-        """Which device a model is profiled for: the first on paper, else the first CUDA device, if there is one."""
+        """Which device a model is profiled for: the first CUDA device by its index, if there is one."""
         cuda = (lane for lane, device in enumerate(self.devices) if device.type == "cuda")
-        return 0 if self.machine is not None else next(cuda, 0)
+        return min(cuda, key=lambda lane: self.devices[lane].index or 0, default=0)
 
     @property
     def kernels(self) -> Literal["cpu", "cuda"]:

@@ -344,6 +344,7 @@ class Recordings:
             least, like = trace.graph.min_rows, self.options.microbatches
             sizes = sizes_of(rows, self.options.chunks, least, like=like)
             self.plan = make_plan(self.model, self._to_plan(trace), self.options, sizes=sizes)
+            self.options = self.options.as_planned(self.plan.devices)
         else:
             self._check_plan(self.plan)
             if not self.kept and self.plan.edited:
@@ -361,10 +362,11 @@ class Recordings:
         return trace(self.model, sample, batch_dims=self.options.batch_dims, proofs=proofs, whole_norms=whole_norms)
 
     def _check_plan(self, plan: Plan) -> None:
-        """Raise PlanError where the caller's plan was made for another model."""
+        """Take the plan's order of devices; raise PlanError where the caller's plan was made for another model."""
         if not self.fits:
             check_plan(plan, self.model, devices=len(self.options.devices))
             self.fits = True
+        self.options = self.options.as_planned(plan.devices)
 
     def _cut(self, trace: Trace, plan: Plan, key: Key, shapes: Shapes | None = None) -> Recorded:
         devices = tuple(self.options.devices[stage.lane] for stage in plan.stages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -80,6 +81,12 @@ class MachineSpec(Record):
 
     def __len__(self) -> int:
         return len(self.devices)
+
+    def taking(self, order: Sequence[int]) -> MachineSpec:
+        """Return the machine of one host with some of its devices, in the order of these numbers."""
+        devices = tuple(self.devices[number] for number in order)
+        name = "+".join(device.name for device in devices)
+        return self.model_copy(update={"name": name, "devices": devices, "host_devices": (len(devices),)})
 
     def host_of(self, device: int) -> int:
         """Return the number of the host that a device is on."""

@@ -85,8 +85,9 @@ def peak_ranges(cut: Cut, fullest: Sequence[DeviceReplay], *, memo: TraceMemo) -
     The share of fragments is that of the device with the largest peak, taken for all.
     """
     options = cut.options
-    lanes = [lane for lane in range(len(fullest)) if options.devices[lane].type == "cuda"]
-    if not lanes or options.memory_limit is not None:
+    every = range(len(fullest))
+    lanes = [lane for lane in every if options.devices[lane].type == "cuda" and options.limit_of(lane) is None]
+    if not lanes:
         return {}
     share = 0.0
     if options.allocator == "default":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -50,11 +51,13 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: NAMES[str(device)])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((80 - 2 * device.index) * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: device.index * 2**29)
 
 
-def planned(*devices: str, measure: bool = True) -> Plan:
+def planned(*devices: str, measure: bool = True, **choices: Any) -> Plan:
     found, own = trace(made := model(), Sample(batch())), tuple(map(torch.device, devices))
-    options = Options(own, CHUNKS, schedule="gpipe", rng="counter", measure=measure)
+    options = Options(own, CHUNKS, schedule="gpipe", rng="counter", measure=measure, **choices)
     return make_plan(made, found, options, sizes=(ROWS // CHUNKS,) * CHUNKS)
 
 
@@ -104,12 +107,27 @@ def test_a_link_is_that_of_the_cards_which_the_driver_names_and_the_slowest_of_a
 
 
 def test_devices_of_several_kinds_have_their_speeds() -> None:
-    work = [sum(s.forward_s + s.backward_s for s in planned(*pair).stages) for pair in (("cuda:0",), ("cuda:2",))]
-    assert work[1] > work[0]
-    for devices in (("cuda:0", "cuda:2"), ("cuda:2", "cuda:0")):
-        fast, slow = sorted(planned(*devices).stages, key=lambda stage: stage.device != "cuda:0")
+    names = ("cuda:0", "cuda:2")
+    work = {name: sum(s.forward_s + s.backward_s for s in planned(name).stages) for name in names}
+    for devices in (names, names[::-1]):
+        fast, slow = sorted(planned(*devices).stages, key=lambda stage: work[stage.device])
         assert len(fast.nodes) > len(slow.nodes), "the faster card has more of the work"
-    assert len(planned("cpu", "cuda:0", measure=False).stages[0].nodes) < 5
+
+
+def test_a_cpu_among_cards_is_the_last_resort() -> None:
+    found = planned("cpu", "cuda:0", measure=False)
+    assert found.devices == ("cuda:0",)
+    assert "cpu stays idle: a CPU is the last resort, and the other devices have room for all" in found.notes
+    peak = found.stages[0].memory.peak_bytes
+    for limit in (peak, peak // 2):
+        both = planned("cpu", "cuda:0", measure=False, memory_limit=(None, limit))
+        assert ("cpu" in both.devices) == (limit < peak)
+        assert all(stage.memory.peak_bytes <= limit for stage in both.stages if stage.device == "cuda:0")
+
+
+def test_what_others_hold_of_a_card_is_no_room() -> None:
+    stages = planned("cuda:0", "cuda:1").stages
+    assert [stage.memory.capacity_bytes for stage in stages] == [80 * 2**30, 80 * 2**30 - 3 * 2**29]
 
 
 def test_what_a_card_lacks_is_converted_there() -> None:

@@ -21,6 +21,7 @@ from autosplit.planning.plan.fields import Change
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.search.choose import HOPELESS, PlanChoice, Search
 from autosplit.planning.search.finish import Finished
+from autosplit.planning.search.lineup import lined_up
 from autosplit.planning.search.sweep import Space
 from autosplit.units import format_bytes, format_seconds
 from cost_models import registry
@@ -58,6 +59,11 @@ class Request:
         space can be built for the devices.
         """
         return PlanChoice(self.search()).plan
+
+    def lined_up(self) -> tuple[Request, PlanChoice]:
+        """Return the request with the devices that take part in their best order, and the choice of its plan."""
+        search = lined_up(self.paper.sweep(self.space, rows=self.rows))
+        return replace(self, paper=replace(self.paper, options=search.sweep.options)), PlanChoice(search)
 
     def search(self) -> Search:
         """Return the search for a cut."""
@@ -254,8 +260,10 @@ def _batch(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:
 
 
 def _kinds_of_device(request: Request) -> list[str]:
-    machine = request.paper.options.machine
-    return [] if machine is None else list(dict.fromkeys(spec.name for spec in machine.devices))
+    machine, limits = request.paper.options.machine, request.paper.options.memory_limit
+    if machine is None or isinstance(limits, tuple):
+        return []
+    return list(dict.fromkeys(spec.name for spec in machine.devices))
 
 
 def _devices(plan: Plan, request: Request) -> Iterator[ChangeCandidate]:

@@ -141,8 +141,8 @@ def answered(paper: OnPaper, *, find: str, free_chunks: bool) -> Plan:
         return search_space(case.options, rows=rows, free_chunks=free_chunks)
 
     if find == "best":
-        request = Request(paper, space_of(paper), paper.recorded.rows)
-        best = explained(request.plan(), request)
+        request, choice = Request(paper, space_of(paper), paper.recorded.rows).lined_up()
+        best = explained(choice.plan, request)
         return best.model_copy(update={"notes": (*best.notes, *_fewer_microbatches(best, paper, request.space))})
     if find == "largest_sequence":
         edge = largest_sequence(paper, space_of)

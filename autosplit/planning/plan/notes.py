@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
 
 from autosplit.options import Options
-from autosplit.partition.problem import Problem
+from autosplit.partition.checker import check
+from autosplit.partition.problem import Problem, Work
 from autosplit.partition.solve import Partition
 from autosplit.planning.profiled.offload import saved_by_block
 from autosplit.planning.profiled.problem import ProfiledProblem
@@ -21,6 +23,10 @@ from autosplit.units import format_bytes
 
 PLAIN_ON_TWO = (1.74, 1.83)
 """How many times as fast as on one thread plain training steps were on two idle cores: conv net, transformer, MLP."""
+
+
+_LITTLE, _FULL = 1 / 3, 0.9
+"""A device with less than this part of the longest load has little to do; one that holds this part is full."""
 
 
 def notes_of(case: ProfiledProblem, partition: Partition, *, unreplayed: str | None) -> Iterator[str]:
@@ -51,6 +57,7 @@ def notes_of(case: ProfiledProblem, partition: Partition, *, unreplayed: str | N
         if (loss := note_on_loss(traced)) is not None:
             yield loss
     yield from advice(case.problem, partition, options, measured=costs.measured)
+    yield from idle(case, partition)
     if "activations" in options.offload:
         count = sum(saved_by_block(case.whole, case.recorded.outline.blocks).values())
         yield (
@@ -93,6 +100,46 @@ def advice(problem: Problem, partition: Partition, options: Options, *, measured
             f"{faster:.2f} times as fast as one thread; plain PyTorch on two threads was {PLAIN_ON_TWO[0]} to "
             f"{PLAIN_ON_TWO[1]} times as fast in reference measurements of other models; this one's was not measured"
         )
+
+
+def idle(case: ProfiledProblem, partition: Partition) -> Iterator[str]:
+    """Say which devices have little or nothing to do, how long they stand idle, and why."""
+    problem, costs, loads_s = case.problem, partition.costs, partition.costs.device_loads_s
+    count, used, step_s = problem.microbatches, len(loads_s), partition.costs.step_s
+    if case.warning is not None:
+        yield case.warning
+    if count < used and problem.custom_schedule is None and step_s:
+        more = replace(problem, microbatches=4 * used)
+        each_s = check(more, partition.assignment, recompute=costs.recompute).step_s / (4 * used)
+        yield (
+            f"{count} microbatch{'es are' if count > 1 else ' is'} at work on {count} of {used} devices at a time, and "
+            f"they are idle {costs.timeline.bubble:.0%} of the step: in {4 * used} of as many rows, of a larger batch "
+            f"or accumulated, each would take {1 - each_s * count / step_s:.0%} less"
+        )
+    devices, longest = problem.devices or (), max(range(used), key=lambda lane: loads_s[lane])
+    for lane, load_s in enumerate(loads_s if devices else ()):
+        if load_s >= _LITTLE * loads_s[longest]:
+            continue
+        capacity, held, slow = devices[lane].capacity_bytes, costs.device_bytes[lane], devices[lane].slowdown
+        times = slow / min(device.slowdown for device in devices)
+        largest_s, largest = _largest(problem, partition, longest)
+        why = f"{largest!r} alone is {largest_s / loads_s[longest]:.0%} of what the busiest, device {longest}, does"
+        if capacity is not None and held > _FULL * capacity:
+            why = f"it is full, {format_bytes(held)} of {format_bytes(capacity)}"
+        elif times > 1 / _LITTLE:
+            why = f"it takes {times:.3g} times as long as the fastest for the same work"
+        which = f"device {lane} ({case.options.device_name(lane)})"
+        yield f"{which} is idle {1 - count * load_s / step_s:.0%} of the step: {why}"
+
+
+def _largest(problem: Problem, partition: Partition, lane: int) -> tuple[float, str]:
+    """Return the seconds and the name of a device's largest block, or work of none."""
+    slow = problem.devices[lane].slowdown if problem.devices else 1.0
+    members: dict[Hashable, list[Work]] = {}
+    for work, stage in zip(problem.works, partition.assignment, strict=True):
+        if partition.costs.lane[stage] == lane:
+            members.setdefault(work.name if work.block is None else work.block, []).append(work)
+    return max((slow * sum(w.forward_s + w.backward_s for w in works), works[0].name) for works in members.values())
 
 
 def note_on_training(costs: Profile, schedule: str) -> str | None:

@@ -122,9 +122,7 @@ class RecordedModel:
         lead = options.devices[options.leading]
         on_lane = device is None and options.machine is None and lead.type == "cpu"
         spec = "cpu-lane" if on_lane else (device or device_specs(options)[options.leading])
-        if options.measure:
-            return self._profiled(options, sizes, spec)
-        name = spec if isinstance(spec, str) else spec.name
+        name = (spec if isinstance(spec, str) else spec.name, str(lead) if options.measure else "")
         key = sizes[0], sum(sizes) if self._costs.mixes else None, name, options.kernels, id(options.loss)
         if key not in self._profiles:
             self._profiles[key] = self._profiled(options, sizes, spec)

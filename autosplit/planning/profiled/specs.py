@@ -24,6 +24,17 @@ def device_specs(options: Options) -> tuple[DeviceSpec, ...]:
     return tuple(spec_of(driver_name(device)) for device in options.devices)
 
 
+def taken_bytes(options: Options) -> tuple[int, ...]:
+    """Return what others hold of each GPU that is there: a display, other programs, the driver; none of ranks' GPUs."""
+
+    def taken(device: torch.device) -> int:
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, total - free - torch.cuda.memory_reserved(device))
+
+    own = () if options.processes else options.devices
+    return tuple(taken(device) if device.type == "cuda" else 0 for device in own)
+
+
 def driver_name(device: torch.device) -> str:
     """Return what a device's driver calls it; the CPU has none, and is ""."""
     return "" if device.type == "cpu" else torch.cuda.get_device_name(device)

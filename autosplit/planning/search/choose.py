@@ -73,10 +73,11 @@ class PlanChoice:
         if case.warning is not None:
             warnings.warn(case.warning, UserWarning, stacklevel=2)
         plan = finished.writer.plan()
+        notes = [self._search.note]
         if pieces := self.sweep.pieces:
             assignment = finished.writer.partition.assignment
-            inside = note_on_inside(pieces.modules, assignment, longer=finished.longer)
-            plan = plan.model_copy(update={"notes": (*plan.notes, *filter(None, (inside,)))})
+            notes.append(note_on_inside(pieces.modules, assignment, longer=finished.longer))
+        plan = plan.model_copy(update={"notes": (*plan.notes, *filter(None, notes))})
         limited = self.sweep.memory_limits(case.problem) is not None  # else a smaller peak is worth nothing
         others = self._search.alternatives(besides=plan.alternative) if limited else []
         unit_of = finished.entry.sized.coarse.unit_of
@@ -114,7 +115,7 @@ class Search:
     """The candidates of a search, and those that were replayed."""
 
     def __init__(self, sweep: Sweep) -> None:
-        self.sweep = sweep
+        self.sweep, self.note, self.weighed_s = sweep, "", 0.0
         self.candidates: list[Candidate] = []
         self.finished: list[Finished] = []
         self.above: dict[frozenset[str], float] = {}
@@ -131,9 +132,10 @@ class Search:
 
         A policy whose cut takes ``enough_s`` even without limits is left out.
         """
-        for done, entry in enumerate(self.entries):
+        for done, entry in enumerate(self.entries if enough_s > self.weighed_s else ()):
             update(done, len(self.entries))
             self.candidates += self._cuts(entry, enough_s)
+        self.weighed_s = enough_s
         if not self.entries:
             raise InputError(
                 f"none of {len(self.sweep.space.chunks) * len(self.sweep.space.schedules)} combinations of chunks and "

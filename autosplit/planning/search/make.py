@@ -17,10 +17,12 @@ from autosplit.planning.plan.plan import Plan
 from autosplit.planning.plan.write import Writer, check_plan, fingerprint_of
 from autosplit.planning.profiled.apply import DataflowIndex, assign
 from autosplit.planning.profiled.problem import ProfiledProblem, RecordedModel
+from autosplit.planning.profiled.specs import taken_bytes
 from autosplit.planning.profiled.units import units_of
 from autosplit.planning.request import sizes_of
-from autosplit.planning.search.choose import PlanChoice, Search
+from autosplit.planning.search.choose import PlanChoice
 from autosplit.planning.search.finish import as_cut, bounded
+from autosplit.planning.search.lineup import lined_up
 from autosplit.planning.search.sweep import Space, Sweep
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph
 from autosplit.trace.inputs.inputs import batch_rows
@@ -45,8 +47,10 @@ def make_plan(model: nn.Module, trace: Trace, options: Options, *, sizes: tuple[
     if options.schedule == "auto":
         schedules = _SCHEDULES if len(options.devices) > 1 else _SCHEDULES[:1]
     space = Space((options.chunks,), schedules, options.recompute)
-    choice = PlanChoice(Search(Sweep(RecordedModel(model, trace), options, space, rows=sum(sizes))))
+    options = replace(options, taken_bytes=taken_bytes(options))
+    choice = PlanChoice(lined_up(Sweep(RecordedModel(model, trace), options, space, rows=sum(sizes))))
     writer = choice.finished.writer
+    options = writer.options
     limits = [options.capacity_bytes(lane) for lane in range(len(options.devices))]
     if any(limit is not None and peak > limit for peak, limit in zip(writer.peaks, limits, strict=False)):
         known = writer.problem.devices or ()
