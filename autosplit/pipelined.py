@@ -25,6 +25,7 @@ from autosplit.delegation import (
 )
 from autosplit.locate import Locate
 from autosplit.measured import Profiled
+from autosplit.microbatches import Training
 from autosplit.options import Options, Sample, check_seconds
 from autosplit.planning.plan.plan import Plan
 from autosplit.planning.request import sizes_of
@@ -51,9 +52,9 @@ from autosplit.runtime.tree import TreeRun
 from autosplit.stream.flight import OpenStream
 from autosplit.stream.stream import Streaming
 from autosplit.tensor.part import refuse_parts
-from autosplit.trace.borrowed.state import RECORDING, eval_mode, random_state, random_state_on_refusal
+from autosplit.trace.borrowed.state import RECORDING, eval_mode, random_state
 from autosplit.trace.graph import lengths_in
-from autosplit.trace.inputs.objects import call_apart, leaves_of
+from autosplit.trace.inputs.objects import call_apart, leaves_of, with_counts
 from autosplit.trace.recording.recording import FirstCall
 
 
@@ -83,7 +84,7 @@ class _Core:
     """The ``self`` of the model's methods; None until one is asked for."""
 
 
-class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphModule):
+class PipelinedModule(Delegating, Training, Profiled, Streaming, PlacedModule, fx.GraphModule):
     """A model that runs as a pipeline over several devices; made by :func:`autosplit.autosplit`.
 
     It shares the model's own tree: parameters, buffers and child modules are the same objects under the same names, so
@@ -148,32 +149,6 @@ class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphMod
             core.threads.close()
         return core.model
 
-    def train_step(
-        self, *args: Any, target: Any = None, loss_fn: Any = None, loss_reduction: str = "auto", **kwargs: Any
-    ) -> torch.Tensor:
-        """Run one training step in the plan's schedule; gradients are added to ``.grad``, the optimizer is left to you.
-
-        Args:
-            *args: positional inputs of the model, the whole batch.
-            target: any nesting of tensors whose first dimension is the batch, or that are shaped like an output; cut
-                as the inputs are. What lies on the batch's device is brought to the last stage's.
-            loss_fn: ``loss_fn(output, target)`` returns a scalar, or several values with that one first or under
-                "loss"; it gets all outputs on the last stage's device, where its own parameters belong. It is called
-                several times. None: the model's own loss.
-            loss_reduction: "mean" (over rows), "sum", or "auto": exact for torch's losses, also inside a ``loss_fn``,
-                proved on the first batch for any other.
-            **kwargs: keyword inputs of the model.
-
-        Returns:
-            The loss of the whole batch, detached, 0-dim.
-
-        Raises:
-            InputError: the loss is neither a mean nor a sum over rows, or the target does not fit the batch; nothing
-                was added to any gradient.
-        """
-        with random_state_on_refusal():
-            return self._train_step(args, kwargs, target, loss_fn, loss_reduction)
-
     @one_at_a_time
     def eval_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward in eval mode without gradients, and return the model's output for the whole batch.
@@ -226,7 +201,7 @@ class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphMod
                 log=log,
             )
 
-        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+        if self._is_hooked:
             return at_once(lambda: self(*args, **kwargs), "the pipe has hooks, which want its whole output")
         try:
             step = self._prepare(args, kwargs)
@@ -250,6 +225,11 @@ class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphMod
         )
         self._core.recordings.leave(step, ())
         return loss
+
+    @property
+    def _is_hooked(self) -> Any:
+        """Whether hooks of the pipe want its whole output."""
+        return self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
 
     @one_at_a_time
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
@@ -362,6 +342,7 @@ class PipelinedModule(Delegating, Profiled, Streaming, PlacedModule, fx.GraphMod
     def _find(self, args: Any, kwargs: Any) -> FoundCall:
         """Return the recording of a call."""
         core = self._core
+        kwargs = with_counts(kwargs)
         leaves, spec = call_apart(args, kwargs)
         refuse_tracers(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

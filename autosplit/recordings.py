@@ -78,7 +78,7 @@ class Recordings:
         """Keeps the model's state as it is while the model is recorded."""
         self.made = 0
         """How often the model was recorded anew, for one length or with several as one; checks are not counted."""
-        self.first_calls = 0
+        self.first_calls, self.calls = 0, 1  # calls that share a schedule: one
         self._refused: Recent[Any, str] = Recent()
         self._refused_last: Key | None = None
         """That of a call which is the first of its kind to run by its own Python, until it has run."""
@@ -138,7 +138,8 @@ class Recordings:
                     self._collapses.note(why, OWN_PYTHON.format(why))
                     self._refused_last = key
                     return self._tree(sample, why)
-                self._collapses.check(key.rest, recorded.traced, recorded.kind.rows_in(key))
+                if self.calls == 1:
+                    self._collapses.check(key.rest, recorded.traced, recorded.kind.rows_in(key))
         changes = recorded.lowered.changes_inputs
         if changes and (why := refusal(recorded.traced, tensors_in((sample.args, sample.kwargs)), self.model)):
             self._collapses.note(why, OWN_PYTHON.format(why))
@@ -342,7 +343,7 @@ class Recordings:
         rows = batch_rows(trace.inputs)
         if self.plan is None:
             least, like = trace.graph.min_rows, self.options.microbatches
-            sizes = sizes_of(rows, self.options.chunks, least, like=like)
+            sizes = sizes_of(rows * self.calls, self.options.chunks, least, like=like)
             self.plan = make_plan(self.model, self._to_plan(trace), self.options, sizes=sizes)
             self.options = self.options.as_planned(self.plan.devices)
         else:

@@ -95,7 +95,7 @@ def stream_program(
     _check_replicas(traced, stage_of, every, counts)
     if not alone:
         _check_parts(traced)
-    traced, stage_of = _in_stages(traced, stage_of, alone=alone)
+    traced, stage_of = in_stages(traced, stage_of, alone=alone)
     traced = replace(traced, root=stand_in(traced.root, {}))
     lanes = recorded.lanes
     lowered = lower(
@@ -145,7 +145,7 @@ def _check_parts(traced: TracedGraph) -> None:
             )
 
 
-def _in_stages(traced: TracedGraph, stage_of: Mapping[str, int], *, alone: bool) -> tuple[TracedGraph, dict[str, int]]:
+def in_stages(traced: TracedGraph, stage_of: Mapping[str, int], *, alone: bool) -> tuple[TracedGraph, dict[str, int]]:
     """Return the recording with every node in a stage's cells, tied parameters as values that their first user makes.
 
     Nodes that mix rows are such only where a minibatch is one microbatch.

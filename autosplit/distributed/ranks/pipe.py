@@ -307,6 +307,13 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
                 "loss goes into loss_fn), or use one replica"
             )
 
+    def _train_microbatches(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse microbatches that the caller cut."""
+        raise InputError(
+            "microbatches= runs in one process; on ranks give train_step one batch, padded where lengths differ, which "
+            "it cuts into chunks= microbatches, or one microbatch at a time"
+        )
+
     @one_at_a_time
     def _train_step(
         self, args: Any, kwargs: Any, target: Any, loss_fn: Any, reduction: str, log: Any = None
@@ -315,7 +322,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
 
         def checked(step: PreparedRankStep) -> Word | None:
             self._core.recordings.check_backward()
-            if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+            if self._is_hooked:
                 raise InputError(
                     "the pipe has hooks, which want the batch and its output in one process; call the pipe with "
                     "outputs='all', or put the hooks on modules of the model, which run where their stage does"

@@ -63,7 +63,8 @@ class Outputs:
         """Return the shapes of the outputs that have a batch."""
         dims = self.step.lowered.traced.batch_outputs
         pairs = zip(self.nodes, dims, strict=True)
-        return [Shape(self._shape(node, self.step.rows), dim) for node, dim in pairs if dim is not None]
+        rows, lengths = self.step.rows, self.step.lengths
+        return [Shape(_info(node).shape_at(rows, lengths), dim) for node, dim in pairs if dim is not None]
 
     def stand_in(self, microbatch: int | None = None, *, zeros: bool = False) -> Any:
         """Return an output of the right shapes and dtypes for a microbatch, or for the whole batch (None).
@@ -74,21 +75,20 @@ class Outputs:
 
     def leaves(self, microbatch: int | None = None, *, zeros: bool = False) -> list[Any]:
         """Return the flat leaves of :meth:`stand_in`."""
-        rows = self.step.rows if microbatch is None else self.step.sizes[microbatch]
+        rows, lengths = self.step.rows, self.step.lengths
+        if microbatch is not None:
+            rows, lengths = self.step.sizes[microbatch], self.step.call(microbatch)[0].lengths
         leaves: list[Any] = []
         for node in self.nodes:
             if not (isinstance(node, fx.Node) and INFO in node.meta):
                 leaves.append(node)
                 continue
-            shape, dtype = self._shape(node, rows), _info(node).dtype
+            shape, dtype = _info(node).shape_at(rows, lengths), _info(node).dtype
             if zeros:
                 leaves.append(torch.zeros((), dtype=dtype, device=self.step.lanes[-2].device).expand(shape))
             else:
                 leaves.append(torch.empty(shape, dtype=dtype, device="meta"))
         return leaves
-
-    def _shape(self, node: fx.Node, rows: int) -> tuple[int, ...]:
-        return _info(node).shape_at(rows, self.step.lengths)
 
 
 def _info(node: fx.Node) -> TensorInfo:

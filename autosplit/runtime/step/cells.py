@@ -174,7 +174,7 @@ class Cells:
                 case "inputs":
                     values.append(self._passed(self._inputs(state, sums, stage, microbatch)))
                 case _ if name in self.step.lengths:
-                    values.append(self.step.lengths[name])
+                    values.append(self.step.call(microbatch)[0].lengths[name])
                 case _:
                     source = int(name.removeprefix("from"))
                     values.append(self._passed(self.receive(state, Route(source, stage, microbatch))))
@@ -187,7 +187,8 @@ class Cells:
 
     def context(self, stage: int, microbatch: int) -> CellContext:
         """Return where operations of a cell draw and leave what norms see."""
-        return CellContext(self.step.state_of(self.step.holder(stage, microbatch)), microbatch)
+        call, number = self.step.call(microbatch)
+        return CellContext(call.state_of(self.step.holder(stage, microbatch)), number)
 
     def receive(self, state: CellState, route: Route) -> Sequence[torch.Tensor]:
         """Return what another stage sent to a cell."""

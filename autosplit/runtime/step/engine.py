@@ -79,9 +79,9 @@ def find_loss(
         loss = own_loss.in_schedule(step) if step.in_parts else None
         return None if loss is None else (loss, None)
     outputs = Outputs(step)
-    target = _with_outputs(target, step.lanes)
+    target = with_outputs(target, step.lanes)
     targets = split_target(target, step.sizes, outputs=outputs.shapes())
-    wants = _wants(outputs, loss_fn, target, proofs)
+    wants = wants_of(outputs, loss_fn, target, proofs)
     if outputs.by_rows(wants) and step.in_parts and not _has_graph(target):
         return _Loss(step, outputs, loss_fn, target, targets, wants).find(reduction, proofs, whole)
     return None
@@ -167,7 +167,7 @@ def _shapes(outputs: Outputs, target: Any) -> tuple[Any, ...]:
     return tuple((t.shape, t.dtype) for t in tensors), tuple(outputs.shapes())
 
 
-def _wants(outputs: Outputs, loss_fn: Any, target: Any, proofs: Proofs) -> frozenset[str] | None:
+def wants_of(outputs: Outputs, loss_fn: Any, target: Any, proofs: Proofs) -> frozenset[str] | None:
     """Return which outputs a loss uses; asked once for the same shapes, and the same whole numbers that it holds."""
     if len(outputs.nodes) < 2:
         return None
@@ -210,7 +210,7 @@ def whole_step(
 def loss_of_whole(output: Any, target: Any, loss_fn: Any, lanes: Sequence[Lane]) -> torch.Tensor:
     """Return the loss of the model's output for the whole batch; ``loss_fn`` None: the model's own loss."""
     output = _gathered(output, lanes)
-    return loss_of(output) if loss_fn is None else losses.call_loss(loss_fn, output, _with_outputs(target, lanes))
+    return loss_of(output) if loss_fn is None else losses.call_loss(loss_fn, output, with_outputs(target, lanes))
 
 
 def check_loss(target: Any, loss_fn: Any, reduction: str) -> None:
@@ -227,7 +227,7 @@ def check_loss(target: Any, loss_fn: Any, reduction: str) -> None:
             )
 
 
-def _with_outputs(target: Any, lanes: Sequence[Lane]) -> Any:
+def with_outputs(target: Any, lanes: Sequence[Lane]) -> Any:
     """Return a target that lies on the caller's device on the last stage's, in the caller's order."""
     *_, last, caller = lanes
     if not (last.asynchronous or caller.asynchronous):

@@ -141,6 +141,10 @@ class Step:
         """Return the call's state for a replica of a stage."""
         return self.apart.setdefault(held, replace(self.state, statistics={})) if held.replica else self.state
 
+    def call(self, microbatch: int) -> tuple[Step, int]:
+        """Return the call of the model that has a microbatch, and its number there."""
+        return self, microbatch
+
     def join_statistics(self) -> None:
         """Give norms what those of further replicas saw too, and those of other processes."""
         self.add_statistics(self.state, self.apart)

@@ -34,7 +34,12 @@ Loss = OwnLoss | Parts
 
 
 def run(step: Step, loss: Loss, check: WholeCheck | None) -> torch.Tensor:
-    """Run a step in its schedule and return the loss of the batch; nothing reaches ``.grad`` before all has succeeded.
+    """Run a step in its schedule and return the loss of the batch; see :func:`performed`."""
+    return performed(step, loss, check).outcome
+
+
+def performed(step: Step, loss: Any, check: WholeCheck | None) -> TrainCells:
+    """Run a step in its schedule and return its cells; nothing reaches ``.grad`` before all has succeeded.
 
     ``loss`` is what each microbatch adds; ``check`` holds the sum against the loss of the whole batch.
     """
@@ -47,19 +52,23 @@ def run(step: Step, loss: Loss, check: WholeCheck | None) -> torch.Tensor:
             used += cells.results()
         used.clear()
         step.join_losses(cells)
-        total: torch.Tensor = step.outcome(cells.total)
+        cells.outcome = step.outcome(cells.total)
         with step.located():
             cells.hand_over()
         step.join_statistics()
         with step.entered():
-            update_statistics(step.state, step.lanes)
+            for microbatch in range(len(step.sizes)):  # once per call
+                update_statistics(step.call(microbatch)[0].state, step.lanes)
         if step.log is not None:
-            step.log.finish(total)
-    return total
+            step.log.finish(cells.outcome)
+    return cells
 
 
 class TrainCells(Cells):
     """The cells of a training step: the last stage's end in a loss."""
+
+    outcome: torch.Tensor
+    """The loss of the batch, when all have run."""
 
     def __init__(self, step: Step, loss: Loss, check: WholeCheck | None) -> None:
         super().__init__(step, step.start(ending=False), self._trained(step), detached=True)
@@ -194,8 +203,9 @@ class TrainCells(Cells):
 
     def _input(self, node: fx.Node, microbatch: int) -> torch.Tensor:
         names = [n.name for n in self.lowered.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta]
-        tensor = self.step.tensors[names.index(node.name)]
-        piece = rows_along(tensor, self.step.sizes, node.meta[INFO].tensors[0].batch_dim)[microbatch]
+        call, number = self.step.call(microbatch)
+        tensor = call.tensors[names.index(node.name)]
+        piece = rows_along(tensor, call.sizes, node.meta[INFO].tensors[0].batch_dim)[number]
         return transfer((piece,), self.step.lanes[-1], self.step.lane(self.last, microbatch))[0]
 
     def told(self, microbatch: int) -> list[torch.Tensor]:
@@ -209,11 +219,15 @@ class TrainCells(Cells):
         if self.check is not None:
             self.check.hear(microbatch, rest, self._outputs)
 
+    def in_order(self) -> list[torch.Tensor]:
+        """Return the losses of the microbatches."""
+        return [self.losses[microbatch] for microbatch in range(len(self.step.sizes))]
+
     def total(self) -> torch.Tensor:
         """Return the loss of the batch; raise InputError where it is not that of the whole batch."""
         if not self.depends:
             raise RuntimeError("the loss does not depend on any parameter that requires a gradient")
-        losses = [self.losses[microbatch] for microbatch in range(len(self.step.sizes))]
+        losses = self.in_order()
         total = losses[0]
         for value in losses[1:]:
             total = total + value

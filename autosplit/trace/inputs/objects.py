@@ -173,6 +173,17 @@ def call_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any]
     return take_apart((args, kwargs))
 
 
+COUNT = "num_items_in_batch"
+"""What transformers' losses divide by: all that counts in the microbatches of an accumulation."""
+
+
+def with_counts(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return keyword inputs with that count as a tensor, as Trainer gives it: its value belongs to no recording."""
+    if isinstance(count := kwargs.get(COUNT), (int, float)):
+        return kwargs | {COUNT: torch.tensor(count, dtype=torch.int64 if isinstance(count, int) else torch.float64)}
+    return kwargs
+
+
 @functools.lru_cache(maxsize=64)
 def _of_tensors(count: int, names: tuple[str, ...]) -> Structure:
     return take_apart(((None,) * count, dict.fromkeys(names)))[1]

@@ -159,14 +159,19 @@ class Form:
 
 def form_of(traced: TracedGraph) -> Form:
     """Return how the loss that a recorded model returns is made; raise InputError when it returns none."""
+    return Form(traced, loss_node(traced))
+
+
+def loss_node(traced: TracedGraph) -> fx.Node:
+    """Return the loss that a recorded model returns; raise InputError when it returns none."""
     nodes = next(iter(reversed(traced.graph.nodes))).args[0]
     leaves: list[Any] = []
     for node in nodes if isinstance(nodes, (tuple, list)) else ():
         tensor = node.meta[INFO].tensors[0] if isinstance(node, fx.Node) and INFO in node.meta else None
         leaves.append(node if tensor is None else torch.empty(tensor.shape_at(2), dtype=tensor.dtype, device="meta"))
     wanted = own_loss(traced.unflatten(leaves))
-    index = next(index for index, leaf in enumerate(leaves) if leaf is wanted)
-    return Form(traced, nodes[index])
+    found: fx.Node = nodes[next(index for index, leaf in enumerate(leaves) if leaf is wanted)]
+    return found
 
 
 def note_on_loss(traced: TracedGraph) -> str | None:
