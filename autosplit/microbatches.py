@@ -106,16 +106,15 @@ class Training:
         steps = self._calls(samples)
         losses: dict[int, torch.Tensor] = {}
         for group in _groups(steps):
-            there = [step for step in (steps[m] for m in group) if step is not None]
-            if there:
+            if there := [step for step in (steps[m] for m in group) if step is not None]:
                 joined = _JoinedStep.of(there, None if needs_one_thread() else self._core.threads)
                 parts = _Losses(loss, joined, [targets[m] for m in group], self._core.proofs)
-                losses |= zip(group, train_cells.performed(joined, parts, None).in_order(), strict=True)
+                cells = train_cells.run(joined, parts, None)
+                losses |= {m: cells.losses[number] for number, m in enumerate(group)}
                 for step in there:
                     self._core.recordings.leave(step, ())
-            else:
-                ((number, sample),) = ((m, samples[m]) for m in group)
-                losses[number] = self._train_step(sample.args, sample.kwargs, targets[number], loss, "auto")
+            for m in () if there else group:
+                losses[m] = self._train_step(samples[m].args, samples[m].kwargs, targets[m], loss, "auto")
         return [losses[m] for m in range(len(samples))]
 
     def _calls(self, samples: Sequence[Sample]) -> list[PreparedStep | None]:

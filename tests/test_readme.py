@@ -175,7 +175,11 @@ def test_the_site_has_every_page_and_every_public_name() -> None:
     assert listed == {name.removeprefix("docs/") for name in PAGES if re.match(r"docs/(?!decisions/\d)", name)}
     documented = re.findall(r"^::: ([\w.]+)$", PAGES["docs/reference.md"], flags=re.MULTILINE)
     names = {name for name in autosplit.__all__ if not name.endswith("Error")}
-    assert {name.rpartition(".")[2] for name in documented} == names | {"errors", "MasterWeights", "MicrobatchesFromAccumulation"}
+    assert {name.rpartition(".")[2] for name in documented} == names | {
+        "errors",
+        "MasterWeights",
+        "MicrobatchesFromAccumulation",
+    }
 
 
 def test_the_readme_and_the_glossary_are_short() -> None:

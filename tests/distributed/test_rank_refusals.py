@@ -87,6 +87,7 @@ def refusals() -> list[str]:
         lambda: edited.eval_step(torch.ones(4, 8)),
         lambda: hooked.train_step(torch.ones(4, 8), **given),
         holder.saved,
+        lambda: _chain().train_step(microbatches=[torch.ones(4, 8)] * 2, target=[torch.ones(4, 8)] * 2),
         lambda: nn.parallel.DistributedDataParallel(_chain()),
     ]
     assert _chain().to("cpu:0") is not None
@@ -120,10 +121,11 @@ def test_a_module_that_holds_a_pipe_has_the_ranks_part(ranks: Pool) -> None:
 
 
 def test_what_takes_the_whole_model_is_refused_on_ranks(ranks: Pool) -> None:
-    for graph, hooks, saving, copies in ranks(2).run(refusals):
+    for graph, hooks, saving, microbatches, copies in ranks(2).run(refusals):
         assert "its graph was edited" in graph
         assert "the pipe has hooks" in hooks
         assert "asks for its whole state" in saving
+        assert "microbatches= runs in one process" in microbatches
         assert "DistributedDataParallel" in copies
 
 

@@ -341,7 +341,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
                 value = step.stand_by()
             elif word.in_cells:
                 cell_loss, check = loss.found or (cast(train_cells.Loss, Elsewhere(word.wants)), None)
-                value = train_cells.run(step, cell_loss, check)
+                value = train_cells.run(step, cell_loss, check).outcome
                 step.finish()
             else:
                 step.log = None  # the step has no actions, as in one process

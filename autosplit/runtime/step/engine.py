@@ -47,7 +47,7 @@ def train_step(
     """
     loss = find_loss(step, target=target, loss_fn=loss_fn, reduction=reduction, proofs=proofs, whole=whole)
     if loss is not None:
-        return train_cells.run(step, *loss)
+        return train_cells.run(step, *loss).outcome
     return whole_step(
         whole, target=target, loss_fn=loss_fn, lanes=lambda: step.lanes, why=why_whole(step), log=step.log
     )

@@ -33,12 +33,7 @@ Loss = OwnLoss | Parts
 """What a microbatch adds to the loss: of all that stages give, by name, or of the model's output."""
 
 
-def run(step: Step, loss: Loss, check: WholeCheck | None) -> torch.Tensor:
-    """Run a step in its schedule and return the loss of the batch; see :func:`performed`."""
-    return performed(step, loss, check).outcome
-
-
-def performed(step: Step, loss: Any, check: WholeCheck | None) -> TrainCells:
+def run(step: Step, loss: Any, check: WholeCheck | None) -> TrainCells:
     """Run a step in its schedule and return its cells; nothing reaches ``.grad`` before all has succeeded.
 
     ``loss`` is what each microbatch adds; ``check`` holds the sum against the loss of the whole batch.
@@ -219,15 +214,11 @@ class TrainCells(Cells):
         if self.check is not None:
             self.check.hear(microbatch, rest, self._outputs)
 
-    def in_order(self) -> list[torch.Tensor]:
-        """Return the losses of the microbatches."""
-        return [self.losses[microbatch] for microbatch in range(len(self.step.sizes))]
-
     def total(self) -> torch.Tensor:
         """Return the loss of the batch; raise InputError where it is not that of the whole batch."""
         if not self.depends:
             raise RuntimeError("the loss does not depend on any parameter that requires a gradient")
-        losses = self.in_order()
+        losses = [self.losses[microbatch] for microbatch in range(len(self.step.sizes))]
         total = losses[0]
         for value in losses[1:]:
             total = total + value
