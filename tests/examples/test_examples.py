@@ -10,6 +10,7 @@ import torch
 from examples import (
     convnet_four_devices,
     demo,
+    finetune_lora,
     gpt_tied,
     pipedream,
     resnet50_two_stages,
@@ -127,3 +128,9 @@ def test_demo_says_that_both_models_train_alike(capsys: pytest.CaptureFixture[st
     check(outcome)
     assert "exactly as they train plain" in capsys.readouterr().out
     assert falls(outcome.losses["GPT, pipelined"], by=0.05)
+
+
+def test_lora_on_a_quantised_base_trains_as_the_plain_model_within_unequal_limits() -> None:
+    outcome = finetune_lora.main(["--steps", "3"])
+    check(outcome)
+    assert outcome.figures["stages"] == 2

@@ -13,8 +13,6 @@ from autosplit.planning.timeline import host_step, simulated
 from autosplit.schedule.action import Action
 from autosplit.units import format_bytes, format_seconds, plural
 
-_LESS_WORK = 0.9
-"""A stage with less than this share of the mean load is said to have less work than the others."""
 _FULL = 0.9
 """A device is full that holds this share of its capacity."""
 _LONG_LINK = 0.5
@@ -28,7 +26,7 @@ _WORTH = 1.05
 
 def reasons(plan: Plan) -> tuple[str, ...]:
     """Return what is to be said about a plan, from what it holds; nothing about what it does not hold."""
-    return (*_recompute(plan), *_uneven(plan), *_skewed(plan), *_links(plan), *_host(plan), *_tradeoffs(plan))
+    return (*_recompute(plan), *_skewed(plan), *_links(plan), *_host(plan), *_tradeoffs(plan))
 
 
 def _recompute(plan: Plan) -> Iterator[str]:
@@ -76,30 +74,6 @@ def saved_bytes(plan: Plan) -> list[int]:
     return saved
 
 
-def _uneven(plan: Plan) -> Iterator[str]:
-    """Yield the devices that were given less work than the others because they are full."""
-    loads = _loads(plan)
-    mean = sum(loads.values()) / len(loads)
-    full = [
-        device
-        for device in device_verdicts(plan)
-        if device.share >= _FULL and mean and loads[device.lane] < _LESS_WORK * mean
-    ]
-    alike: dict[tuple[str, int], list[DeviceVerdict]] = {}
-    for device in full:
-        alike.setdefault((device.term, device.capacity_bytes or 0), []).append(device)
-    for (term, capacity), devices in alike.items():
-        less = _span(
-            [f"{1 - loads[device.lane] / mean:.0%}" for device in sorted(devices, key=lambda d: -loads[d.lane])]
-        )
-        needs = _span([format_bytes(size) for size in sorted(device.peak_bytes for device in devices)])
-        who = _named("device", [device.lane for device in devices])
-        has, is_ = ("has", "it is") if len(devices) == 1 else ("have", "they are")
-        over = "over" * (max(device.peak_bytes for device in devices) > capacity)
-        numbers = f"{needs} {'for' if over else 'of'} {format_bytes(capacity)}, most of it {term}"
-        yield f"{who} {has} {less} less work than the mean: {is_} {over}full ({numbers})"
-
-
 def _skewed(plan: Plan) -> Iterator[str]:
     """Yield what an even cut would take, where the plan's fits by stages of uneven work."""
     full = max(device.share for device in device_verdicts(plan))
@@ -143,19 +117,6 @@ def _even_bytes(plan: Plan) -> int | None:
 
 def _unit_s(unit: Unit) -> float:
     return unit.forward_s + unit.backward_s
-
-
-def _span(texts: Sequence[str]) -> str:
-    """Return the range of some figures, ``10% to 40%``, or the figure itself if all are equal."""
-    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
-
-
-def _loads(plan: Plan) -> dict[int, float]:
-    loads: dict[int, float] = {}
-    for stage in plan.stages:
-        own_s = (stage.forward_s + stage.backward_s) / stage.replicas
-        loads[stage.lane] = loads.get(stage.lane, 0.0) + own_s
-    return loads
 
 
 def _links(plan: Plan) -> Iterator[str]:

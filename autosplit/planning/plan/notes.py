@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from autosplit.options import Options
@@ -19,18 +19,20 @@ from autosplit.trace.graph import NodeClass
 from autosplit.trace.recording.draw_rules import with_plain_numbers
 from autosplit.trace.reductions.own_loss import note_on_loss
 from autosplit.trace.rows.kinds import norm_notes
-from autosplit.units import format_bytes
+from autosplit.units import format_bytes, plural
 
 PLAIN_ON_TWO = (1.74, 1.83)
 """How many times as fast as on one thread plain training steps were on two idle cores: conv net, transformer, MLP."""
 
 
-_LITTLE, _FULL = 1 / 3, 0.9
-"""A device with less than this part of the longest load has little to do; one that holds this part is full."""
+_LITTLE, _LESS, _FULL = 1 / 3, 0.8, 0.9
+"""Parts of the longest load: less is little to do, and less for want of room on a device that is so full."""
 
 
-def notes_of(case: ProfiledProblem, partition: Partition, *, unreplayed: str | None) -> Iterator[str]:
-    """Yield what has to be said of a plan; ``unreplayed`` is why its peaks are the formula's, where they are."""
+def notes_of(
+    case: ProfiledProblem, partition: Partition, peaks: Sequence[int], *, unreplayed: str | None
+) -> Iterator[str]:
+    """Yield what has to be said of a plan with these peaks; ``unreplayed`` is why they are the formula's, or None."""
     traced, costs, options = case.recorded.trace.graph, case.costs, case.options
     infos = [info for _, info in traced.compute_nodes()]
     if (nothing := note_on_training(costs, case.problem.schedule)) is not None:
@@ -57,7 +59,7 @@ def notes_of(case: ProfiledProblem, partition: Partition, *, unreplayed: str | N
         if (loss := note_on_loss(traced)) is not None:
             yield loss
     yield from advice(case.problem, partition, options, measured=costs.measured)
-    yield from idle(case, partition)
+    yield from idle(case, partition, peaks)
     if "activations" in options.offload:
         count = sum(saved_by_block(case.whole, case.recorded.outline.blocks).values())
         yield (
@@ -102,34 +104,39 @@ def advice(problem: Problem, partition: Partition, options: Options, *, measured
         )
 
 
-def idle(case: ProfiledProblem, partition: Partition) -> Iterator[str]:
+def idle(case: ProfiledProblem, partition: Partition, peaks: Sequence[int]) -> Iterator[str]:
     """Say which devices have little or nothing to do, how long they stand idle, and why."""
-    problem, costs, loads_s = case.problem, partition.costs, partition.costs.device_loads_s
-    count, used, step_s = problem.microbatches, len(loads_s), partition.costs.step_s
+    problem, costs, busy_s = case.problem, partition.costs, partition.costs.timeline.busy_s
+    count, used, step_s = problem.microbatches, len(busy_s), costs.step_s
     if case.warning is not None:
         yield case.warning
-    if count < used and problem.custom_schedule is None and step_s:
+    if not step_s or problem.devices is None:
+        return
+    if count < used and problem.custom_schedule is None:
         more = replace(problem, microbatches=4 * used)
         each_s = check(more, partition.assignment, recompute=costs.recompute).step_s / (4 * used)
         yield (
-            f"{count} microbatch{'es are' if count > 1 else ' is'} at work on {count} of {used} devices at a time, and "
-            f"they are idle {costs.timeline.bubble:.0%} of the step: in {4 * used} of as many rows, of a larger batch "
-            f"or accumulated, each would take {1 - each_s * count / step_s:.0%} less"
+            f"{plural(count, 'microbatch')} at work on {used} devices: these are idle {costs.timeline.bubble:.0%} of "
+            f"the step; of {4 * used} such microbatches (a larger batch, or accumulated) each would take "
+            f"{1 - each_s * count / step_s:.0%} less"
         )
-    devices, longest = problem.devices or (), max(range(used), key=lambda lane: loads_s[lane])
-    for lane, load_s in enumerate(loads_s if devices else ()):
-        if load_s >= _LITTLE * loads_s[longest]:
+    longest = max(range(used), key=lambda lane: busy_s[lane])
+    for lane, (load_s, device) in enumerate(zip(busy_s, problem.devices, strict=False)):
+        capacity = case.options.capacity_bytes(lane)
+        full = capacity is not None and peaks[lane] > _FULL * capacity
+        if load_s >= (_LESS if full else _LITTLE) * busy_s[longest]:
             continue
-        capacity, held, slow = devices[lane].capacity_bytes, costs.device_bytes[lane], devices[lane].slowdown
-        times = slow / min(device.slowdown for device in devices)
-        largest_s, largest = _largest(problem, partition, longest)
-        why = f"{largest!r} alone is {largest_s / loads_s[longest]:.0%} of what the busiest, device {longest}, does"
-        if capacity is not None and held > _FULL * capacity:
-            why = f"it is full, {format_bytes(held)} of {format_bytes(capacity)}"
+        times = device.slowdown / min(other.slowdown for other in problem.devices)
+        if full and capacity is not None:
+            why = f"it is full, {format_bytes(peaks[lane])} of {format_bytes(capacity)}"
         elif times > 1 / _LITTLE:
             why = f"it takes {times:.3g} times as long as the fastest for the same work"
+        else:
+            largest_s, largest = _largest(problem, partition, longest)
+            share = count * largest_s / busy_s[longest]
+            why = f"{largest!r} alone is {share:.0%} of what the busiest, device {longest}, does"
         which = f"device {lane} ({case.options.device_name(lane)})"
-        yield f"{which} is idle {1 - count * load_s / step_s:.0%} of the step: {why}"
+        yield f"{which} is idle {1 - load_s / step_s:.0%} of the step: {why}"
 
 
 def _largest(problem: Problem, partition: Partition, lane: int) -> tuple[float, str]:

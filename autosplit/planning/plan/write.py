@@ -166,7 +166,7 @@ class Writer:
             * self.options.parallel.replicas,
             peak_flops_per_s=None if peak is None else peak * self.options.parallel.ranks / self.options.parallel.pp,
             curves=lane_curves(self.fullest, self.schedule, waiting=self._waiting),
-            notes=tuple(notes_of(self.case, self.partition, unreplayed=self._replayed[1])),
+            notes=tuple(notes_of(self.case, self.partition, self.peaks, unreplayed=self._replayed[1])),
             whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),
             proofs=() if self.proof is None else (self.proof,),
         )
