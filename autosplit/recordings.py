@@ -89,9 +89,9 @@ class Recordings:
         self.history = History(type(model).__name__)
 
     def schedule_for(self, microbatches: int) -> Schedule:
-        """Return the plan's schedule; there is a plan as soon as there is a recording."""
+        """Return the plan's schedule, whole; there is a plan as soon as there is a recording."""
         assert self.plan is not None
-        return self.plan.schedule_for(microbatches)
+        return self.plan.whole_schedule(microbatches)
 
     def check_backward(self) -> None:
         """Raise ScheduleError when the schedule, planned or asked for, has forwards only."""

@@ -123,7 +123,7 @@ class PerformedStep(Step):
         if self.most in (0, schedule.microbatches):
             return schedule
         reduced = {"forward": forwards, "backward": backwards}.get(schedule.name, replace)
-        return self.once(("of all", schedule.name, self.most), lambda: reduced(self.planned(self.most)))
+        return self.once(("of all", schedule.name, self.most), lambda: reduced(self.schedule_of(self.most)))
 
     def _takes_part(self, entry: Entry) -> bool:
         """Tell whether this replica has an entry: messages of its microbatches only, and all actions."""
@@ -154,7 +154,7 @@ class PerformedStep(Step):
 
     def _is_split(self, stage: int) -> bool:
         """Tell whether weight gradients of a stage come apart, so that autograd is asked for all gradients."""
-        return any(action.kind == "I" and action.stage == stage for action in self.planned(max(self.most, 1)))
+        return any(action.kind == "I" and action.stage == stage for action in self.schedule_of(max(self.most, 1)))
 
     @property
     def overlaps(self) -> bool:

@@ -251,7 +251,7 @@ class RankStep(PerformedStep):
     def stand_by(self) -> torch.Tensor:
         """Take part in a step of which this replica has no rows; return its loss."""
         with torch.inference_mode(False), torch.enable_grad():
-            self.perform_with_others(self.planned(self.most))
+            self.perform_with_others(self.schedule_of(self.most))
             value: torch.Tensor = self.outcome(lambda: None)
             with self.adding_gradients():
                 pass
@@ -260,7 +260,7 @@ class RankStep(PerformedStep):
 
     def stand_by_forward(self) -> None:
         """Take part in a call for which this replica has no rows."""
-        self.perform_with_others(forwards(self.planned(self.most)))
+        self.perform_with_others(forwards(self.schedule_of(self.most)))
         self._end_standing_by()
 
     def _end_standing_by(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autosplit.partition.problem import Problem
-from autosplit.schedule.action import Schedule
+from autosplit.schedule.action import Schedule, gradients_of
 from autosplit.schedule.simulate import Timeline, TransferTime, simulate
 
 
@@ -151,6 +151,9 @@ class _CheckedCut:
         self.members: list[list[int]] = [[] for _ in range(count)]
         for work, stage in enumerate(assignment):
             self.members[stage].append(work)
+        back = [stage for stage, work in zip(assignment, problem.works, strict=True) if work.backward_s]
+        first = min(back, default=count) if min(assignment) < min(back, default=count) else 0  # not of empty stages
+        self.gradients = gradients_of(count, flows=[first], trained=range(count))
         self.net_s = [0.0] * count
         for net in problem.nets:
             for stage in self._apart((net.producer, *net.consumers)):
@@ -206,7 +209,8 @@ class _CheckedCut:
         return 1.0 if devices is None else devices[self.lane[stage]].slowdown
 
     def _recomputed_s(self, stage: int, option: str) -> float:
-        return self.problem.again(option) * sum(self.problem.works[work].forward_s for work in self.members[stage])
+        forward_s = sum(self.problem.works[work].forward_s for work in self.members[stage])
+        return self.problem.again(option) * forward_s * (self.gradients[stage] != "none")
 
     def load_s(self, stage: int, option: str) -> float:
         """Return the seconds per microbatch, a share of what is done once per step included."""
@@ -245,7 +249,7 @@ class _CheckedCut:
 
     def timeline(self, recompute: Sequence[str]) -> Timeline:
         """Simulate one step."""
-        schedule = self.problem.schedule_of(self.count)
+        schedule = self.problem.schedule_of(self.count).needed(self.gradients)
         forward, backward, weight = ([0.0] * self.count for _ in range(3))
         for stage, members in enumerate(self.members):
             if not members:

@@ -127,7 +127,7 @@ def step_lower_bound(problem: Problem, *, stages: int, clock: Timer = FOREVER) -
     It is the best of three bounds: by paths with works spread at will, by a mixture of critical paths, and by the least
     that the longest stage takes without transfers, which the search for the least bottleneck finds.
     """
-    from autosplit.partition.step_bound import simple_bound, spread_bound
+    from autosplit.partition.step_bound import step_bound
 
     works: tuple[Work, ...] = problem.works
     if not problem.schedule_of(stages).has_backward:
@@ -136,8 +136,7 @@ def step_lower_bound(problem: Problem, *, stages: int, clock: Timer = FOREVER) -
     order = tuple(sorted(problem.precedence))
     alone = replace(problem, works=works, nets=(), holds=(), order=order, devices=devices)
     answer = _find(alone, stages=stages, least="load", empty=True, ideal_limit=IDEAL_LIMIT, clock=clock)
-    lower_s = simple_bound(problem, stages=stages, longest_s=answer.lower_bound)
-    return max(lower_s, spread_bound(problem, stages=stages))
+    return step_bound(problem, stages=stages, longest_s=answer.lower_bound)
 
 
 def _infeasible(problem: Problem, *, stages: int, empty: bool, answer: Solution, ideal_limit: int) -> InfeasibleError:

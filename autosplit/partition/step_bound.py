@@ -26,13 +26,14 @@ of every work, weighed so that no stage is much cheaper than another (multiplica
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autosplit.partition.problem import Device, Problem
+from autosplit.partition.problem import Device, Problem, Work
 from autosplit.partition.step_model import FastSimulator, Floats, Ints
-from autosplit.schedule.action import Action, Kind, Schedule
+from autosplit.schedule.action import Action, Kind, Schedule, gradients_of
 
 _ROUNDING = 1 - 4e-10
 _PATHS, _ROUNDS = 200, 600
@@ -48,7 +49,8 @@ _KINDS = 4
 class Family:
     """How often each stage's F, B or I, and W lie on a path besides once each: on the way there, and back.
 
-    ``tail`` counts what stage 0 does after its last B or I.
+    ``after`` and ``tail`` begin with the first stage that has a backward; ``tail`` counts what that does after its last
+    B or I.
     """
 
     before: Ints
@@ -88,14 +90,15 @@ class _Lanes:
         back = next((action.microbatch for action in behind if action.kind in "BI"), None)
         if back is None:
             return Family(before, np.zeros_like(before), np.zeros_like(before[0]))
-        ends = [self._gradient(stage, final) + 1 for stage in range(last + 1)]
+        first = min(self.schedule.differentiated)
+        ends = [self._gradient(stage, final) + 1 for stage in range(first, last + 1)]
         after = np.array(
             [
-                _counts(actions[self._gradient(stage, back) + 1 : ends[stage]])
-                for stage, actions in enumerate(self.actions)
+                _counts(self.actions[stage][self._gradient(stage, back) + 1 : end])
+                for stage, end in enumerate(ends, start=first)
             ]
         )
-        return Family(before, after, np.array(_counts(self.actions[0][ends[0] :])))
+        return Family(before, after, np.array(_counts(self.actions[first][ends[0] :])))
 
     def _place(self, stage: int, kind: Kind, microbatch: int) -> int:
         return self.places[stage][Action(stage, kind, microbatch)]
@@ -109,60 +112,96 @@ def _counts(actions: list[Action]) -> list[int]:
     return [kinds.count("F"), kinds.count("B") + kinds.count("I"), kinds.count("W")]
 
 
-def simple_bound(problem: Problem, *, stages: int, longest_s: float = 0.0) -> float:
+def step_bound(problem: Problem, *, stages: int, again: float = 0.0, longest_s: float = 0.0) -> float:
+    """Return what no step of a cut into so many stages can be below, the devices in their order.
+
+    Each stage with a backward does at least ``again`` of its forwards again. ``longest_s``: in every cut the works of
+    some device take so long, per microbatch. Works without a backward may fill the first stages, which then have none:
+    it is the least of the bounds by how many do.
+    """
+    bound = simple_bound(problem, stages=stages, longest_s=longest_s)
+    bound = max(bound, spread_bound(problem, stages=stages, again=again))
+    some = min(stages - 1, sum(not work.backward_s for work in problem.works))
+    for first in range(1, some + 1) if problem.schedule_of(stages).has_backward else ():
+        below = simple_bound(problem, stages=stages, longest_s=longest_s, first=first)
+        if below >= bound:  # the later, the larger
+            break
+        bound = min(bound, max(below, spread_bound(problem, stages=stages, again=again, first=first)))
+    return bound
+
+
+def simple_bound(problem: Problem, *, stages: int, longest_s: float = 0.0, first: int = 0) -> float:
     """Return what no cut into so many stages can be below, whatever its ideals and the order of its devices.
 
-    ``longest_s``: in every cut the works of some device take so long, per microbatch.
+    ``longest_s``: in every cut the works of some device take so long, per microbatch. ``first``: the stages before that
+    one, and they alone, have no backward.
 
     As far as times go, the works could be spread at will: each family's longest stay is no shorter than what its least
-    counts give when every stage has its fair share.
+    counts give when every stage that has a backward has its fair share of the works that have one.
     """
-    schedule = problem.schedule_of(stages)
-    kinds = {action.kind for action in schedule}
-    forward_s, backward_s, weight_s = (
-        sum(getattr(work, name) for work in problem.works) for name in ("forward_s", "backward_s", "weight_s")
-    )
-    split_s = weight_s if "W" in kinds else 0.0
-    sums = np.array([forward_s, backward_s - split_s if schedule.has_backward else 0.0, split_s])
+    schedule = problem.schedule_of(stages).needed(gradients_of(stages, flows=[first], trained=range(stages)))
+    sums = _sums(problem.works, schedule)
+    spread = _sums([work for work in problem.works if work.backward_s], schedule) if first else sums
     devices = problem.devices or (Device(),) * len(schedule.lanes)
     speeds = sorted((1.0 / device.slowdown for device in devices), reverse=True)
     each = max(schedule.stage_lane.count(lane) for lane in range(len(schedule.lanes)))
-    lanes = speeds[: len(schedule.lanes)]
-    shared = problem.microbatches * sums.sum() / sum(lanes)
+    lanes = sum(speeds[: len(schedule.lanes)])
+    behind = sum(speeds[: len({lane for stage in range(first, stages) for lane in schedule.lanes_of(stage)})])
+    shared = problem.microbatches * max(sums.sum() / lanes, spread.sum() / behind)
     once = sums[:2].sum() / speeds[0]
     if schedule.replicas:  # they share what a stage does: its actions are no path
         return float(max(shared, once)) * _ROUNDING
     alone = [
-        once + (family.before.min(axis=0) + family.after.min(axis=0)) @ sums / (each * sum(lanes))
+        once + (family.before[first:].min(axis=0) + family.after.min(axis=0)) @ spread / (each * behind)
         for family in families(schedule)
     ]
     each_s = problem.microbatches * longest_s
-    if each == 1 and not split_s:
+    if each == 1 and not sums[2] and not first:
         stays = ((family.before + family.after)[:, : 1 + schedule.has_backward].min() for family in families(schedule))
         each_s = max(each_s, sums.sum() / speeds[0] + longest_s * max(stays))
     return float(max(shared, each_s, *alone)) * _ROUNDING
 
 
-def spread_bound(problem: Problem, *, stages: int, again: float = 0.0) -> float:
+def _sums(works: Sequence[Work], schedule: Schedule) -> Floats:
+    """Return the seconds of all works, of F, B or I, and W."""
+    seconds = np.array([(work.forward_s, work.backward_s, work.weight_s) for work in works]).reshape(-1, 3)
+    forward_s, backward_s, weight_s = seconds.sum(axis=0)
+    split_s = weight_s if "W" in schedule.kinds else 0.0
+    return np.array([forward_s, backward_s - split_s if schedule.has_backward else 0.0, split_s])
+
+
+def spread_bound(problem: Problem, *, stages: int, again: float = 0.0, first: int = 0) -> float:
     """Return what no step of a cut into so many stages can be below, the devices in their order.
 
-    Each stage does at least ``again`` of its forwards again.
+    Each stage with a backward does at least ``again`` of its forwards again. The stages before ``first``, and they
+    alone, have none.
     """
-    schedule = problem.schedule_of(stages)
+    schedule = problem.schedule_of(stages).needed(gradients_of(stages, flows=[first], trained=range(stages)))
     works = problem.works
     forward, backward, weight = (
         np.array([getattr(work, name) for work in works]) for name in ("forward_s", "backward_s", "weight_s")
     )
-    backward = backward + again * forward
+    flowing = backward > 0
+    backward = backward + again * forward * (flowing | (not first))
     simulator = FastSimulator(schedule)
     split = bool((simulator.duration == 3).any())
     kinds = np.array([forward, backward if schedule.has_backward else 0 * forward, backward - weight, weight])
     devices = problem.devices or (Device(),) * (max(schedule.stage_lane) + 1)
     scale = np.array([devices[lane].slowdown for lane in schedule.stage_lane])
-    counts = _paths(simulator, kinds.sum(axis=1), scale)
+    speeds = np.array([len(schedule.lanes_of(stage)) for stage in range(stages)]) / scale
+    totals = kinds.sum(axis=1)[:, None] * (speeds / speeds.sum())
+    if first:  # the fair share where works that have a backward can only be behind
+        there = kinds[:, flowing].sum(axis=1)[:, None] * (speeds * (np.arange(stages) >= first) / speeds[first:].sum())
+        room = np.maximum(kinds[:2].sum() / speeds.sum() * speeds - there[:2].sum(axis=0), 0.0)
+        totals = there + np.outer(kinds[:, ~flowing].sum(axis=1), room / (room.sum() or 1.0))
+    counts = _paths(simulator, scale * totals)
     if not split:
         kinds[2:] = 0.0
-    return _mixed((counts * scale[None, :, None]) @ _alike(kinds)) * (1 - 1e-6)
+    alike = _alike(kinds)
+    costs = (counts * scale[None, :, None]) @ alike
+    if first:  # there they cannot be
+        costs[:, :first] = np.where(alike[1] > 0, costs[:, first : first + 1], costs[:, :first])
+    return _mixed(costs) * (1 - 1e-6)
 
 
 def _alike(kinds: Floats) -> Floats:
@@ -174,11 +213,9 @@ def _alike(kinds: Floats) -> Floats:
     return np.stack([np.bincount(first, row) for row in kinds])
 
 
-def _paths(simulator: FastSimulator, totals: Floats, scale: Floats) -> Floats:
-    """Return how often paths that are critical at the even spread pass each stage, by kind: [path, stage, kind]."""
-    speeds = np.array([len(simulator.schedule.lanes_of(stage)) for stage in range(simulator.stages)]) / scale
-    share = speeds / speeds.sum()
-    seconds = (scale * share)[simulator.stage] * totals[simulator.duration]
+def _paths(simulator: FastSimulator, totals: Floats) -> Floats:
+    """Return how often critical paths pass each stage, by kind: [path, stage, kind]; ``totals`` is [kind, stage]."""
+    seconds = totals[simulator.duration, simulator.stage]
     before, ends = _ends(simulator, seconds)
     chance = random.Random(0)
     tolerance = _TIE * float(ends.max())

@@ -35,7 +35,7 @@ class StepTimes:
 
     ``forward_s``, ``backward_s`` (all of it) and ``weight_s`` (the part that only weights need) are (cuts, stages).
     ``ahead_s[cut, a, b]`` is how long values travel from stage a to the later stage b, ``back_s[cut, a, b]`` how long
-    gradients travel from b to a.
+    gradients travel from b to a. ``first`` is each cut's first stage with a backward.
     """
 
     forward_s: Floats
@@ -43,6 +43,7 @@ class StepTimes:
     weight_s: Floats
     ahead_s: Floats
     back_s: Floats
+    first: Ints
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class FastSimulator:
         duration = np.concatenate([forward, backward, backward - weight, weight], axis=1).T.copy()
         near, far = delays.near[cuts].T.copy(), delays.far[cuts].T
         ends = np.zeros((self.count + 1, len(forward)))
-        arrivals = delays.arrivals
+        arrivals, left_out = delays.arrivals, self._left_out(times.first[cuts])
         for (low, high, previous, beside, hop, kind), (first, last) in zip(
             self._ticks, pairwise(arrivals.ticks), strict=True
         ):
@@ -138,8 +139,14 @@ class FastSimulator:
                     arrive = np.maximum.reduceat(arrive, arrivals.begins[first:last] - begin)
                 rows = arrivals.action[first:last] - low
                 start[rows] = np.maximum(start[rows], arrive)
+            if left_out is not None:  # the lane goes on behind the action before
+                np.copyto(start, ends.take(previous, 0), where=left_out[low:high])
             np.add(start, duration.take(kind, 0), out=ends[low:high])
         return ends
+
+    def _left_out(self, first: Ints) -> NDArray[np.bool_] | None:
+        """Return which actions are not there, [action, cut]: backwards of stages before the first that has one."""
+        return (self.duration > 0)[:, None] & (self.stage[:, None] < first) if first.any() else None
 
     def _delays(self, times: StepTimes) -> _Delays:
         """Return the delays of all cuts between neighbours, and those that reach further in any of them."""
@@ -239,12 +246,16 @@ class StepModel:
             self._summed(stage_of, each) for each in (self.forward_s, self.backward_s, self.weight_s)
         )
         ahead_s, back_s = self._travels(stage_of)
+        first = np.where((backward_s > 0).any(axis=1), (backward_s > 0).argmax(axis=1), self.stages - 1)
+        first *= stage_of.min(axis=1) < first  # not where the stages before it are empty
+        again = again * (np.arange(self.stages) >= first[:, None])
         return StepTimes(
             forward_s=self.scale * forward_s,
             backward_s=self.scale * (backward_s + again * forward_s),
             weight_s=self.scale * weight_s,
             ahead_s=ahead_s,
             back_s=back_s,
+            first=first,
         )
 
     def _summed(self, stage_of: NDArray[np.int64], each: Floats) -> Floats:

@@ -83,7 +83,9 @@ class Cut:
     @cached_property
     def flows(self) -> Mapping[str, bool]:
         """Whether gradients flow back through values."""
-        return {**{name: node.requires_grad for name, node in self.profile.nodes.items()}, **self.profile.input_grads}
+        nodes, goes_back = self.profile.nodes.items(), self.schedule.differentiated or range(self.schedule.stages)
+        flows = {name: node.requires_grad and self.stage_of[name] in goes_back for name, node in nodes}
+        return {**flows, **self.profile.input_grads}
 
     def averaged(self, first: fx.Node | None) -> str | None:
         """Return the model's ``first`` output where the last stage makes it and nothing else takes it.

@@ -126,7 +126,7 @@ def predicted(plan: Plan) -> StepTimeline:
             ready_s = ends[Action(time.producer, "F", microbatch)]
             sent.append(Sent(time.producer, time.consumer, microbatch, False, ready_s, ready_s + time.forward_s))
             back = schedule.input_gradient(time.consumer, microbatch)
-            if back in ends:
+            if back in ends and time.producer in schedule.differentiated:
                 ready_s = ends[back]
                 sent.append(Sent(time.consumer, time.producer, microbatch, True, ready_s, ready_s + time.backward_s))
     return StepTimeline(bars, tuple(sent), timeline.step_s, measured=False, actions=plan.actions)

@@ -157,7 +157,7 @@ def page_data(plan: Plan, seen: Beside | None = None) -> dict[str, Any]:
     """
     schedule = plan.schedule_for(len(plan.microbatch_rows))
     fields = plan.model_dump(include=_READ, exclude={"stages": {"__all__": {"nodes", "modules"}}})
-    movable = {unit.stage for unit in plan.units} == set(range(len(plan.stages)))
+    movable = {unit.stage for unit in plan.units} == {stage.index for stage in plan.stages if stage.gradients != "none"}
     return fields | {
         "devices": [printable(device) for device in plan.devices],
         "microbatches": schedule.microbatches,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -22,6 +22,13 @@ Kind = Literal["F", "B", "I", "W", "U"]
 """F: forward of one microbatch. B: its whole backward. I: the gradient of the input only. W: the weights' gradients.
 U: an update of a stage, in a stream only."""
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+Gradients = Literal["all", "inputs", "none"]
+"""Of what a stage's backward makes gradients: of weights and inputs, of inputs only, or there is no backward."""
+_KEPT: Mapping[Gradients, Mapping[Kind, Kind]] = {
+    "all": {kind: kind for kind in KINDS},
+    "inputs": {"F": "F", "B": "B", "I": "B"},
+    "none": {"F": "F"},
+}
 
 
 class Action(NamedTuple):
@@ -60,6 +67,15 @@ class Cell(NamedTuple):
 
     lane: int
     position: int
+
+
+def gradients_of(stages: int, *, flows: Collection[int], trained: Collection[int]) -> tuple[Gradients, ...]:
+    """Return of what each stage makes gradients: none before the first stage through which they flow (``flows``).
+
+    ``trained`` are those with weights to train. The last always has a backward, as a loss may have parameters.
+    """
+    first = min((*flows, stages - 1))
+    return tuple("none" if s < first else "all" if s in trained else "inputs" for s in range(stages))
 
 
 @dataclass(frozen=True)
@@ -101,11 +117,26 @@ class Schedule:
 
     def upto(self, microbatches: int) -> Schedule:
         """Return the schedule of the first microbatches only; marks stay behind the actions that are left."""
-        lanes = tuple(tuple(a for a in lane if a.microbatch < microbatches) for lane in self.lanes)
+        return self._changed(lambda action: action if action.microbatch < microbatches else None)
+
+    def needed(self, gradients: Sequence[Gradients]) -> Schedule:
+        """Return the schedule with what makes gradients only, by stage.
+
+        A stage without weight gradients has no W, and its input gradient (I) is its whole backward. Without any it has
+        forwards only.
+        """
+        if set(gradients) == {"all"}:
+            return self
+        kinds = [_KEPT[makes] for makes in gradients]
+        return self._changed(lambda a: a._replace(kind=kinds[a.stage][a.kind]) if a.kind in kinds[a.stage] else None)
+
+    def _changed(self, change: Callable[[Action], Action | None]) -> Schedule:
+        rows = [[change(action) for action in lane] for lane in self.lanes]
         marks = tuple(
-            tuple((sum(a.microbatch < microbatches for a in lane[:behind]), mark) for behind, mark in lane_marks)
-            for lane, lane_marks in zip(self.lanes, self.marks, strict=False)
+            tuple((sum(action is not None for action in row[:behind]), mark) for behind, mark in lane_marks)
+            for row, lane_marks in zip(rows, self.marks, strict=False)
         )
+        lanes = tuple(tuple(action for action in row if action is not None) for row in rows)
         return replace(self, lanes=lanes, marks=marks)
 
     @cached_property
@@ -135,6 +166,11 @@ class Schedule:
     def has_backward(self) -> bool:
         """False for a forward-only schedule."""
         return self.kinds != {"F"} and bool(self.kinds)
+
+    @cached_property
+    def differentiated(self) -> frozenset[int]:
+        """The stages that have a backward."""
+        return frozenset(action.stage for action in self if action.kind in "BI")
 
     @cached_property
     def kinds(self) -> frozenset[Kind]:
@@ -210,7 +246,7 @@ class Schedule:
             stages = np.array([action.stage for action in lane])
             change = np.array([{"F": 1, "I": 0}.get(action.kind, -1) for action in lane])
             for stage in set(stages.tolist()):
-                held = change[stages == stage].cumsum().max() if self.has_backward else 1
+                held = change[stages == stage].cumsum().max() if stage in self.differentiated else 1
                 most[stage] = max(most[stage], int(held))
         return tuple(most)
 

@@ -324,7 +324,7 @@ def _messages(
             route = Route(source, target, m, loss)
             forward = _Delivery(route, Action(source, "F", m), Action(target, "F", m))
             for message in (forward, _Delivery(route.back, back(target, m), back(source, m))):
-                if message.producer in there:
+                if message.producer in there and message.consumer in there:
                     yield message
 
 

@@ -25,6 +25,7 @@ from autosplit.runtime.step import engine
 from autosplit.runtime.step.step import Step
 from autosplit.runtime.step.sums import Held
 from autosplit.runtime.tree import TreeRun
+from autosplit.schedule.action import Gradients
 from autosplit.stream.lowering import StreamProgram
 from autosplit.trace.graph import lengths_in
 from autosplit.trace.recording.random_watch import draws_numbers
@@ -54,6 +55,11 @@ class StreamStep(Step):
     def counts(self) -> list[int]:
         """How many replicas each stage has."""
         return [len(lanes) for lanes in self.every_lane]
+
+    @property
+    def gradients(self) -> Sequence[Gradients]:
+        """All: a parameter may be unfrozen while minibatches are in flight."""
+        return ["all" for _ in self.lowered.stages]
 
     def holder(self, stage: int, microbatch: int) -> Held:
         """Return which of a stage's replicas runs a microbatch: they take those of the stream in turn."""

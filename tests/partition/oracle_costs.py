@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autosplit.partition.problem import Device, Hold, Problem
@@ -131,7 +131,8 @@ class Rules:
         """Return what the stage costs under one recompute option."""
         microbatches = self.problem.microbatches
         again = {"never": 0.0, "except_last": (microbatches - 1) / microbatches}.get(name, 1.0)
-        recomputed_s = again * sum(self.works(inside, "forward_s"))
+        goes_back = stage == self.stages - 1 or any(self.works(before | inside, "backward_s"))
+        recomputed_s = again * goes_back * sum(self.works(inside, "forward_s"))
         kept = sum(hold.bytes for hold in self.problem.holds if _kept(hold, inside))
         edge = sum(hold.bytes for hold in self.problem.holds if _boundary(hold, inside))
         worst = max(self.works(inside, "transient_bytes"), default=0)
@@ -215,8 +216,13 @@ class Rules:
         backward = [k * (sum(self.works(mask, "backward_s")) + own.recomputed_s) for mask, k, own in stages]
         weight = [k * sum(self.works(mask, "weight_s")) for mask, k, _ in stages]
         once = [self.link(at) * self.tie_s(mask) for mask, at in zip(masks, self.lane, strict=True)]
+        back = [stage for stage, mask in enumerate(masks) if any(self.works(mask, "backward_s"))]
+        first = min(back, default=self.stages - 1) * any(masks[: min(back, default=self.stages - 1)])
+        rows = [
+            [action for action in lane if action.kind == "F" or action.stage >= first] for lane in self._schedule.lanes
+        ]
         timeline = simulate(
-            self._schedule,
+            replace(self._schedule, lanes=tuple(map(tuple, rows))),
             forward_s=[k * sum(self.works(mask, "forward_s")) for mask, k, _ in stages],
             backward_s=backward,
             input_gradient_s=[whole - part for whole, part in zip(backward, weight, strict=True)],

@@ -17,6 +17,7 @@ from autosplit.partition.problem import RECOMPUTE, Problem, TensorEdge, Work
 from autosplit.partition.solve import solve, step_lower_bound
 from autosplit.partition.step_bound import families, simple_bound
 from autosplit.partition.step_model import FastSimulator, StepModel, StepTimes
+from autosplit.schedule.action import gradients_of
 from autosplit.schedule.catalog import SCHEDULES, build
 from autosplit.schedule.simulate import TransferTime, simulate
 from tests.partition.oracle_brute import assignments, brute_force_step, most_stages
@@ -141,6 +142,8 @@ def test_a_long_work_that_cannot_be_cut_raises_the_bound(name: str) -> None:
 def drawn_times(seed: int, *, cuts: int, stages: int, dense: float) -> StepTimes:
     chance = np.random.default_rng(seed)
     backward_s = chance.uniform(0, 2, (cuts, stages)) * (chance.random((cuts, stages)) < 0.9)
+    first = chance.integers(0, stages, cuts) * (chance.random(cuts) < 0.5)
+    backward_s *= np.arange(stages) >= first[:, None]
     pair = np.triu(chance.random((cuts, stages, stages)) < dense, 1)
     return StepTimes(
         forward_s=chance.uniform(0, 1, (cuts, stages)) * (chance.random((cuts, stages)) < 0.9),
@@ -148,6 +151,7 @@ def drawn_times(seed: int, *, cuts: int, stages: int, dense: float) -> StepTimes
         weight_s=backward_s * chance.random((cuts, stages)),
         ahead_s=pair * chance.uniform(0, 3, pair.shape),
         back_s=pair * chance.uniform(0, 3, pair.shape),
+        first=first,
     )
 
 
@@ -158,8 +162,9 @@ def plain_step_s(name: str, times: StepTimes, cut: int, *, microbatches: int, vi
         for a in range(stages)
         for b in range(a + 1, stages)
     )
+    schedule = build(name, stages=stages, microbatches=microbatches, virtual_stages=virtual_stages)
     return simulate(
-        build(name, stages=stages, microbatches=microbatches, virtual_stages=virtual_stages),
+        schedule.needed(gradients_of(stages, flows=[times.first[cut]], trained=range(stages))),
         forward_s=times.forward_s[cut],
         backward_s=times.backward_s[cut],
         input_gradient_s=times.backward_s[cut] - times.weight_s[cut],

@@ -77,7 +77,8 @@ def saved_bytes(plan: Plan) -> list[int]:
 def _skewed(plan: Plan) -> Iterator[str]:
     """Yield what an even cut would take, where the plan's fits by stages of uneven work."""
     full = max(device.share for device in device_verdicts(plan))
-    if plan.replicas or full < _FULL or plan.verdict == "no" or len(plan.stages) < 2:
+    frozen = plan.stages[0].gradients == "none"  # of even stages it would have a backward
+    if plan.replicas or full < _FULL or plan.verdict == "no" or len(plan.stages) < 2 or frozen:
         return
     count, even = len(plan.stages), plan.model_copy(update={"stages": _even(plan)})
     even_s = plan.step_s - simulated(plan).step_s + simulated(even).step_s

@@ -31,7 +31,7 @@ def export(plan: PlanRecord, form: str) -> str:
         hosted = " and ".join(plan.offload)
         warnings.warn(f"export({form!r}) does not say that {hosted} lie on the host", UserWarning, stacklevel=3)
     if form == "torch-csv":
-        return dump_actions(plan.schedule_for(plan.chunks))
+        return dump_actions(plan.whole_schedule(plan.chunks))
     if form == "torchtitan":
         return "[\n" + ",\n".join(f"  {json.dumps(names)}" for names in _parts(plan)) + "\n]\n"
     if form == "torchtitan-toml":

@@ -14,6 +14,7 @@ from autosplit.planning.profiled.offload import saved_by_block
 from autosplit.planning.profiled.problem import ProfiledProblem
 from autosplit.planning.profiled.specs import notes_on_unknown
 from autosplit.profile.types import Profile
+from autosplit.schedule.action import Schedule
 from autosplit.trace.borrowed import side_effects
 from autosplit.trace.graph import NodeClass
 from autosplit.trace.recording.draw_rules import with_plain_numbers
@@ -147,6 +148,13 @@ def _largest(problem: Problem, partition: Partition, lane: int) -> tuple[float, 
         if partition.costs.lane[stage] == lane:
             members.setdefault(work.name if work.block is None else work.block, []).append(work)
     return max((slow * sum(w.forward_s + w.backward_s for w in works), works[0].name) for works in members.values())
+
+
+def note_on_gradients(schedule: Schedule) -> Iterator[str]:
+    """Yield which stages of a training step have no backward."""
+    if count := min(schedule.differentiated, default=0):
+        stages = "stage 0 has" if count == 1 else f"stages 0 to {count - 1} have"
+        yield f"{stages} no backward: nothing up to there is trained, and no input wants a gradient"
 
 
 def note_on_training(costs: Profile, schedule: str) -> str | None:

@@ -26,7 +26,7 @@ from autosplit.planning.plan.fields import (
     Verdict,
 )
 from autosplit.planning.plan.stage_memory import StageMemory
-from autosplit.schedule.action import Schedule
+from autosplit.schedule.action import Gradients, Schedule
 from autosplit.schedule.files import schedule_of
 from autosplit.trace.rows.findings import Proof
 
@@ -51,6 +51,8 @@ class StagePlan(FrozenFields):
     """What the stage does again in its backward; ``backward_s`` counts that."""
     again_s: Seconds | None = None
     """How long that takes; older files have none, and all of the forward was done again."""
+    gradients: Gradients = "all"
+    """Of what its backward makes gradients; "none": it has no backward, as nothing up to it is trained."""
     weight_s: Seconds = 0.0
     """The part of ``backward_s`` that only weight gradients need: W of a backward in two parts."""
     forward_issue_s: Seconds = 0.0
@@ -291,7 +293,11 @@ class PlanRecord(FrozenFields):
         return {name: stage.index for stage in self.stages for name in stage.nodes}
 
     def schedule_for(self, microbatches: int) -> Schedule:
-        """Return the legal schedule of a step with so many microbatches.
+        """Return the schedule of a step with so many microbatches: of `whole_schedule` what makes gradients."""
+        return self.whole_schedule(microbatches).needed([stage.gradients for stage in self.stages])
+
+    def whole_schedule(self, microbatches: int) -> Schedule:
+        """Return the legal schedule of a step with so many microbatches in which every stage has weights to train.
 
         Of a schedule of the caller's own the actions of further microbatches are left out; ScheduleError where there
         are more microbatches than it has.

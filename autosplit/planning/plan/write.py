@@ -21,7 +21,7 @@ from autosplit.planning.peaks import PeakRange, peak_ranges
 from autosplit.planning.plan.diff import entries_that_differ
 from autosplit.planning.plan.fields import LaneCurve, MeshDegrees
 from autosplit.planning.plan.figures import model_flops, overhead_s, parameter_dtype, peak_flops_per_s
-from autosplit.planning.plan.notes import notes_of
+from autosplit.planning.plan.notes import note_on_gradients, notes_of
 from autosplit.planning.plan.plan import FITS, Plan
 from autosplit.planning.plan.record import (
     Boundary,
@@ -56,11 +56,13 @@ class Writer:
         self.model, trace = case.recorded.model, case.recorded.trace
         self.traced = trace.graph
         self.whole, self.proof = trace.whole, trace.proof
-        self.schedule = case.problem.schedule_of(partition.stages)
-        self.lane = self.schedule.stage_lane
+        whole = case.problem.schedule_of(partition.stages)
+        self.lane = whole.stage_lane
         pairs = zip(case.names, partition.assignment, strict=True)
         solved = {name: stage for names, stage in pairs for name in names}
         self.stage_of = assign(case.index, solved, stages=partition.stages)
+        self.gradients = case.recorded.outline.gradients(self.costs, self.stage_of, partition.stages)
+        self.schedule = whole.needed(self.gradients)
         self.recompute = tuple(cast(Recompute, option) for option in partition.costs.recompute)
         blocks = case.recorded.outline.served | case.recorded.outline.blocks
         self._cut = Cut(
@@ -166,7 +168,10 @@ class Writer:
             * self.options.parallel.replicas,
             peak_flops_per_s=None if peak is None else peak * self.options.parallel.ranks / self.options.parallel.pp,
             curves=lane_curves(self.fullest, self.schedule, waiting=self._waiting),
-            notes=tuple(notes_of(self.case, self.partition, self.peaks, unreplayed=self._replayed[1])),
+            notes=(
+                *notes_of(self.case, self.partition, self.peaks, unreplayed=self._replayed[1]),
+                *note_on_gradients(self.schedule),
+            ),
             whole=tuple(f"{path}: {reason}" for path, reason in self.whole.items()),
             proofs=() if self.proof is None else (self.proof,),
         )
@@ -176,7 +181,7 @@ class Writer:
         names = [info.name for info in self._nodes[index]]
         seconds = self.partition.costs.timeline.seconds
         parameters = [s for s in self._states(index) if s.is_parameter]
-        again = self.problem.again(self.recompute[index])
+        again = self.problem.again(self.recompute[index]) * (self.gradients[index] != "none")
         issue = self._issue(index)
         return StagePlan(
             index=index,
@@ -190,6 +195,7 @@ class Writer:
             backward_s=seconds["B"][index],
             recompute=self.recompute[index],
             again_s=again * seconds["F"][index],
+            gradients=self.gradients[index],
             weight_s=seconds["W"][index],
             forward_issue_s=issue.forward_s,
             backward_issue_s=issue.backward_s + again * issue.forward_s,

@@ -23,6 +23,8 @@ from autosplit.planning.profiled.specs import link_factors, link_seconds
 from autosplit.planning.request import ResolvedSchedule
 from autosplit.profile.stage_trace.stage_graph import block_paths, in_units
 from autosplit.profile.types import NodeProfile, Profile, StateProfile
+from autosplit.schedule.action import Gradients, gradients_of
+from autosplit.trace.gradients import GradientFlow, gradient_flow
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 
 EPILOGUE = "epilogue"
@@ -46,6 +48,7 @@ class Outline:
 
     def __init__(self, traced: TracedGraph) -> None:
         self.index = index = DataflowIndex(traced)
+        self._flows: dict[frozenset[str], GradientFlow] = {}
         nodes = list(traced.compute_nodes())
         micro = [(node, info) for node, info in nodes if info.node_class is NodeClass.MICRO]
         full = [(node, info) for node, info in nodes if info.node_class is NodeClass.FULL]
@@ -70,6 +73,19 @@ class Outline:
 
         together = tuple(info.name for info in self.full)
         self.names = (*((info.name,) for info in self.micro), *((together,) if together else ()))
+
+    def flow(self, profile: Profile) -> GradientFlow:
+        """Return where gradients flow: of a profile what its inputs want counts."""
+        inputs = frozenset(name for name, wanted in profile.input_grads.items() if wanted)
+        if inputs not in self._flows:
+            self._flows[inputs] = gradient_flow(self.index.traced, inputs)
+        return self._flows[inputs]
+
+    def gradients(self, profile: Profile, stage_of: Mapping[str, int], stages: int) -> tuple[Gradients, ...]:
+        """Return of what each stage of a cut makes gradients, when something trains."""
+        micro = [info.name for info in self.micro]
+        flows, trained = ([stage_of[name] for name in micro if name in names] for names in self.flow(profile))
+        return gradients_of(stages, flows=flows, trained=trained)
 
     def _first(self, nodes: list[tuple[fx.Node, TracedNode]], work_of: dict[str, int]) -> dict[str, int | None]:
         first: dict[str, int | None] = dict(work_of)
@@ -175,6 +191,7 @@ class _Formulator:
         self.outline, self.profile, self.options, self.microbatches = outline, profile, options, microbatches
         self.micro, self.full, self.count = outline.micro, outline.full, outline.count
         self.evaluated = options.schedule == "forward"
+        self.flowing = outline.flow(profile).nodes
         """No action is a backward, and no optimizer makes a step."""
         self.link_s = cache(partial(link_seconds, options))
         self.tied = tied_states(outline.index.traced, profile)
@@ -252,7 +269,7 @@ class _Formulator:
 
     def _back(self, node: NodeProfile) -> tuple[float, int]:
         """Return the seconds of a node's backward, and the larger transient of both passes."""
-        if self.evaluated:
+        if self.evaluated or node.name not in self.flowing:
             return 0.0, node.forward_transient_bytes
         return node.backward_s, max(node.forward_transient_bytes, node.backward_transient_bytes)
 
@@ -328,7 +345,7 @@ class _Formulator:
             if others:
                 seconds = self.link_s(self.profile.nodes[info.name].output_bytes)
                 floats = bool(info.tensors) and info.tensors[0].dtype.is_floating_point
-                back = seconds if floats and not self.evaluated else 0.0
+                back = seconds if floats and not self.evaluated and info.name in self.flowing else 0.0
                 nets.append(TensorEdge(index, others, seconds, back))
         return nets
 

@@ -38,7 +38,7 @@ def waiting_bytes(boundaries: Sequence[Boundary], schedule: Schedule, flows: Map
     """
     waiting: Counter[int] = Counter()
     for boundary in boundaries:
-        back = schedule.has_backward and flows.get(boundary.value, False)
+        back = boundary.producer in schedule.differentiated and flows.get(boundary.value, False)
         for source, target in () if boundary.per_step else _lanes(boundary, schedule):
             waiting.update(dict.fromkeys(target, boundary.bytes * (2 if back else 1)))
             waiting.update(dict.fromkeys(source, boundary.bytes * back))

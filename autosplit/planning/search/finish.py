@@ -13,7 +13,7 @@ from autosplit.partition.line.line import Line
 from autosplit.partition.line.search import LineCut, LineSearch, listed
 from autosplit.partition.problem import Problem
 from autosplit.partition.solve import Partition, Status
-from autosplit.partition.step_bound import simple_bound, spread_bound
+from autosplit.partition.step_bound import step_bound
 from autosplit.planning.peaks import PeakRange
 from autosplit.planning.plan.fields import Verdict
 from autosplit.planning.plan.stage_memory import judged
@@ -209,7 +209,7 @@ def bounded(problem: Problem, partition: Partition) -> Partition:
     """Return a partition with what no cut of as many stages that recomputes as much can be below."""
     costs, stages = partition.costs, partition.stages
     least = min(map(problem.again, costs.recompute))
-    lower_s = max(simple_bound(problem, stages=stages), spread_bound(problem, stages=stages, again=least))
+    lower_s = step_bound(problem, stages=stages, again=least)
     status: Status = "optimal" if costs.step_s <= lower_s * (1 + 1e-9) else "bounded"
     return replace(partition, lower_bound_s=min(lower_s, costs.step_s), status=status)
 

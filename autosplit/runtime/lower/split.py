@@ -18,7 +18,9 @@ from autosplit.runtime.lower.visits import StageVisits
 from autosplit.runtime.optimizers import move
 from autosplit.runtime.regions import Compiled, Recomputed
 from autosplit.runtime.tape import TapeNode, tape_nodes
-from autosplit.trace.graph import INFO, NodeClass, TracedGraph
+from autosplit.schedule.action import Gradients, gradients_of
+from autosplit.trace.gradients import gradient_flow
+from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 from autosplit.trace.rows.kinds import counts_by_microbatch
 
 
@@ -66,6 +68,14 @@ class Lowered:
         """For each stage, the stages whose values it takes."""
         return [set(stage.received) for stage in self.layout.stages]
 
+    def gradients(self, tensors: Sequence[torch.Tensor]) -> tuple[Gradients, ...]:
+        """Return of what each stage makes gradients in a call with these inputs, when something trains."""
+        wanting = [info.name for info, tensor in zip(self._inputs, tensors, strict=True) if tensor.requires_grad]
+        flow = gradient_flow(self.traced, wanting)
+        names = [{node.meta[INFO].name for node in stage.nodes} for stage in self.layout.stages]
+        flows, trained = ([s for s, of in enumerate(names) if not each.isdisjoint(of)] for each in flow)
+        return gradients_of(len(names), flows=flows, trained=trained)
+
     def runs_again(self, stage: int, *, last: bool) -> bool:
         """Tell whether all of a stage runs again in its backward; ``last``: for the last microbatch of a step."""
         again = isinstance(self.runs[stage], Recomputed)
@@ -96,8 +106,12 @@ class Lowered:
     @cached_property
     def changes_inputs(self) -> bool:
         """Tell whether the model writes to one of its inputs."""
-        inputs = (n.meta[INFO] for n in self.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta)
-        return any(info.mutated for info in inputs)
+        return any(info.mutated for info in self._inputs)
+
+    @property
+    def _inputs(self) -> list[TracedNode]:
+        nodes = self.traced.graph.nodes
+        return [node.meta[INFO] for node in nodes if node.op == "placeholder" and INFO in node.meta]
 
     @cached_property
     def counts(self) -> bool:

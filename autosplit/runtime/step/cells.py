@@ -73,6 +73,8 @@ class Cells:
         self.layout = self.lowered.layout
         self.last = len(self.lowered.stages) - 1
         self.cells: dict[tuple[int, int], CellState] = {}
+        self.forward_only = frozenset(s for s, makes in enumerate(step.gradients) if detached and makes == "none")
+        """Stages of which nothing is kept, as no backward follows."""
         self.aliased = detached and (has_module_hooks() or any_autocast())
         self.input_gradients: dict[tuple[int, int, int], torch.Tensor] = {}
         """By stage, microbatch and position in the stage's bundle of inputs."""
@@ -151,13 +153,16 @@ class Cells:
             sums.fill(state.results)
             run = self.step.program(sums.held).cell(stage, last=microbatch == len(self.step.sizes) - 1)
             state.sent = run(*values)
-        if self.detached:
+        ends = stage in self.forward_only
+        if self.detached and not ends:
             others = chain(*state.leaves.values(), sums.shared)
             if self.step.once(("several", sums.held), lambda: has_several(state.sent.values(), sums.leaves, others)):
                 self._ask(sums)
         for target in [name for name in state.sent if name != OUT]:
-            bundle = state.sent[target] if self.detached else state.sent.pop(target)
-            self.transport.send(Route(stage, int(target), microbatch), bundle)
+            bundle = state.sent[target] if self.detached and not ends else state.sent.pop(target)
+            self.transport.send(Route(stage, int(target), microbatch), _detached(bundle, False) if ends else bundle)
+        if ends:
+            state.leaves.clear()
         return state
 
     def _given(self, state: CellState, sums: Sums, stage: int, microbatch: int) -> list[Any]:
@@ -257,7 +262,7 @@ class Cells:
                 for position, gradient in enumerate(message):
                     if gradient is not None:
                         self.input_gradients[stage, microbatch, position] = gradient
-            else:
+            elif route.source not in self.forward_only:
                 self.transport.send(route.back, message)
         state.out_gradients = ()
         if not self.keep:
@@ -383,5 +388,5 @@ def parameters(step: Step) -> dict[Held, list[torch.Tensor]]:
     return by_stage
 
 
-def _detached(bundle: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in bundle]
+def _detached(bundle: Sequence[torch.Tensor], wanted: bool = True) -> list[torch.Tensor]:
+    return [tensor.detach().requires_grad_(wanted and tensor.requires_grad) for tensor in bundle]

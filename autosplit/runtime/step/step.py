@@ -21,7 +21,7 @@ from autosplit.runtime.step.attributes import StandInAttributes
 from autosplit.runtime.step.sums import Held
 from autosplit.runtime.step_log import StepLog
 from autosplit.runtime.transport import SharedMemory, Transport
-from autosplit.schedule.action import Schedule
+from autosplit.schedule.action import Gradients, Schedule
 from autosplit.schedule.entry import Entry, Receive, Route, Send
 from autosplit.schedule.order import in_clock_order, lane_lists
 
@@ -51,7 +51,7 @@ class Step:
     """One lane per stage, that of its first replica, and last the caller's device."""
     state: CallState
     planned: Callable[[int], Schedule]
-    """Gives the plan's schedule for a number of microbatches."""
+    """Gives the plan's schedule for a number of microbatches, with all gradients."""
     orders: dict[Any, Any]
     """Schedules made ready to run, kept from call to call."""
     log: StepLog | None = field(default=None, kw_only=True)
@@ -68,8 +68,16 @@ class Step:
     @property
     def schedule(self) -> Schedule:
         """The plan's schedule for this call's microbatches."""
-        count = len(self.sizes)
-        return self.once(("schedule", count), lambda: self.planned(count))
+        return self.schedule_of(len(self.sizes))
+
+    def schedule_of(self, microbatches: int) -> Schedule:
+        """Return the plan's schedule for so many microbatches, with what makes gradients in such a call."""
+        return self.once(("schedule", microbatches), lambda: self.planned(microbatches).needed(self.gradients))
+
+    @property
+    def gradients(self) -> Sequence[Gradients]:
+        """Of what each stage makes gradients in such a call."""
+        return self.once("gradients", lambda: self.lowered.gradients(self.tensors))
 
     @property
     def forwards(self) -> Schedule:
@@ -79,7 +87,7 @@ class Step:
     @property
     def backwards(self) -> Schedule:
         """What the backward of a call performs."""
-        return self.once(("backwards", len(self.sizes)), lambda: backwards(self.schedule))
+        return self.once(("backwards", len(self.sizes)), lambda: backwards(self.schedule).needed(self.gradients))
 
     @property
     def held(self) -> list[Held]:

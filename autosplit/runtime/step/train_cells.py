@@ -129,6 +129,8 @@ class TrainCells(Cells):
             self._lose(state, microbatch)
         elif state.sent.get(OUT):
             self.transport.send(Route(stage, self.last, microbatch, loss=True), state.sent[OUT])
+        if stage in self.forward_only:
+            state.sent = {}
         return state
 
     def _lose(self, state: CellState, microbatch: int) -> None:

@@ -118,13 +118,13 @@ class ReplayedLane:
         for stage, _, microbatch in self.actions:
             self._first[stage] = min(microbatch, self._first.get(stage, microbatch))
         self._microbatches = schedule.microbatches
-        self._keeps = schedule.has_backward
+        self._differentiated = schedule.differentiated
 
     def piece(self, action: Action) -> Piece:
         """Return what an action does."""
         pieces = self.traces[action.stage].pieces(last=action.microbatch == self._microbatches - 1)
         first = action.microbatch == self._first[action.stage]
-        return pieces.piece(action.kind, first=first, keeps=self._keeps)
+        return pieces.piece(action.kind, first=first, keeps=action.stage in self._differentiated)
 
 
 def _device(lane: ReplayedLane, finish: Sequence[Change]) -> DeviceReplay:
