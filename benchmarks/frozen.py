@@ -2,10 +2,10 @@
 
     python -m benchmarks.frozen [--json FILE] [--repeats 9]
 
-Sixteen layers wait 5 ms forward, and where they or layers before them are trained 5 ms backward, on four CPU lanes with
+Sixteen layers wait 50 ms forward, and as long backward where they or layers before them are trained, on four lanes with
 eight microbatches. Waiting needs no core. Three quarters of the layers are frozen. The steps take turns: as planned,
 and with the same cut and the actions of a model whose first layer is trained, as frozen stages had them before. Asked:
-at most 1.05 times the simulated step, and no backward in a stage before the first trained layer.
+at most 1.05 times the simulated step of waiting alone, and no backward in a stage before the first trained layer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from autosplit.runtime.lower.split import Lowered
 from autosplit.schedule.action import Schedule
 from autosplit.schedule.simulate import simulate
 from benchmarks import pairs
-from benchmarks.overlap import LAYERS as ALONE
-from benchmarks.overlap import WAIT_S, Waiting, alone
+from benchmarks.overlap import Waiting
 
-STAGES, LAYERS, FROZEN, CHUNKS = 4, 16, 12, 8
+STAGES, LAYERS, FROZEN, CHUNKS, WAIT_S = 4, 16, 12, 8, 0.05
 ASKED = 1.05
 NEEDED, WHOLE = "frozen stages run forwards only", "every stage has backwards"
 
@@ -48,11 +47,11 @@ def make(plan: Any = None) -> tuple[Any, Callable[..., Any]]:
     return pipe, step
 
 
-def simulated(plan: Any, schedule: Schedule, forward_s: float, backward_s: float) -> float:
-    """Return the simulated step of a plan's cut, from what a layer takes."""
+def simulated(plan: Any, schedule: Schedule) -> float:
+    """Return the simulated step of a plan's cut, of waiting alone."""
     layers = [{int(name.partition(".")[0].partition("#")[0]) for name in stage.nodes} for stage in plan.stages]
     trained = [sum(layer >= FROZEN for layer in own) for own in layers]
-    there, back = [forward_s * len(own) for own in layers], [backward_s * count for count in trained]
+    there, back = [WAIT_S * len(own) for own in layers], [WAIT_S * count for count in trained]
     return simulate(schedule, forward_s=there, backward_s=back).step_s
 
 
@@ -68,10 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         whole()
     readings = pairs.interleave({NEEDED: needed, WHOLE: whole}, repeats=options.repeats)
     found = {name: [reading.wall_s for reading in each] for name, each in readings.items()}
-    each_s = [seconds / ALONE for seconds in alone(options.repeats)]
     plan, frozen = pipe.plan, [stage.index for stage in pipe.plan.stages if stage.gradients == "none"]
     schedules = {NEEDED: plan.schedule_for(CHUNKS), WHOLE: plan.whole_schedule(CHUNKS)}
-    steps_s = {name: simulated(plan, schedule, *each_s) for name, schedule in schedules.items()}
+    steps_s = {name: simulated(plan, schedule) for name, schedule in schedules.items()}
     backwards = sum(bar.stage in frozen and bar.kind != "F" for bar in needed("profile_step").bars)
     medians = {name: statistics.median(seconds) for name, seconds in found.items()}
     checks = [
