@@ -191,3 +191,12 @@ def test_frozen_stages_keep_nothing_as_planned() -> None:
     assert all(pipe.plan.stages[stage].memory.activation_bytes == 0 for stage in frozen)
     assert held == pytest.approx(peaks, rel=0.12)  # a microbatch waits for a stage that is busy
     assert max(held[stage] for stage in frozen) < 0.2 * held[-1]
+
+
+def test_microbatches_of_the_callers_pass_frozen_stages_forwards_only() -> None:
+    plain, (value, target) = model(7), batch(12)
+    pipe = autosplit(copy.deepcopy(plain), devices=4, chunks=4, schedule="1f1b", sample=value)
+    F.mse_loss(plain(value), target).backward()
+    pieces = {"microbatches": list(value.split(3)), "target": list(target.split(3))}
+    pipe.train_step(**pieces, loss_fn=F.mse_loss)
+    torch.testing.assert_close([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()])

@@ -77,7 +77,7 @@ class Step:
     @property
     def gradients(self) -> Sequence[Gradients]:
         """Of what each stage makes gradients in such a call."""
-        return self.once("gradients", lambda: self.lowered.gradients(self.tensors))
+        return self.once("gradients", lambda: self.lowered.gradients(self.call(0)[0].tensors))
 
     @property
     def forwards(self) -> Schedule:
