@@ -136,8 +136,8 @@ def autosplit(
             the calling thread issues everything; "auto": threads on several CPU lanes, else inline.
         recompute: what a stage does again in its backward so as not to keep it: "never", "always" (all of it),
             "except_last" (as "always", except for the last microbatch of a step), "block" (each of its blocks alone; a
-            stage without any is one), or a list with one of these per stage. "auto" is "never" unless the memory
-            limit does not hold with it: then the plan chooses per stage. Gradients are the same bits.
+            stage without any is one), or a list with one of these per stage. "auto" is "never", or "block" of a
+            model that uses `torch.utils.checkpoint`, and what the memory limit asks for. Gradients are the same bits.
         rng: "plain": random operations draw the plain model's own numbers, bit for bit, and leave torch's generator as
             it does; "counter": each draws from a seed per step, operation and microbatch, the same for every cut;
             "auto": plain on CPU lanes, else counter. What cannot be drawn beforehand is drawn by counter and reported.

@@ -40,6 +40,8 @@ class Delegating:
         "pipe.unsplit().generate(...), the model itself with the weights of the pipe"
     }
     """What the model's methods may not call on their ``self``, and why."""
+    instead: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+    """What runs in the place of methods of the model, on their ``self``."""
 
     def _class(self) -> type:
         core = self.__dict__.get("_autosplit")
@@ -250,7 +252,8 @@ def _method(pipe: Any, method: types.MethodType) -> Callable[..., Any]:
 def _twin(pipe: Any, model: nn.Module) -> Any:
     kind = type(model)
     members: dict[str, Any] = {"__module__": kind.__module__, "_autosplit_pipe": weakref.ref(pipe)}
-    members |= {name: _refusal(why) for name, why in pipe.refused.items() if hasattr(kind, name)}
+    others = {name: _refusal(why) for name, why in pipe.refused.items()} | dict(pipe.instead)
+    members |= {name: method for name, method in others.items() if hasattr(kind, name)}
     twin: Any = object.__new__(types.new_class(kind.__name__, (_Twin, kind), {}, lambda space: space.update(members)))
     object.__setattr__(twin, "__dict__", model.__dict__)
     return twin

@@ -239,6 +239,7 @@ class TracedGraph:
         changed: where the forward changes Python state; see :mod:`autosplit.trace.borrowed.side_effects`.
         kept: how many of the last flat outputs are tensors that it leaves there.
         asks_grad_mode: where the forward asks whether gradients are on, which they were while it was recorded; or "".
+        checkpoints: whether the forward runs anything under `torch.utils.checkpoint`.
     """
 
     graph: fx.Graph
@@ -253,6 +254,7 @@ class TracedGraph:
     changed: frozenset[tuple[str, str]] = frozenset()
     kept: int = 0
     asks_grad_mode: str = ""
+    checkpoints: bool = False
 
     def compute_nodes(self) -> Iterator[tuple[fx.Node, TracedNode]]:
         """Yield the tensor-computing nodes in model order, inputs excluded."""

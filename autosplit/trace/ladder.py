@@ -293,6 +293,7 @@ def _accept(model: nn.Module, flat: FlatInputs, merged: Gathered, raw: RawGraph,
         changed=merged.recording.recording.changed,
         kept=merged.recording.recording.kept,
         asks_grad_mode=merged.recording.recording.asks_grad_mode,
+        checkpoints=merged.recording.recording.checkpoints,
     )
 
 

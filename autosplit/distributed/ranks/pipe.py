@@ -27,6 +27,7 @@ from autosplit.distributed.ranks.loss import Elsewhere, RankLoss, Word
 from autosplit.distributed.ranks.parallelize import Parallelize, check_plain
 from autosplit.distributed.ranks.prepared import PreparedRankStep, is_checked
 from autosplit.distributed.ranks.recordings import RankRecordings
+from autosplit.distributed.ranks.saving import save_pretrained
 from autosplit.distributed.ranks.shards import GradientNorms
 from autosplit.distributed.ranks.state import RankState
 from autosplit.distributed.ranks.stream import RankStreaming
@@ -103,6 +104,8 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         "state_dict": "a method of the model asks for its whole state, and this process has a part; save with "
         "autosplit.distributed.checkpoint, or call it of the model that pipe.unsplit() gives on every rank",
     }
+
+    instead: ClassVar[Mapping[str, Callable[..., Any]]] = {"save_pretrained": save_pretrained}
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:

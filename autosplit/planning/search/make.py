@@ -40,7 +40,7 @@ def make_plan(model: nn.Module, trace: Trace, options: Options, *, sizes: tuple[
     """
     if options.cut is not None:
         case = RecordedModel(model, trace).scheduled_problem(options, sizes)
-        recompute = options.recompute or ("never",)
+        recompute = options.recompute or ("block" if trace.graph.checkpoints else "never",)
         stages = len(options.devices)
         return Writer(case, as_given(case, options.cut, recompute, stages=stages)).plan()
     schedules: tuple[tuple[str, int], ...] = ((options.schedule, options.virtual_stages),)

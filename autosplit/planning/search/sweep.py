@@ -199,4 +199,6 @@ class Sweep:
             return [listed(asked[:stages])] if len(asked) >= stages else []
         alone = ((option,) for option in RECOMPUTE if option != "never")
         options = [("never",), RECOMPUTE, *alone] if asked is None else [asked]
+        if asked is None and self.recorded.trace.graph.checkpoints:
+            options = [("block",), ("always",)]
         return [[each] * stages for each in options]

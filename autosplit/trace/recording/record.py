@@ -70,6 +70,7 @@ class Recorder(KnownValues, TorchFunctionMode):
         self.reader = reader
         self.observed = observed
         self.asks_grad_mode = ""  # where the model asked what gradients alone tell; "" while it did not
+        self.checkpoints = False
         self.failed_in: str | None = None  # the innermost module out of which an exception came
         self.modules_made: list[type] = []
         self.logged: list[weakref.ref[LoggedNumber]] = []
@@ -91,6 +92,7 @@ class Recorder(KnownValues, TorchFunctionMode):
     def check_saved_hooks(self, hooks: saved_tensors_hooks) -> None:
         """Raise Refusal where the model sees what autograd saves; torch's own hooks, which offload it, are left out."""
         kind = type(hooks)
+        self.checkpoints |= kind.__module__ == torch.utils.checkpoint.__name__
         if not self._muted and (kind is saved_tensors_hooks or not kind.__module__.startswith("torch.")):
             raise self.refuse_gradients(f"enters {kind.__name__}")
 
@@ -290,6 +292,7 @@ class Recorder(KnownValues, TorchFunctionMode):
         if function.__name__ == "_NoopSaveInputs":  # torch 2.11's checkpoint keeps its inputs by it; here it just runs
             return args[0].detach()
         if function is CheckpointFunction:
+            self.checkpoints = True
             return run_checkpointed(*args)
         run = partial(original, *args, **kwargs)
         return self.perform("function", apply_function, function.__name__, run, (function, *args), kwargs)

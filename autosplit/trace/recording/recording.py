@@ -136,6 +136,8 @@ class Recording:
     """How many of those, the last ones, stand for numbers in logs."""
     asks_grad_mode: str = ""
     """Where the forward asked whether gradients are on: ``file:line``; "" where it did not."""
+    checkpoints: bool = False
+    """Whether the forward ran anything under `torch.utils.checkpoint`."""
 
 
 class Differs(Exception):

@@ -193,6 +193,7 @@ def _run(
     recording.logged = len(numbers)
     recording.inside = {} if recorder.observed is None else recorder.observed.inside()
     recording.asks_grad_mode, recording.changed = asked.line or recorder.asks_grad_mode, changes.places
+    recording.checkpoints = recorder.checkpoints
     return PythonRun(recording, changes, real, left)
 
 
