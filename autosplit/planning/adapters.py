@@ -3,23 +3,22 @@
     x ──► base: W frozen, or packed and dequantised for each product ──► (+) ──►
       └─► cast ─► dropout ─► A [r, in] ─► B [out, r] ─► · alpha / r ────┘          A and B are trained
 
-Numbers mean nothing here: a dequantisation is one product of bytes and scales that reads and writes what bitsandbytes'
-kernel does. Sources: peft/tuners/lora/layer.py and bnb.py (0.21), bitsandbytes/autograd/_functions.py and functional.py
-(0.50); Dettmers et al. 2023, "QLoRA", arXiv 2305.14314, section 3.
+Numbers mean nothing here. Sources: peft/tuners/lora/layer.py and bnb.py (0.21); of the base see
+`autosplit.profile.node_costs.quantised`.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from autosplit.adapters import Adapters, Lora
 from autosplit.errors import InputError
+from autosplit.profile.node_costs.quantised import Product
 
 _BLOCK, _NESTED = 64, 256
 """Weights that share a maximum in nf4, and maxima that share one of their own."""
@@ -29,35 +28,6 @@ _TABLES = 16 + 256 + 1
 
 class Params4bit(nn.Parameter):
     """A frozen weight of two elements in a byte; the name is bitsandbytes', which PEFT and profiles count by."""
-
-
-class _Product(torch.autograd.Function):
-    """A product with a quantised weight, whole only while it runs, forward and again backward."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, bias: torch.Tensor | None, shape: Any, *packed: Any) -> torch.Tensor:
-        """Return the linear layer's result."""
-        ctx.packed = shape, *packed
-        if packed[-1] is None:
-            ctx.save_for_backward(value)  # bitsandbytes' MatMul8bitLt keeps it and does not use it
-        return F.linear(value, _dequantised(value.dtype, *ctx.packed), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Return the gradient of the input."""
-        return gradients[0] @ _dequantised(gradients[0].dtype, *ctx.packed), *[None] * (len(ctx.packed) + 1)
-
-
-def _dequantised(
-    dtype: torch.dtype, shape: tuple[int, int], codes: torch.Tensor, scales: torch.Tensor, nested: torch.Tensor | None
-) -> torch.Tensor:
-    """Return a weight without its numbers, by one operation; of nf4 the maxima are there in fp32 beside it."""
-    if nested is None:
-        return codes * scales.to(dtype)[:, None]
-    maxima = scales * nested[-1:]
-    weight = codes[:, None] * codes.new_empty(1, 2, dtype=dtype)
-    del maxima
-    return weight.view(-1)[: shape[0] * shape[1]].view(shape)
 
 
 class Quantised(nn.Module):
@@ -83,7 +53,8 @@ class Quantised(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Return the layer's result in the dtype of its input."""
-        result = _Product.apply(value.to(self.compute), self.bias, self.shape, self.weight, self.scales, self.nested)
+        keeps, maxima = self.nested is None, None if self.nested is None else self.scales
+        result = Product.apply(value.to(self.compute), self.bias, keeps, self.shape, self.weight, maxima)
         return result.to(value.dtype)
 
 

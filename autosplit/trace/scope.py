@@ -1,6 +1,6 @@
 """What a recording enters and what it takes as one call.
 
-leaf      a layer of torch.nn, or a module with hooks: one call, run by its own code
+leaf      a layer of torch.nn, a linear layer with a packed weight, a module with hooks: one call, run by its own code
 entered   everything else: its Python runs, its operations are recorded one by one
 opaque    a module in whose own Python something cannot be recorded: one call, whatever its size
 stack     a recurrent network of several layers: run layer by layer, each layer and dropout an operation of its own
@@ -40,6 +40,8 @@ _STATISTICS = {
 CALLS = ("_wrapped_call_impl", "_call_impl")
 """What a call of a module goes through, which may be replaced."""
 _CALLED = nn.Module.__call__, nn.Module._wrapped_call_impl, nn.Module._call_impl
+_FEATURES = (("out_features", "in_features"), ("outfeatures", "infeatures"))
+"""What libraries call how many features come out of a linear layer and go in."""
 _ATTENTION = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
 
 
@@ -106,7 +108,7 @@ class Scope:
         if path in self.blocks:
             return True
         if not is_layer(module):
-            return False
+            return is_quantised(module)
         if isinstance(module, _ATTENTION):
             return takes_fast_path(module)
         return not isinstance(module, CONTAINERS)
@@ -135,6 +137,27 @@ def is_plain_layer(module: nn.Module) -> bool:
     names = (*attributes["_parameters"], *attributes["_buffers"], "forward", *CALLS)
     alone = not any(map(attributes.get, tables)) and attributes.keys().isdisjoint(names)
     return alone and is_layer(module) and is_called_as_torchs(type(module)) and not isinstance(module, nn.RNNBase)
+
+
+def is_quantised(module: nn.Module) -> bool:
+    """Tell whether a module is a linear layer with a packed weight, by its interface.
+
+    It has no modules inside, says how many features come out and go in, and holds integers: in a parameter, as
+    bitsandbytes' layers do, or in a buffer, as those of GPTQ and AWQ do.
+    """
+    return bool(not module._modules and not is_layer(module) and features_of(module) and codes_of(module))
+
+
+def features_of(module: nn.Module) -> tuple[int, int] | None:
+    """Return how many features come out of a linear layer and go in, as it says itself; None where it does not."""
+    sizes = [tuple(getattr(module, name, None) for name in names) for names in _FEATURES]
+    return next(((out, taken) for out, taken in sizes if type(out) is int and type(taken) is int), None)
+
+
+def codes_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a module itself that are integers, but for single numbers."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return [t for t in tensors if t is not None and t.dim() and not (t.is_floating_point() or t.is_complex())]
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -42,6 +42,7 @@ from autosplit.schedule.action import Schedule
 from autosplit.schedule.memory.pieces import MemoryKind, Recompute
 from autosplit.schedule.memory.replay import DeviceReplay
 from autosplit.trace.graph import NodeClass, TracedGraph, TracedNode
+from autosplit.trace.scope import is_quantised
 
 MOST_ACTIONS = 40_000
 """Of a longer step no curves are kept: they would be the larger part of the plan."""
@@ -55,8 +56,8 @@ class Writer:
         self.costs, self.options, self.sizes, self.recorded = case.costs, case.options, case.sizes, case.recorded
         self.model, trace = case.recorded.model, case.recorded.trace
         self.traced = trace.graph
-        self.whole, self.proof = trace.whole, trace.proof
-        whole = case.problem.schedule_of(partition.stages)
+        self.whole = {p: why for p, why in trace.whole.items() if not is_quantised(self.model.get_submodule(p))}
+        self.proof, whole = trace.proof, case.problem.schedule_of(partition.stages)
         self.lane = whole.stage_lane
         pairs = zip(case.names, partition.assignment, strict=True)
         solved = {name: stage for names, stage in pairs for name in names}

@@ -20,7 +20,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
+from autosplit.profile.node_costs.quantised import quantised_linear
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
+from autosplit.trace.scope import is_quantised
 
 
 class Picks(dict[Any, Any]):
@@ -93,6 +95,15 @@ class BorderInterpreter(fx.Interpreter):
         super().__init__(module, graph=graph)
         self.extra_traceback = False
         self._device = device
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module; without values, a layer with a packed weight that needs some is that of `quantised_linear`."""
+        try:
+            return super().call_module(target, args, kwargs)
+        except Exception:
+            if self._device is None or not is_quantised(module := self.fetch_attr(str(target))):
+                raise
+        return quantised_linear(module, *args, **kwargs)
 
     def prepare(self, node: fx.Node, *, private: bool = False) -> Invocation:
         """Return the node with its arguments; ``private`` copies the values that it may change in place."""

@@ -280,7 +280,7 @@ class ModelWalk:
         parameters: list[Any] = []
         for name, parameter in module._parameters.items():
             parameters.append((name, None if parameter is None else (*held(parameter), ties[id(parameter)])))
-            if parameter is not None and parameter.__dict__:
+            if parameter is not None and parameter.__dict__ and (path, name) not in self._skipped:
                 self._marked.append((path, name, parameter.__dict__))
         buffers = [(name, buffer if buffer is None else held(buffer)) for name, buffer in module._buffers.items()]
         attributes = [(name, told.of(fields[name])) for name in names if (path, name) not in self._skipped]

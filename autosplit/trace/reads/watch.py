@@ -18,10 +18,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autosplit.errors import ForeignSuppressed
 from autosplit.trace.borrowed import side_effects, state
 from autosplit.trace.borrowed.contents import Place
 from autosplit.trace.borrowed.holders import Holders
-from autosplit.trace.inputs.objects import storage_key, take_apart, tensors_in
+from autosplit.trace.inputs.objects import mapped, storage_key, take_apart, tensors_in
 from autosplit.trace.reads.assertions import assertion_here
 from autosplit.trace.recording.random_watch import Draw, RandomWatch
 from autosplit.trace.recording.recording import OBSERVES, VALUE_READS, Call, Refusal, run_checkpointed, source_line
@@ -62,16 +63,61 @@ class Seen:
     whole: str = ""
     places: frozenset[Place] = frozenset()
     """Where it changed Python state, or the hooks did in its backward."""
+    settled: frozenset[Place] = frozenset()
+    """Where it changed Python state and would not in a second call: it has set itself up."""
+
+
+class ModelState:
+    """What a run of a model, or of a module in it, may change besides what it is given and returns."""
+
+    def __init__(self, model: nn.Module, holders: Holders | None) -> None:
+        self.model, self.holders = model, holders
+        self.tensors = {name: (t, t._version, t.data) for name, t in self._registered()}
+        self.gradients = self._gradients()
+        self.python = [] if holders is None else holders.read()
+        self.drawn = state.random_states()[1]
+
+    def changes(self) -> tuple[frozenset[Place], str, list[str]]:
+        """Return where Python state is another now, why rows may not be told apart for it, and the tensors written to.
+
+        The tensors are parameters and buffers, by name.
+        """
+        places, whole = frozenset[Place](), ""
+        if self.holders is not None:
+            changed = side_effects.changes(self.holders, self.python)
+            places = changed.without(lambda holder, key, value: holder.place[1] == "_buffers").places
+        if places:
+            whole = f"it changes the Python attribute {min(places)[1]!r}"
+        elif self.gradients != self._gradients():
+            whole = "it computes gradients of parameters"
+        elif self.drawn != state.random_states()[1]:
+            whole = "it draws random numbers in Python"
+        return places, whole, [name for name, tensor in self._registered() if self._is_other(name, tensor)]
+
+    def _is_other(self, name: str, tensor: torch.Tensor) -> bool:
+        before, version, data = self.tensors.get(name, (None, 0, tensor))
+        return before is not tensor or tensor._version != version or not state.is_on(tensor, data)
+
+    def _registered(self) -> list[tuple[str, torch.Tensor]]:
+        return [*self.model.named_parameters(), *self.model.named_buffers()]
+
+    def _gradients(self) -> list[tuple[int, int] | None]:
+        gradients = (parameter.grad for parameter in self.model.parameters())
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
 
 class Watcher(TorchFunctionMode):
     """Answers value reads outside of leaves; watches calls of opaque modules and plays them back to a recorder."""
 
-    def __init__(self, model: nn.Module, scope: Scope, holders: Holders | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, scope: Scope, holders: Holders | None = None, *, closely: bool = False
+    ) -> None:
+        """``closely``: look at the whole model around each opaque module, which says which of them changes it."""
         super().__init__()
         self.model = model
         self.scope = scope
         self.holders = holders
+        self.closely = closely
         self.seen: dict[tuple[str, int], Seen] = {}
         self.random = RandomWatch()
         self._paths = {id(module): path for path, module in model.named_modules()}
@@ -148,9 +194,7 @@ class Watcher(TorchFunctionMode):
         inputs = tensors_in((args, kwargs))
         seen = self.seen[path, number] = Seen()
         versions = [tensor._version for tensor in inputs]
-        before = {name: (tensor, tensor._version, tensor.data) for name, tensor in _registered(self.model)}
-        python, drawn = [] if self.holders is None else self.holders.read(), state.random_states()[1]
-        gradients = _gradients(self.model)
+        before = ModelState(self.model, self.holders) if self.closely else None
         self._watched = taint = Taint(self._steady)
         self.random.begin()
         try:
@@ -160,22 +204,13 @@ class Watcher(TorchFunctionMode):
             self._watched = None
         seen.random, seen.draws = self.random.drew, None if taint.asked or taint.sized else self.random.draws
         seen.changed = [i for i, (t, v) in enumerate(zip(inputs, versions, strict=True)) if t._version != v]
-        if self.holders is not None:
-            changes = side_effects.changes(self.holders, python)
-            seen.places = changes.without(lambda holder, key, value: holder.place[1] == "_buffers").places
-        if seen.places:
-            seen.whole = f"it changes the Python attribute {min(seen.places)[1]!r}"
-        elif gradients != _gradients(self.model):
-            seen.whole = "it computes gradients of parameters"
-        elif drawn != state.random_states()[1]:
-            seen.whole = "it draws random numbers in Python"
+        if before is not None:
+            seen.places, seen.whole, seen.writes = before.changes()
+            if seen.places and not seen.changed and self._settles(run, args, kwargs):
+                seen.settled, seen.places, seen.whole = seen.places, frozenset(), ""
         seen.whole = seen.whole or taint.read
         if self.random.own_generator:
             seen.whole = seen.whole or "it draws from a generator of its own"
-        for name, tensor in _registered(self.model):
-            held, version, data = before.get(name, (None, 0, tensor))
-            if held is not tensor or tensor._version != version or not state.is_on(tensor, data):
-                seen.writes.append(name)
         if changed := [name for name, _ in self.model.named_parameters() if name in seen.writes]:
             raise Refusal(in_place(changed[0]), "")
         flat, seen.rebuild = take_apart(out)
@@ -212,13 +247,27 @@ class Watcher(TorchFunctionMode):
         with module.register_forward_hook(run) if observes else contextlib.nullcontext():
             yield
 
+    def _settles(self, run: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """Tell whether another call, on other and more rows, leaves all state as it is: the first has set it up."""
+        tensors = tensors_in((args, kwargs))
+        if any(not tensor.is_floating_point() or tensor.dim() < 2 for tensor in tensors):
+            return False
+        now = ModelState(self.model, self.holders)
+        args, kwargs = mapped(
+            lambda leaf: _other_rows(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+        )
+        with ForeignSuppressed(), state.random_state():
+            run(*args, **kwargs)
+            return not any(now.changes())
+        return False
+
     def inside(self) -> Mapping[str, frozenset[Place]]:
-        """Return what opaque modules that see the whole batch in each of their calls changed, by their paths."""
-        split = {path for (path, _), seen in self.seen.items() if not (seen.places or self.scope.opaque[path].whole)}
+        """Return what opaque modules that see the whole batch, or set themselves up, changed, by their paths."""
         changed: defaultdict[str, frozenset[Place]] = defaultdict(frozenset)
         for (path, _), seen in self.seen.items():
-            changed[path] |= seen.places
-        return {path: places for path, places in changed.items() if path not in split}
+            if seen.places or seen.settled or self.scope.opaque[path].whole:
+                changed[path] |= seen.places | seen.settled
+        return changed
 
     def replay(self, call: Call, number: int, args: Any, kwargs: Any) -> Any:
         """Return tensors like those that the opaque module gave, and write into ``call`` what it did besides."""
@@ -289,13 +338,8 @@ class Taint:
         return out
 
 
-def _gradients(model: nn.Module) -> list[tuple[int, int] | None]:
-    gradients = (parameter.grad for parameter in model.parameters())
-    return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
-
-
-def _registered(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
+def _other_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, tensor]).mul_(-3)
 
 
 def _like(tensor: torch.Tensor, inputs: list[torch.Tensor]) -> _TensorLike:

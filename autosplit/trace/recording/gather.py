@@ -30,12 +30,12 @@ from autosplit.trace.borrowed.writes import written_back
 from autosplit.trace.graph import LEAST, lengths_in
 from autosplit.trace.inputs.inputs import batch_rows
 from autosplit.trace.reads.reads import MetaValueReader, Reader, ValueReader
-from autosplit.trace.reads.watch import Watcher
+from autosplit.trace.reads.watch import ModelState, Watcher
 from autosplit.trace.recording.merge import BATCH_SIZES, MergedRecording, holds_at, merge
 from autosplit.trace.recording.recording import OBSERVES, Call, Recording, Refusal, Unexpected, is_fault
 from autosplit.trace.recording.run import FlatInputs, PythonRun, patched, run_python
 from autosplit.trace.rows.probe import probe_rows
-from autosplit.trace.scope import STATEFUL_LEAVES, OpaqueModule, Scope, has_hooks
+from autosplit.trace.scope import STATEFUL_LEAVES, OpaqueModule, Scope, has_hooks, is_quantised
 
 _HIDES = 0.4
 """Share of the parameters above which an opaque module that has parts is not accepted, unless it runs by microbatch."""
@@ -102,6 +102,9 @@ def gather(model: nn.Module, flat: FlatInputs, *, scope: Scope | None = None) ->
     attempt, which knows the module that it came out of.
     """
     scope, first = scope or Scope(), None
+    if not only_recorded(model, scope):  # what its layers keep beside their weights shows in real runs alone
+        packed = (path for path, module in model.named_modules() if path and is_quantised(module))
+        scope = replace(scope, opaque={path: OpaqueModule("its weight is packed") for path in packed})
     for _ in range(_ROUNDS):
         try:
             return _merged(model, flat, scope)
@@ -255,6 +258,12 @@ def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Wa
     """
     if not scope.opaque or any(parameter.is_meta for parameter in model.parameters()) or inputs.lie_apart(model):
         return None
+    watcher, has_changed = _observe(model, inputs, rows, scope, closely=False)
+    return _observe(model, inputs, rows, scope, closely=True)[0] if has_changed else watcher
+
+
+def _observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope, *, closely: bool) -> tuple[Watcher, bool]:
+    """Run the model once; return what was noted, and whether the run changed anything of the model."""
     pairs = zip(inputs.leaves, inputs.batch_dims, strict=True)
     leaves = [leaf if dim is None else probe_rows(leaf, dim, range(rows)) for leaf, dim in pairs]
     args, kwargs = inputs.rebuild(leaves)
@@ -266,7 +275,7 @@ def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Wa
         torch.inference_mode(False),
         torch.set_grad_enabled(hooked),
     ):
-        watcher = Watcher(model, scope, holders)
+        watcher, before = Watcher(model, scope, holders, closely=closely), ModelState(model, holders)
         try:
             with patched(watcher), watcher:
                 model(*args, **kwargs)
@@ -276,7 +285,7 @@ def observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope) -> Wa
             if is_fault(error):
                 raise
             raise Unexpected(error, "") from error
-    return watcher
+        return watcher, any(before.changes())
 
 
 @contextlib.contextmanager
