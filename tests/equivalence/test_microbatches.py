@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autosplit import InputError, Sample, autosplit
+from autosplit.runtime.step.train_cells import TrainCells
+from autosplit.schedule.action import Action
 from tests.pairwise import mostly_slow
 
 SIZES = (2, 3, 2, 4)
@@ -209,6 +211,21 @@ def test_the_first_step_plans_for_all_microbatches() -> None:
     pipe.train_step(microbatches=[rows(1, index) for index in range(4)])
     assert pipe.plan.chunks == 4
     assert [note.reason for note in pipe.recordings] == ["the first call"]
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("1f1b", 2), ("gpipe", 6)])
+def test_a_stage_holds_what_its_schedule_says(schedule: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, act = [0], TrainCells.act
+
+    def count(cells: TrainCells, action: Action) -> None:
+        act(cells, action)
+        if action.stage == 0:
+            held.append(held[-1] + (1 if action.kind == "F" else -1))
+
+    monkeypatch.setattr(TrainCells, "act", count)
+    pipe = autosplit(Tied().double(), devices=2, chunks=6, schedule=schedule)
+    pipe.train_step(microbatches=[rows(2, index) for index in range(6)])
+    assert (held[-1], max(held)) == (0, most)
 
 
 def test_one_that_raises_adds_nothing() -> None:
