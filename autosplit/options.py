@@ -163,6 +163,8 @@ class Options:
 
     def taking(self, lanes: Sequence[int]) -> Options:
         """Return the options with some of the devices, in the order of these indices."""
+        if list(lanes) == list(range(len(self.devices))):
+            return self
         listed = ("devices", "memory_limit", "taken_bytes")
         lists = {name: each for name in listed if isinstance(each := getattr(self, name), tuple) and each}
         taken: dict[str, Any] = {name: tuple(each[lane] for lane in lanes) for name, each in lists.items()}
@@ -171,9 +173,10 @@ class Options:
     def as_planned(self, names: Sequence[str]) -> Options:
         """Return the options with the devices that a plan names, in its order; as they are where they are others."""
         lanes: list[int] = []
+        kinds = ["" if self.machine is not None else _spec(device).name for device in self.devices]
         for name in names:
             left = (lane for lane in range(len(self.devices)) if lane not in lanes)
-            lanes += [at for at in left if name in (self.device_name(at), _spec(self.devices[at]).name)][:1]
+            lanes += [lane for lane in left if name in (self.device_name(lane), kinds[lane])][:1]
         return self.taking(lanes) if len(lanes) == len(names) and not self.processes else self
 
     def limit_of(self, lane: int) -> int | None:

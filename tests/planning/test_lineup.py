@@ -97,3 +97,12 @@ def test_a_pipes_devices_are_in_the_order_of_its_plan(monkeypatch: pytest.Monkey
         assert [str(device) for device in there.devices] == ["cuda:1", "cuda:0"]
         assert there.memory_limit == (2, 1)
     assert options.as_planned(("T4-16GB", "cpu")) is options
+
+
+def test_a_plan_in_another_order_has_its_range_and_can_be_costed_again() -> None:
+    for limits in (LIMITS, LIMITS[::-1]):
+        found = planned(list(SPECS), memory_limit=[limit * 2**10 for limit in limits])
+        assert found.step_low_s < found.step_s < found.step_high_s
+        again = plan(model(), sample=torch.zeros(16, 64), loss_fn=torch.sum, plan=found, reserve=None)
+        assert again.devices == found.devices
+        assert again.step_s == pytest.approx(found.step_s, rel=1e-6)

@@ -155,6 +155,8 @@ def answered(paper: OnPaper, *, find: str, free_chunks: bool) -> Plan:
 
 def assumed(plan: Plan, paper: OnPaper, *, price: float | None = None) -> Plan:
     """Return the plan with range and price, and notes on what nobody said: what stands for the loss, whose values."""
+    if plan.mesh is None:
+        paper = replace(paper, options=paper.options.as_planned(plan.devices))
     notes: list[str | None] = [] if paper.options.machine is None else list(paper.options.machine.taken)
     if paper.options.loss is None and plan.schedule != "forward":
         notes.append(note_on_no_loss(paper.recorded.trace.graph))

@@ -15,7 +15,7 @@ from autosplit.planning.profiled.specs import device_specs
 from autosplit.planning.search.choose import Search
 from autosplit.planning.search.sweep import Sweep
 
-GAIN = 0.02
+GAIN = 0.01
 """Devices change places where the step gets shorter by at least this part of it."""
 _MOST, _SHUFFLED = 24, 6
 """How many orders are weighed at most, and of how many devices any; of more devices like ones stay together."""
@@ -35,7 +35,8 @@ def lined_up(sweep: Sweep) -> Search:
     for lanes in (gpus, every) if 0 < len(gpus) < len(every) else (every,):
         weighed = list(_weighed(sweep, lanes, kinds))
         (given_s, _, search), (step_s, order, _) = weighed[0], min(weighed, key=lambda each: each[0])
-        if step_s < float("inf"):
+        alone = Search(Sweep(sweep.recorded, options.taking(order), sweep.space, rows=sweep.rows))
+        if step_s < float("inf") and (len(lanes) == len(every) or alone.run().rank[0] < 3):
             break
     if len(lanes) < len(every):
         idle = ", ".join(options.device_name(lane) for lane in every if lane not in lanes)

@@ -99,7 +99,7 @@ def recosted(recorded: RecordedModel, options: Options, plan: Plan) -> Plan:
     model, trace = recorded.model, recorded.trace
     check_plan(plan, model, devices=len(options.devices))
     if options.machine is None:
-        options = replace(options, devices=options.devices[: len(plan.devices)])
+        options = options.taking(range(min(len(plan.devices), len(options.devices))))
     elif len(plan.devices) != len(options.devices):
         raise PlanError(
             f"the plan has {len(plan.devices)} lanes, devices names {len(options.devices)}; give one device per lane"
