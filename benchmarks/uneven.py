@@ -1,8 +1,8 @@
 """Unequal devices: sleeping lanes beside the simulated optimum, and beside accelerate's ``device_map="auto"``.
 
-    python -m benchmarks.uneven [--json FILE] [--repeats 3]
+    python -m benchmarks.uneven [--json FILE] [--lanes 3] [--row-s 0.1] [--repeats 3]
 
-Sixteen blocks, each a frozen product with a LoRA of rank 2 that trains, sleep 50 ms per row, forward and backward, on a
+Sixteen blocks, each a frozen product with a LoRA of rank 2 that trains, sleep 0.1 s per row, forward and backward, on a
 lane of speed 1, and half as long on one of speed 2: sleeping needs no core, and what the blocks compute is next to
 nothing. Lanes have memory limits in the proportions 24, 12, 12 (and 12), which are nearly all for frozen weights.
 
@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit import PipelinedModule, autosplit
+from autosplit.devices import Clock
 from autosplit.options import Options
 from autosplit.planning.profiled.problem import RecordedModel
 from autosplit.planning.search import lineup
@@ -44,7 +45,7 @@ from autosplit.schedule.catalog import build
 from autosplit.schedule.simulate import simulate
 from benchmarks import pairs
 
-BLOCKS, WIDTH, CHUNKS, ROW_S = 16, 512, 8, 0.05
+BLOCKS, WIDTH, CHUNKS = 16, 512, 8
 BLOCK_BYTES = 4 * WIDTH * WIDTH
 SPEEDS = (1.0, 1.0, 2.0, 1.0)
 EACH = {2: 4, 3: 4, 4: 2}
@@ -55,12 +56,14 @@ ASKED_STEP, ASKED_SPEED = 1.02, 0.9
 OURS, THEIRS, ALONE = "autosplit", "accelerate", "fastest lane alone"
 SPEED_OF: dict[str, float] = {}
 """The speed of each lane's thread."""
+ROW_S = {1.0: 0.1}
+"""The seconds of a row at a speed of 1."""
 
 
 @torch.library.custom_op("autosplit_benchmarks::work", mutates_args=())
 def work(value: Tensor, speed: float) -> Tensor:
     """Return the same value, later, by its rows and a speed; 0: that of the thread's lane."""
-    time.sleep(ROW_S * value.shape[0] / (speed or SPEED_OF.get(threading.current_thread().name, 1.0)))
+    time.sleep(ROW_S[1.0] * value.shape[0] / (speed or SPEED_OF.get(threading.current_thread().name, 1.0)))
     return value.clone()
 
 
@@ -113,7 +116,14 @@ def unlike_lanes() -> Iterator[None]:
     def specs(options: Options) -> list[Any]:
         return [SimpleNamespace(name=speed) for speed in speeds(options)]
 
-    with mock.patch.object(RecordedModel, "_slowdowns", slowdowns), mock.patch.object(lineup, "device_specs", specs):
+    def wall(clock: Clock, *, threads: int) -> None:
+        clock._now_s = time.perf_counter
+
+    with (
+        mock.patch.object(Clock, "__init__", wall),  # a sleep takes no CPU seconds
+        mock.patch.object(RecordedModel, "_slowdowns", slowdowns),
+        mock.patch.object(lineup, "device_specs", specs),
+    ):
         yield
 
 
@@ -237,17 +247,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Time what the command line asks for."""
     parser = pairs.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="rounds")
+    parser.add_argument("--lanes", type=int, nargs="+", default=[3, 2, 4], choices=sorted(EACH))
+    parser.add_argument("--row-s", type=float, default=0.1, help="seconds of a row")
     options: argparse.Namespace = parser.parse_args(argv)
     torch.set_num_threads(1)
+    ROW_S[1.0] = options.row_s
     machine, figures, checks = pairs.facts(), [], []
-    for lanes, room in itertools.product((3, 2, 4), ROOM):
+    for lanes, room in itertools.product(options.lanes, ROOM):
         if lanes != 3 and room != next(iter(ROOM)):
             continue
         row, asked = measured(lanes, room, options.repeats)
         figures.append(row)
         checks += asked
         print(row, flush=True)
-    settings = {"blocks": BLOCKS, "chunks": CHUNKS, "row_s": ROW_S, "stages_per_lane": EACH, "repeats": options.repeats}
+    settings = {"blocks": BLOCKS, "chunks": CHUNKS, "stages_per_lane": EACH} | vars(options) | {"json": ""}
     print(pairs.facts_text(machine))
     pairs.conclude(options.json, benchmark="uneven", settings=settings, machine=machine, figures=figures, checks=checks)
     return 0
