@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from autosplit.trace.borrowed.holders import HOOK_TABLES
-from autosplit.trace.borrowed.hooks import COLLECTS
+from autosplit.trace.borrowed.hooks import is_of_model
 from autosplit.trace.inputs.objects import mapped
 from autosplit.trace.recording.recording import Call
 
@@ -163,11 +163,11 @@ def codes_of(module: nn.Module) -> list[torch.Tensor]:
 def has_hooks(module: nn.Module) -> bool:
     """Tell whether hooks want to see a module's calls.
 
-    The hooks by which transformers' models collect their own hidden states and router logits are part of the model:
-    they are recorded with it.
+    The hooks by which transformers' models collect their own hidden states and router logits, and those that let the
+    embeddings of a frozen model require gradients, are part of the model: they are recorded with it.
     """
-    collects = all(getattr(hook, "__module__", "") == COLLECTS for hook in module._forward_hooks.values())
-    return bool(not collects or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+    others = not all(map(is_of_model, module._forward_hooks.values()))
+    return bool(others or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def has_module_hooks() -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.finetune import LAYERS, quantised
-from tests.clients.models import TOLERANCE, batches, llama, split
+from tests.clients.models import TOLERANCE, batches, gpt2, llama, split
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning:transformers", "ignore:torch.utils.checkpoint. the use_reentrant"
@@ -58,11 +58,16 @@ def prepared(kind: str, **options: Any) -> Any:
     return adapted(model)
 
 
-def checkpointing(reentrant: bool) -> Any:
-    model = adapted()
+def checkpointing(reentrant: bool, model: Any = None) -> Any:
+    model = adapted() if model is None else model
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     return model
+
+
+def tied() -> Any:
+    """Return a model whose embedding, which the head shares, lets its output require gradients."""
+    return checkpointing(True, adapted(gpt2(), target_modules=["c_attn"], fan_in_fan_out=True))
 
 
 def several() -> Any:
@@ -155,6 +160,7 @@ def recipe(name: str, *fields: Any, quick: bool = False, **more: Any) -> Any:
         recipe("prepared, no checkpoints", partial(prepared, "int8", use_gradient_checkpointing=False)),
         recipe("checkpointing, reentrant", partial(checkpointing, True), recompute="block"),
         recipe("checkpointing", partial(checkpointing, False), recompute="block"),
+        recipe("tied embeddings", tied, recompute="block"),
         recipe("DoRA", partial(adapted, use_dora=True, lora_dropout=0.1)),
         recipe("DoRA on int8", lambda: adapted(base("int8"), use_dora=True)),
         recipe("dropout", partial(adapted, lora_dropout=0.2)),
@@ -181,6 +187,7 @@ def test_recipes_are_those_of_the_plain_model(given: Recipe) -> None:
     for own, other in zip(found, expected, strict=True):
         torch.testing.assert_close(own, other, rtol=0, atol=TOLERANCE)
     assert [stage.recompute for stage in pipe.plan.stages] == [given.recompute] * 2
+    assert all(len(stage.nodes) > 20 for stage in pipe.plan.stages)
     assert "collapsed" not in pipe.report()
     assert len(pipe.recordings) == given.recordings
     assert isinstance(pipe, PeftModel)

@@ -32,6 +32,12 @@ def only_observes(hook: Callable[..., Any]) -> bool:
     return _returns_none(*code_of(hook))
 
 
+def is_of_model(hook: Callable[..., Any]) -> bool:
+    """Tell whether a hook is recorded with the model: it collects outputs, or lets them require gradients alone."""
+    home, code = code_of(hook)
+    return home == COLLECTS or (code is not None and code.co_names == ("requires_grad_",) and not code.co_freevars)
+
+
 def code_of(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
     """Return the Python module of the function that a hook calls, and its code where it has any."""
     while isinstance(hook, functools.partial):
