@@ -38,6 +38,22 @@ def test_adapters_train_as_in_the_plain_model() -> None:
     assert pipe.get_nb_trainable_parameters() == adapted(llama()).get_nb_trainable_parameters()
 
 
+def test_below_adapters_of_the_last_layers_stages_run_forwards_only() -> None:
+    def make() -> Any:
+        config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], layers_to_transform=[3])
+        model = get_peft_model(llama(num_hidden_layers=4), config)
+        model.enable_input_require_grads()  # as `prepare_model_for_kbit_training` does: nobody sees these gradients
+        return model
+
+    pipe = split(make(), devices=4, schedule="1f1b")
+    assert_close(train(pipe, steps=3), train(make(), steps=3))
+    kinds = {(bar.stage, bar.kind) for bar in pipe.profile_step(**batches(1)[0]).bars}
+    assert kinds == {
+        (stage.index, kind) for stage in pipe.plan.stages for kind in "FB"[: 1 + (stage.gradients != "none")]
+    }
+    assert pipe.plan.stages[0].gradients == "none"
+
+
 class Codes(nn.Parameter):
     """A frozen weight of integers with the scales of its rows, as bitsandbytes' Int8Params and Params4bit."""
 
