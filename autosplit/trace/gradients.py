@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import fx, nn
 
 from autosplit.trace.borrowed.holders import HOOK_TABLES
-from autosplit.trace.borrowed.hooks import COLLECTS, code_of
+from autosplit.trace.borrowed.hooks import code_of, is_of_model
 from autosplit.trace.borrowed.state import free_leaves
 from autosplit.trace.graph import INFO, NodeClass, TracedGraph, TracedNode
 from autosplit.trace.scope import has_module_hooks
@@ -52,8 +52,6 @@ def gradient_flow(traced: TracedGraph, inputs: Collection[str]) -> GradientFlow:
 
 def _watched(root: nn.Module) -> bool:
     """Tell whether hooks have values require gradients, and anything may see these."""
-    tables = (vars(module)[table] for module in root.modules() for table in HOOK_TABLES)
-    codes = [code_of(hook) for table in tables for hook in table.values()]
-    names = [getattr(code, "co_names", ()) for home, code in codes if home != COLLECTS]
-    asking = [each for each in names if "requires_grad_" in each]
-    return bool(asking) and (has_module_hooks() or any(each != ("requires_grad_",) for each in names))
+    hooks = [hook for module in root.modules() for table in HOOK_TABLES for hook in vars(module)[table].values()]
+    asks = any("requires_grad_" in getattr(code_of(hook)[1], "co_names", ()) for hook in hooks)
+    return asks and (has_module_hooks() or not all(map(is_of_model, hooks)))
