@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autosplit.distributed.world import World
 from autosplit.errors import InputError, ScheduleError
@@ -210,6 +211,19 @@ def described(tensor: torch.Tensor) -> Described:
 def blank_like(like: Described, device: torch.device) -> torch.Tensor:
     """Return a tensor of which there is a description, without its values."""
     return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=device)
+
+
+def share(tensor: torch.Tensor, source: int, world: World) -> None:
+    """Give a tensor the values that one rank has of it; of a quantised weight, those of its pieces."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            share(getattr(tensor, name), source, world)
+        return
+    raw = torch.empty_like(tensor, device=world.device) if tensor.is_meta else tensor  # it takes no values
+    value = raw.detach().to(world.device, copy=True, memory_format=torch.contiguous_format)
+    world.broadcast(flattened(value), source)
+    if source != world.rank:
+        tensor.detach().copy_(value)
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 
 from benchmarks.finetune import LAYERS, quantised
 from tests.clients.models import TOLERANCE, batches, gpt2, llama, split
+from tests.clients.test_trainer import trainer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning:transformers", "ignore:torch.utils.checkpoint. the use_reentrant"
@@ -191,3 +193,21 @@ def test_recipes_are_those_of_the_plain_model(given: Recipe) -> None:
     assert "collapsed" not in pipe.report()
     assert len(pipe.recordings) == given.recordings
     assert isinstance(pipe, PeftModel)
+
+
+@pytest.mark.slow
+def test_trainer_saves_adapters_resumes_and_loads_the_best(tmp_path: Path) -> None:
+    options = {"max_steps": 4, "save_strategy": "steps", "eval_strategy": "steps", "save_steps": 2, "eval_steps": 2}
+    options |= {"load_best_model_at_end": True, "learning_rate": 0.1}
+    first = trainer(split(adapted()), tmp_path, **options)
+    plain = trainer(adapted(), tmp_path / "plain", **options)
+    first.train()
+    plain.train()
+    second = trainer(split(adapted()), tmp_path, **options)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    best = Path(first.state.best_model_checkpoint or "")
+    assert best.name == Path(plain.state.best_model_checkpoint or "").name
+    [batch] = batches(1)
+    expected = plain.model.eval()(**batch).logits
+    for model in (first.model, second.model, PeftModel.from_pretrained(llama(), best)):
+        torch.testing.assert_close(model.eval()(**batch).logits, expected, rtol=0, atol=1e-5)

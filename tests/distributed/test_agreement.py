@@ -244,6 +244,14 @@ def test_contents_are_of_values_alone(dtype: torch.dtype, size: int) -> None:
         assert torch.equal(other, values) or checksum([other]) != checksum([values]), places
 
 
+def test_contents_of_a_quantised_weight_are_those_of_its_pieces() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    first, second, third = (torch.rand(4) for _ in range(3))
+    assert checksum([TwoTensor(first, second)]) == checksum([TwoTensor(first.clone(), second)])
+    assert checksum([TwoTensor(first, second)]) != checksum([TwoTensor(first, third)])
+
+
 @pytest.mark.parametrize("call", PIPES, ids=lambda call: call.__name__)
 def test_ranks_that_differ_are_told_so(ranks: Pool, call: Callable[[], str]) -> None:
     for found in ranks(2).run(call):

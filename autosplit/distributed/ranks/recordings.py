@@ -24,7 +24,7 @@ from autosplit.distributed.facts import (
 )
 from autosplit.distributed.feed import pairs_of
 from autosplit.distributed.materialise import materialise
-from autosplit.distributed.messages import flattened
+from autosplit.distributed.messages import share
 from autosplit.distributed.ranks.guard import ModelGuard
 from autosplit.distributed.ranks.parallelize import Parallelize
 from autosplit.distributed.ranks.tensors import TensorParallel
@@ -375,11 +375,7 @@ class RankRecordings(Recordings):
             _TRAINED.pop(tensor, None)
 
     def _share(self, name: str, tensor: torch.Tensor) -> None:
-        raw = torch.empty_like(tensor, device=self.world.device) if tensor.is_meta else tensor  # it takes no values
-        value = raw.detach().to(self.world.device, copy=True, memory_format=torch.contiguous_format)
-        self.world.broadcast(flattened(value), self.owner_of(name))
-        if self.owner_of(name) != self.world.rank:
-            tensor.detach().copy_(value)
+        share(tensor, self.owner_of(name), self.world)
 
     def owner_of(self, name: str) -> int:
         """Return the rank that holds a parameter or buffer; the first stage's has what no stage uses."""
