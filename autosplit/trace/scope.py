@@ -160,6 +160,13 @@ def codes_of(module: nn.Module) -> list[torch.Tensor]:
     return [t for t in tensors if t is not None and t.dim() and not (t.is_floating_point() or t.is_complex())]
 
 
+def packed_result(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like what a layer that `is_quantised` gives: input [..., in], result [..., out] in its dtype."""
+    out, _ = features_of(module) or (0, 0)
+    result, bias = value[..., :1] * value.new_empty(out), module._parameters.get("bias")
+    return result if bias is None else (result + bias).to(value.dtype)
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Tell whether hooks want to see a module's calls.
 

@@ -112,3 +112,25 @@ def test_a_plan_of_a_model_without_values_takes_it_too(blocks: int) -> None:
     assert {node.split("#")[0] for stage in found.stages for node in stage.nodes} >= {
         f"blocks.{number}.mix" for number in range(blocks)
     }
+
+
+class MostRows(nn.Module):
+    """Keeps the largest batch that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.most = nn.Linear(6, 6), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.most = max(self.most, x.shape[0])
+        return torch.tanh(self.mix(x)) if self.training else torch.tanh(self.mix(x)) / self.most
+
+
+def test_what_a_larger_batch_alone_would_change_is_changed_by_it() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), MostRows(), nn.Linear(6, 6))
+    pipe = autosplit(copy.deepcopy(plain), devices=["cpu"] * 2, chunks=4)
+    for training, rows in ((False, 10), (True, 10), (True, 33), (False, 5)):
+        x = torch.randn(rows, 4, 6)
+        torch.testing.assert_close(pipe.train(training)(x), plain.train(training)(x))
+        assert pipe[1].most == plain[1].most  # type: ignore[union-attr]

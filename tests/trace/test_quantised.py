@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.trace.graph import NodeClass
+from tests.equivalence.equality import Batch
 from tests.models.three_layers import WIDTH, Model, numbers
 from tests.trace.test_atoms import Body, equal_on, host, nodes, recorded, rows
 
@@ -89,6 +90,12 @@ def test_a_layer_that_has_set_itself_up_is_not_recorded_again() -> None:
     assert pipe.layer.weight.state is None
     assert pipe.layer.state.codes is not None
     assert len(pipe._core.recordings.history.notes) == 1
+
+
+@pytest.mark.parametrize("layer", [Packed, Buffers])
+def test_one_recording_serves_all_lengths(layer: type[nn.Module]) -> None:
+    pipe = equal_on(between(layer), [Batch((numbers(7, length, WIDTH),)) for length in (4, 9, 5, 12)])
+    assert len(pipe._core.recordings.history.notes) == 2
 
 
 def test_its_cost_is_that_of_a_product_with_a_weight_that_is_whole_meanwhile() -> None:

@@ -48,7 +48,17 @@ from autosplit.trace.recording.recording import (
     where,
 )
 from autosplit.trace.recording.values import KnownValues
-from autosplit.trace.scope import STATEFUL_LEAVES, Scope, cast, has_hooks, is_stack, pads_in_its_own_way, run_stack
+from autosplit.trace.scope import (
+    STATEFUL_LEAVES,
+    Scope,
+    cast,
+    has_hooks,
+    is_quantised,
+    is_stack,
+    packed_result,
+    pads_in_its_own_way,
+    run_stack,
+)
 from autosplit.trace.shapes.shape_rules import bincount
 
 
@@ -111,6 +121,8 @@ class Recorder(KnownValues, TorchFunctionMode):
             self.random.begin()
             if call.leaf in self.scope.opaque and self.observed is not None:
                 out = self.observed.replay(call, self._stack[-1][1], args, kwargs)
+            elif call.leaf in self.scope.opaque and is_quantised(self.modules[target]):
+                out = packed_result(self.modules[target], *args, **kwargs)
             else:
                 out = run()
             if self.random.own_generator:

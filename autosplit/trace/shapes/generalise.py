@@ -53,7 +53,7 @@ from autosplit.trace.recording.recording import (
     mapped_together,
 )
 from autosplit.trace.recording.run import FlatInputs, run_python
-from autosplit.trace.scope import Scope
+from autosplit.trace.scope import Scope, is_quantised
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,15 @@ def generalise(
     Args:
         model: the model; it is as before at the end.
         merged: a recording of the model at other lengths.
-        scope: what it entered; with opaque modules there is no general recording: their shapes are known by running.
+        scope: what it entered; there is no general recording with opaque modules whose shapes are known by running, as
+            those of quantised layers are not.
         inputs: the new call's.
         rows: its number of rows.
         lengths: the dimensions to make symbols.
         before: the shapes of the input tensors for which ``merged`` was made.
     """
-    if scope.opaque or scope.blocks or not all(_is_open(value) for value in merged.recording.constants.values()):
+    opaque = not all(is_quantised(model.get_submodule(path)) for path in scope.opaque)
+    if opaque or scope.blocks or not all(_is_open(value) for value in merged.recording.constants.values()):
         return None
     now = lengths_in(lengths, inputs.shapes())
     first = lengths_in(lengths, before)
@@ -111,6 +113,7 @@ def generalise(
     domain = Domain(tuple(lengths), conditions)
     if not (domain.holds(max(rows, LEAST), now) and domain.holds(max(rows, LEAST), first)):
         return None
+    merged.recording.changed |= recording.changed
     points = [({**recorded, ROWS: r}, {**first, ROWS: r}) for r in BATCH_SIZES]
     wide = _widened(merged, recording, converted, points)
     return None if wide is None else (replace(wide, lengths=tuple(lengths)), domain)
