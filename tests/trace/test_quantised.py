@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autosplit import autosplit
 from autosplit.profile.node_costs.fake import fake_costs
 from autosplit.trace.graph import NodeClass
 from tests.equivalence.equality import Batch
@@ -46,6 +47,24 @@ class Packed(nn.Module):
         if self.weight.state is not None:
             self.state.codes, self.weight.state = self.weight.state, None
         return F.linear(value, self.state.codes.to(value.dtype) / 127)
+
+
+class Repacked(nn.Linear):
+    """A layer that replaces its weight's memory when it is evaluated for the first time, as Linear4bit on some CPUs."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False)
+        generator = torch.Generator().manual_seed(0)
+        codes = torch.randint(-127, 127, (WIDTH, WIDTH), generator=generator, dtype=torch.int8)
+        self.weight: Any = Codes(codes, requires_grad=False)
+        self.weight.state = codes
+        self.state = SimpleNamespace(packed=False)
+
+    def forward(self, value: Tensor) -> Tensor:
+        if not self.training and not self.state.packed:
+            self.weight.data, self.state.packed = self.weight.data.flip(1).contiguous(), True
+        codes = self.weight.data.flip(1) if self.state.packed else self.weight.data
+        return F.linear(value, codes.to(value.dtype) / 127)
 
 
 class Buffers(nn.Module):
@@ -90,6 +109,15 @@ def test_a_layer_that_has_set_itself_up_is_not_recorded_again() -> None:
     assert pipe.layer.weight.state is None
     assert pipe.layer.state.codes is not None
     assert len(pipe._core.recordings.history.notes) == 1
+
+
+@pytest.mark.parametrize("modes", ["te", "et", "eet", "tete"])
+def test_a_weight_that_is_packed_anew_once_is_so_in_the_first_call_that_does(modes: str) -> None:
+    plain, pipe = between(Repacked), autosplit(between(Repacked), devices=["cpu"] * 2, chunks=3)
+    for mode, batch in zip(modes, [*BATCHES, *BATCHES], strict=False):
+        torch.testing.assert_close(pipe.train(mode == "t")(*batch.args), plain.train(mode == "t")(*batch.args))
+        assert torch.equal(pipe.layer.weight, plain.layer.weight)
+        assert pipe.layer.state.packed == plain.layer.state.packed
 
 
 @pytest.mark.parametrize("layer", [Packed, Buffers])

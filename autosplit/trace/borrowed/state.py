@@ -87,8 +87,7 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
     """
     holders, before = _walk(models, functions := [*functions])
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
-    strided = [t for t in tensors if type(t) in (nn.Parameter, torch.Tensor) and t.layout is torch.strided]
-    data = [(tensor, tensor.data) for tensor in strided]
+    data = [(tensor, tensor.data) for tensor in tensors if _has_memory(tensor)]
     copyable, kept = _copyable(holders, models), {id(tensor) for tensor in tensors}
     large = [
         (name, tensor, tensor._version)
@@ -116,6 +115,12 @@ def attributes(*models: nn.Module, functions: Iterable[Callable[..., Any]] = ())
                 f"the forward writes in place to {name}, whose {tensor.numel():,} elements are too many to be copied "
                 "and put back while the model is recorded; make it a buffer (register_buffer) or a module's attribute"
             )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor lies in memory of its own: also one of a class that only adds to it, as packed weights."""
+    plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not nn.parameter.is_lazy(tensor)
+    return plain and tensor.layout is torch.strided
 
 
 def _walk(models: Sequence[nn.Module], functions: Sequence[Callable[..., Any]]) -> tuple[Holders, list[Any]]:

@@ -207,7 +207,7 @@ class Watcher(TorchFunctionMode):
         if before is not None:
             seen.places, seen.whole, seen.writes = before.changes()
             if seen.places and not seen.changed and self._settles(run, args, kwargs):
-                seen.settled, seen.places, seen.whole = seen.places, frozenset(), ""
+                seen.settled, seen.places, seen.whole, seen.writes = seen.places, frozenset(), "", []
         seen.whole = seen.whole or taint.read
         if self.random.own_generator:
             seen.whole = seen.whole or "it draws from a generator of its own"
