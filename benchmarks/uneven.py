@@ -60,27 +60,27 @@ ROW_S = {1.0: 0.1}
 """The seconds of a row at a speed of 1."""
 
 
-@torch.library.custom_op("autosplit_benchmarks::work", mutates_args=())
-def work(value: Tensor, speed: float) -> Tensor:
-    """Return the same value, later, by its rows and a speed; 0: that of the thread's lane."""
+@torch.library.custom_op("autosplit_benchmarks::product", mutates_args=())
+def product(value: Tensor, weight: Tensor, speed: float) -> Tensor:
+    """Return the product, later, by its rows and a speed; 0: that of the thread's lane."""
     time.sleep(ROW_S[1.0] * value.shape[0] / (speed or SPEED_OF.get(threading.current_thread().name, 1.0)))
-    return value.clone()
+    return value @ weight
 
 
-@work.register_fake
-def _(value: Tensor, speed: float) -> Tensor:
-    return torch.empty_like(value)
+@product.register_fake
+def _(value: Tensor, weight: Tensor, speed: float) -> Tensor:
+    return value @ weight
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.speed = inputs[1]
+    _, ctx.weight, ctx.speed = inputs
 
 
 def _backward(ctx: Any, gradient: Tensor) -> Any:
-    return work(gradient, ctx.speed), None
+    return product(gradient, ctx.weight.t(), ctx.speed), None, None
 
 
-work.register_autograd(_backward, setup_context=_setup)
+product.register_autograd(_backward, setup_context=_setup)
 
 
 class Block(nn.Module):
@@ -93,7 +93,7 @@ class Block(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         """Return the block's output, later."""
-        return work(torch.tanh(self.base(value) + self.up(self.down(value))), self.speed)
+        return torch.tanh(product(value, self.base.weight, self.speed) + self.up(self.down(value)))
 
 
 def model(speed: float = 0.0) -> nn.Sequential:

@@ -107,9 +107,9 @@ class PlanOptions:
             autocompletion=complete(*OPTIMIZERS),
         ),
     ] = "adamw"
-    memory_limit: Annotated[str | None, typer.Option(metavar="BYTES", help="What a device may use, such as 70GiB.")] = (
-        None
-    )
+    memory_limit: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="What a device may use (70GiB), or each (24GiB,12GiB).")
+    ] = None
     reserve: Annotated[
         str, typer.Option(metavar="BYTES", help="What to leave free on a device, such as 2GiB or 3%.")
     ] = RESERVE

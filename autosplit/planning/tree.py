@@ -29,6 +29,7 @@ from autosplit.profile.node_costs.module_costs import BACKWARD, module_costs, sa
 from autosplit.profile.types import StateProfile
 from autosplit.trace.inputs.inputs import batch_rows, flatten
 from autosplit.trace.module_tree import ModuleCost, choose_units, coarsened, homes, stages_of_modules
+from autosplit.units import plural
 
 RUNG: Literal["module tree"] = "module tree"
 _SCHEDULE = "gpipe"
@@ -127,13 +128,8 @@ class _TreeWriter:
     def plan(self) -> Plan:
         """Return the plan with its prediction."""
         stages = tuple(self._stage(index) for index in range(self.partition.stages))
-        if len(stages) < len(self.options.devices):
-            warnings.warn(
-                f"{len(self.options.devices)} devices were given, but the model has only {len(self.units)} modules "
-                f"that can be placed: using {len(stages)} stage{'s' * (len(stages) > 1)}",
-                UserWarning,
-                stacklevel=3,
-            )
+        if idle := self._idle():
+            warnings.warn(idle, UserWarning, stacklevel=3)
         step_s = sum(stage.forward_s + stage.backward_s for stage in stages)
         return Plan(
             fingerprint=fingerprint_of(self.model, self._names(self.stage_of)),
@@ -200,7 +196,14 @@ class _TreeWriter:
                 size = parameter.numel() * parameter.element_size()
                 yield Boundary(value=name, producer=first, consumers=tuple(others), bytes=size, per_step=True)
 
+    def _idle(self) -> str:
+        given, used = len(self.options.devices), self.partition.stages
+        few = f"{given} devices were given, but the model has only {len(self.units)} modules that can be placed"
+        return f"{few}: using {plural(used, 'stage')}" if used < given else ""
+
     def _notes(self) -> Iterable[str]:
+        if idle := self._idle():
+            yield idle
         placed = f"{len(self.stage_of)} modules are placed"
         yield f"no graph can follow this model ({self.reason}): its own Python runs; {placed}"
         yield "one chunk: the stages run one after the other"
