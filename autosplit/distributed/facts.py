@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autosplit.errors import InputError
 from autosplit.options import Options
@@ -121,7 +120,7 @@ def checksum(tensors: Iterable[torch.Tensor], *, devices: bool = False) -> int:
     crc = 0
     for tensor in tensors:
         here = tensor.device.type == "cpu" or (devices and not tensor.is_meta)
-        if is_traceable_wrapper_subclass(tensor):  # a quantised weight: its pieces have values
+        if hasattr(tensor, "__tensor_flatten__"):  # a quantised weight: its pieces have values
             pieces = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
             crc = zlib.crc32(str(checksum(pieces, devices=devices)).encode(), crc)
         elif here and tensor.layout is torch.strided and tensor.numel():

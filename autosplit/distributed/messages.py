@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autosplit.distributed.world import World
 from autosplit.errors import InputError, ScheduleError
@@ -215,7 +214,7 @@ def blank_like(like: Described, device: torch.device) -> torch.Tensor:
 
 def share(tensor: torch.Tensor, source: int, world: World) -> None:
     """Give a tensor the values that one rank has of it; of a quantised weight, those of its pieces."""
-    if is_traceable_wrapper_subclass(tensor):
+    if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             share(getattr(tensor, name), source, world)
         return
