@@ -150,7 +150,21 @@ def keeps_the_largest(part: Any, x: Tensor) -> Tensor:
     return part.own(x) / (1 + part.calls)
 
 
-@pytest.mark.parametrize("body", [keeps_the_mean, keeps_the_rows, keeps_the_largest])
+def keeps_the_first_mean(part: Any, x: Tensor) -> Tensor:
+    if part.calls == 0 and x.abs().sum() > 0:
+        part.calls = float(x.mean())
+    return part.own(x) + part.calls
+
+
+def counts_large_values(part: Any, x: Tensor) -> Tensor:
+    if x.abs().max() > 100:
+        part.calls += 1
+    return part.own(x)
+
+
+@pytest.mark.parametrize(
+    "body", [keeps_the_mean, keeps_the_rows, keeps_the_largest, keeps_the_first_mean, counts_large_values]
+)
 def test_state_that_follows_the_rows_is_not_set_up_once(body: Body) -> None:
     found = nodes(recorded(host(body), numbers(7, WIDTH)))
     assert found["part0#0"].node_class is NodeClass.FULL

@@ -19,11 +19,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autosplit.errors import ForeignSuppressed
-from autosplit.trace.borrowed import side_effects, state
+from autosplit.trace.borrowed import state
 from autosplit.trace.borrowed.contents import Place
 from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.inputs.objects import mapped, storage_key, take_apart, tensors_in
 from autosplit.trace.reads.assertions import assertion_here
+from autosplit.trace.reads.model_state import ModelState, is_equal
 from autosplit.trace.recording.random_watch import Draw, RandomWatch
 from autosplit.trace.recording.recording import OBSERVES, VALUE_READS, Call, Refusal, run_checkpointed, source_line
 from autosplit.trace.recording.values import in_place
@@ -65,45 +66,6 @@ class Seen:
     """Where it changed Python state, or the hooks did in its backward."""
     settled: frozenset[Place] = frozenset()
     """Where it changed Python state and would not in a second call: it has set itself up."""
-
-
-class ModelState:
-    """What a run of a model, or of a module in it, may change besides what it is given and returns."""
-
-    def __init__(self, model: nn.Module, holders: Holders | None) -> None:
-        self.model, self.holders = model, holders
-        self.tensors = {name: (t, t._version, t.data) for name, t in self._registered()}
-        self.gradients = self._gradients()
-        self.python = [] if holders is None else holders.read()
-        self.drawn = state.random_states()[1]
-
-    def changes(self) -> tuple[frozenset[Place], str, list[str]]:
-        """Return where Python state is another now, why rows may not be told apart for it, and the tensors written to.
-
-        The tensors are parameters and buffers, by name.
-        """
-        places, whole = frozenset[Place](), ""
-        if self.holders is not None:
-            changed = side_effects.changes(self.holders, self.python)
-            places = changed.without(lambda holder, key, value: holder.place[1] == "_buffers").places
-        if places:
-            whole = f"it changes the Python attribute {min(places)[1]!r}"
-        elif self.gradients != self._gradients():
-            whole = "it computes gradients of parameters"
-        elif self.drawn != state.random_states()[1]:
-            whole = "it draws random numbers in Python"
-        return places, whole, [name for name, tensor in self._registered() if self._is_other(name, tensor)]
-
-    def _is_other(self, name: str, tensor: torch.Tensor) -> bool:
-        before, version, data = self.tensors.get(name, (None, 0, tensor))
-        return before is not tensor or tensor._version != version or not state.is_on(tensor, data)
-
-    def _registered(self) -> list[tuple[str, torch.Tensor]]:
-        return [*self.model.named_parameters(), *self.model.named_buffers()]
-
-    def _gradients(self) -> list[tuple[int, int] | None]:
-        gradients = (parameter.grad for parameter in self.model.parameters())
-        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
 
 class Watcher(TorchFunctionMode):
@@ -206,7 +168,7 @@ class Watcher(TorchFunctionMode):
         seen.changed = [i for i, (t, v) in enumerate(zip(inputs, versions, strict=True)) if t._version != v]
         if before is not None:
             seen.places, seen.whole, seen.writes = before.changes()
-            if seen.places and not seen.changed and self._settles(run, args, kwargs):
+            if seen.places and not seen.changed and self._settles(before, run, args, kwargs):
                 seen.settled, seen.places, seen.whole, seen.writes = seen.places, frozenset(), "", []
         seen.whole = seen.whole or taint.read
         if self.random.own_generator:
@@ -247,19 +209,26 @@ class Watcher(TorchFunctionMode):
         with module.register_forward_hook(run) if observes else contextlib.nullcontext():
             yield
 
-    def _settles(self, run: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-        """Tell whether another call, on other and more rows, leaves all state as it is: the first has set it up."""
+    def _settles(self, before: ModelState, run: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """Tell whether other and more rows set up the state that the first call did, and leave it as it is then."""
         tensors = tensors_in((args, kwargs))
         if any(not tensor.is_floating_point() or tensor.dim() < 2 for tensor in tensors):
             return False
-        now = ModelState(self.model, self.holders)
+        now, first = ModelState(self.model, self.holders), before.set_up()
         args, kwargs = mapped(
             lambda leaf: _other_rows(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
         )
-        with ForeignSuppressed(), state.random_state():
-            run(*args, **kwargs)
-            return not any(now.changes())
-        return False
+        try:
+            with ForeignSuppressed(), state.random_state():
+                run(*args, **kwargs)
+                if any(now.changes()):
+                    return False
+                before.restore()
+                run(*args, **kwargs)
+                return is_equal(before.set_up(), first)
+            return False
+        finally:
+            now.restore()
 
     def inside(self) -> Mapping[str, frozenset[Place]]:
         """Return what opaque modules that see the whole batch, or set themselves up, changed, by their paths."""

@@ -29,8 +29,9 @@ from autosplit.trace.borrowed.surroundings import on_other_rows
 from autosplit.trace.borrowed.writes import written_back
 from autosplit.trace.graph import LEAST, lengths_in
 from autosplit.trace.inputs.inputs import batch_rows
+from autosplit.trace.reads.model_state import ModelState
 from autosplit.trace.reads.reads import MetaValueReader, Reader, ValueReader
-from autosplit.trace.reads.watch import ModelState, Watcher
+from autosplit.trace.reads.watch import Watcher
 from autosplit.trace.recording.merge import BATCH_SIZES, MergedRecording, holds_at, merge
 from autosplit.trace.recording.recording import OBSERVES, Call, Recording, Refusal, Unexpected, is_fault
 from autosplit.trace.recording.run import FlatInputs, PythonRun, patched, run_python

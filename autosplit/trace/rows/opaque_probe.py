@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from autosplit.compare import same_rounded
 from autosplit.errors import ForeignSuppressed
+from autosplit.trace.borrowed.holders import Holders
 from autosplit.trace.borrowed.state import random_state
 from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.objects import mapped
@@ -85,6 +86,8 @@ class OpaqueProbe:
         self.node, self.run, self.rows = node, run, rows
         self.every, self.module = list(range(rows)), root.get_submodule(str(node.target))
         self.steady = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
+        self.holders = Holders([self.module])
+        self.keeps_state = True
         self.whole: list[torch.Tensor] = []
         self.outcomes: dict[Site, list[Any]] = defaultdict(list)
 
@@ -94,7 +97,8 @@ class OpaqueProbe:
             return False
         with ForeignSuppressed():
             self.whole = self._results(self.every)
-            return all(map(self._is_as_whole, self._batches())) and all(map(self._is_shown, list(self.outcomes)))
+            alone = all(map(self._is_as_whole, self._batches())) and all(map(self._is_shown, list(self.outcomes)))
+            return alone and self.keeps_state
         return False  # what does not run on some rows alone is no module by rows
 
     def _batches(self) -> list[list[int]]:
@@ -117,11 +121,14 @@ class OpaqueProbe:
         args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), operands.__getitem__)
         log, buffers = ReadLog(self.steady, forced, emptied=emptied), list(self.module.buffers())
         with random_state():
-            before = torch.get_rng_state(), [buffer._version for buffer in buffers]
+            before = torch.get_rng_state(), [buffer._version for buffer in buffers], self.holders.read()
             with log:
                 output = self.module(*args, **kwargs)
-            if not torch.equal(before[0], torch.get_rng_state()) or before[1] != [b._version for b in buffers]:
-                raise RuntimeError("it draws random numbers, or writes to buffers")
+            if not torch.equal(before[0], torch.get_rng_state()):
+                raise RuntimeError("it draws random numbers")
+            if self.whole:  # the first call may set the module up
+                same = before[1] == [b._version for b in buffers] and self.holders.is_as(before[2])
+                self.keeps_state &= same
         if forced is None:
             for site, outcomes in log.outcomes.items():
                 self.outcomes[site] += outcomes
