@@ -36,6 +36,7 @@ from autosplit.trace.inputs.objects import COUNT
 from autosplit.trace.recording.recording import FirstCall
 from autosplit.trace.reductions.own_loss import loss_node
 from autosplit.trace.reductions.own_loss import own_loss as loss_of
+from autosplit.trace.rows.kinds import keeps_statistics
 
 
 class Training:
@@ -118,8 +119,8 @@ class Training:
         return [losses[m] for m in range(len(samples))]
 
     def _calls(self, samples: Sequence[Sample]) -> list[PreparedStep | None]:
-        """Return each microbatch as a step, its random numbers drawn; None for those that run alone."""
-        recordings = self._core.recordings
+        """Return each microbatch as a step, its random numbers drawn; None for all where one has to run alone."""
+        recordings, random = self._core.recordings, torch.get_rng_state()
         recordings.calls = len(samples)
         try:
             steps = [self._prepare(sample.args, sample.kwargs, runs=False) for sample in samples]
@@ -127,7 +128,28 @@ class Training:
             return [None] * len(samples)
         finally:
             recordings.calls = 1
-        return [None if isinstance(step, PreparedTree) or self._is_hooked else self._in_cells(step) for step in steps]
+        apart = any(isinstance(step, PreparedTree) or self._has_order(step.recorded) for step in steps)
+        cells = [None if apart or isinstance(step, PreparedTree) else self._in_cells(step) for step in steps]
+        if None in cells:  # they draw anew, one after the other
+            torch.set_rng_state(random)
+            return [None] * len(samples)
+        return cells
+
+    def _has_order(self, recorded: Recorded) -> bool:
+        """Tell whether what a call does depends on the calls before, or hooks want the gradients of each.
+
+        Such are state that is written, but for batch norms' statistics, and numbers that cannot be drawn beforehand.
+        """
+        traced, parameters = recorded.traced, self._core.model.parameters()
+        hooked = self._is_hooked or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
+        return (
+            hooked
+            or bool(recorded.changes_python or recorded.lowered.off_tape)
+            or any(
+                info.whole or (info.rewritten and not keeps_statistics(node, traced.root))
+                for node, info in traced.compute_nodes()
+            )
+        )
 
     def _in_cells(self, step: PreparedStep) -> PreparedStep | None:
         """Return a call as one microbatch with all that it does in its cells; None where that cannot be."""

@@ -67,8 +67,8 @@ class Recorded:
     """Whether it was found out for which numbers of rows it holds."""
     programs: dict[int, fx.Graph] = field(default_factory=dict)
     orders: dict[Any, Any] = field(default_factory=dict)
-    settled: dict[Key, bool] = field(default_factory=dict)
-    """Calls after which the model's own Python changed nothing more: True; False where it did."""
+    settled: dict[Key, Any] = field(default_factory=dict)
+    """Calls after which the model's own Python changed nothing more: what signatures leave out then; else None."""
 
     @property
     def changes_python(self) -> bool:
@@ -347,7 +347,7 @@ class PythonRuns:
         None where there is no such recording.
         """
         for recorded in variants:
-            is_settled = not recorded.changes_python or recorded.settled.get(key)
+            is_settled = not recorded.changes_python or recorded.settled.get(key) == key.left_out
             if is_settled and not recorded.is_stale(key):
                 return recorded, None
             if (run := self.run(recorded, key, sample)) is not None:
@@ -372,8 +372,8 @@ class PythonRuns:
             self._leave_out(frozenset() if again is None else again.changes.places)
         self._leave_out(places & self._changed)
         self._changed |= places
-        recorded.settled[key] = False
+        recorded.settled[key] = None
         now = self.key_of(*take_apart((sample.args, sample.kwargs)))
         if again is not None:
-            recorded.settled[now] = not again.changes
+            recorded.settled[now] = None if again.changes else now.left_out
         return now

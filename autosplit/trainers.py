@@ -67,7 +67,11 @@ class MicrobatchesFromAccumulation:
 
         loss_of.takes_all = True  # type: ignore[attr-defined]
         batches = [self._prepare_inputs(batch) for batch in self._batches]
-        calls, reduction = [inputs_of(batch) for batch in batches], "sum" if scaled else "mean"
+        drawn, reduction = torch.get_rng_state(), "sum" if scaled else "mean"
+        calls = [inputs_of(batch) for batch in batches]
+        if not torch.equal(drawn, torch.get_rng_state()):
+            torch.set_rng_state(drawn)
+            raise InputError("compute_loss draws random numbers, and is called twice; train with Trainer as it is")
         with self.compute_loss_context_manager(), self.accelerator.autocast():
             return [loss / factor for loss in model._train_microbatches(calls, batches, loss_of, reduction)]
 

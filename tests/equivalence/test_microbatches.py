@@ -250,3 +250,45 @@ def test_what_does_not_fit_is_refused() -> None:
     ]:
         with pytest.raises(InputError, match=match):
             pipe.train_step(*arguments[0], **arguments[1])
+
+
+class Keeps(nn.Module):
+    """A layer whose result, or state, hangs on the calls before."""
+
+    largest: torch.Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.rows = kind, 0
+        self.register_buffer("largest", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "buffer":
+            self.largest.copy_(torch.maximum(self.largest, x.detach().abs().max()))
+        if self.kind == "reads" and x.mean() > -100:
+            self.largest.mul_(0.9).add_(x.detach().abs().max())
+        if self.kind == "rows":
+            self.rows = max(self.rows, x.shape[0])
+            return x / self.rows
+        return x / self.largest
+
+
+@pytest.mark.parametrize("kind", ["buffer", "reads", "rows"])
+def test_calls_that_hang_on_those_before_run_one_after_the_other(kind: str) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), Keeps(kind), nn.Linear(4, 4)).double()
+
+    plain, pipe = made(), autosplit(made(), devices=["cpu"] * 2, chunks=2)
+    for rows in ([2, 5, 1], [9, 2], [3, 5, 9]):
+        batches = [torch.randn(count, 4, dtype=torch.float64) for count in rows]
+        losses = []
+        for batch in batches:
+            losses.append((plain(batch) ** 2).mean() / len(batches))
+            losses[-1].backward()
+        step = pipe.train_step(microbatches=batches, loss_fn=lambda y: (y**2).mean())
+        torch.testing.assert_close(step, sum(losses).detach())  # type: ignore[union-attr]
+        for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+        assert torch.equal(pipe[1].largest, plain[1].largest)  # type: ignore[index]
+        assert pipe[1].rows == plain[1].rows  # type: ignore[index]

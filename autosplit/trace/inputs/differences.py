@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -97,8 +98,8 @@ def _contents(key: Key) -> Iterator[tuple[str, str, Any]]:
                     yield table, f"{word} `{name}{_PATH}` of {owner}", content
     for path, value in rest.outside:
         yield "outside", f"`{'.'.join(filter(None, path))}` that its code names", value
-    for index, (kind, other) in enumerate(rest.kinds):
-        if (shape := key.shapes[index]) is None:
+    for index, ((kind, other), shape) in enumerate(zip_longest(rest.kinds, key.shapes[: len(rest.kinds)])):
+        if shape is None:
             yield "kinds", f"input {index}", (kind, other)
             continue
         yield "shapes", f"shape of input {index}", shape

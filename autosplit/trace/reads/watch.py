@@ -26,7 +26,15 @@ from autosplit.trace.inputs.objects import mapped, storage_key, take_apart, tens
 from autosplit.trace.reads.assertions import assertion_here
 from autosplit.trace.reads.model_state import ModelState, is_equal
 from autosplit.trace.recording.random_watch import Draw, RandomWatch
-from autosplit.trace.recording.recording import OBSERVES, VALUE_READS, Call, Refusal, run_checkpointed, source_line
+from autosplit.trace.recording.recording import (
+    OBSERVES,
+    VALUE_READS,
+    Call,
+    FirstCall,
+    Refusal,
+    run_checkpointed,
+    source_line,
+)
 from autosplit.trace.recording.values import in_place
 from autosplit.trace.scope import Scope
 
@@ -168,6 +176,8 @@ class Watcher(TorchFunctionMode):
         seen.changed = [i for i, (t, v) in enumerate(zip(inputs, versions, strict=True)) if t._version != v]
         if before is not None:
             seen.places, seen.whole, seen.writes = before.changes()
+            if new := [name for name in seen.writes if name not in before.tensors]:
+                raise FirstCall(new)
             if seen.places and not seen.changed and self._settles(before, run, args, kwargs):
                 seen.settled, seen.places, seen.whole, seen.writes = seen.places, frozenset(), "", []
         seen.whole = seen.whole or taint.read
