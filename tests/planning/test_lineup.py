@@ -106,3 +106,10 @@ def test_a_plan_in_another_order_has_its_range_and_can_be_costed_again() -> None
         again = plan(model(), sample=torch.zeros(16, 64), loss_fn=torch.sum, plan=found, reserve=None)
         assert again.devices == found.devices
         assert again.step_s == pytest.approx(found.step_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("limits", [["24GiB", "12GiB"], ["12GiB", "12GiB"]])
+def test_limits_of_alike_devices_are_no_hindrance_where_one_device_would_do(limits: list[str]) -> None:
+    found = planned("2xT4", memory_limit=limits)
+    assert found.verdict == "fits"
+    assert any("holds the model with room" in reason for reason in found.reasons) == (limits[0] == limits[1])

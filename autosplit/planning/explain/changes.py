@@ -85,8 +85,10 @@ class Request:
                 machine = resolve_machine(value)
                 options = paper.options
                 kept = options.replicas if not options.replicas or sum(options.replicas) == len(machine) else ()
-                devices = stand_ins(machine)
-                paper = replace(paper, options=replace(options, machine=machine, devices=devices, replicas=kept))
+                devices, limit = stand_ins(machine), options.memory_limit
+                limit = limit[0] if isinstance(limit, tuple) else limit  # of devices that are alike
+                options = replace(options, machine=machine, devices=devices, replicas=kept, memory_limit=limit)
+                paper = replace(paper, options=options)
             elif name == "optimizer":
                 paper = replace(paper, options=replace(paper.options, optimizer=value))
             elif name == "precision":

@@ -226,7 +226,9 @@ def one_is_enough(plan: Plan, request: Request) -> str | None:
     count, rows, links = len(plan.devices), request.rows, request.paper.options.links
     devices = device_verdicts(plan)
     room, states = devices[0].room_bytes, sum(device.states_bytes for device in devices)
-    alike = len(set(plan.devices)) == 1 and plan.schedule != "forward"
+    limits = request.paper.options.memory_limit
+    kinds = {(name, limits[n] if isinstance(limits, tuple) else limits) for n, name in enumerate(plan.devices)}
+    alike = len(kinds) == 1 and plan.schedule != "forward"
     if (
         min(count, len(plan.stages)) < 2
         or rows < count
