@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import fx, nn
@@ -92,6 +92,9 @@ class PipelinedModule(Delegating, Training, Profiled, Streaming, PlacedModule, f
     records the model at its first call of each kind (modes, shapes without the batch, dtypes, keywords), plans at the
     very first, and runs a program whose text is :attr:`code`.
     """
+
+    _lineno_map: ClassVar[dict[int, int | None] | None] = None
+    """What torch.compile reads of graph modules: the lines of the program's nodes, which it does not trace."""
 
     def __init__(self, model: nn.Module, options: Options, plan: Plan | None = None, own_plan: bool = False) -> None:
         if (error := refuse_parts(model)) is not None:
