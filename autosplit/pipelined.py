@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -93,7 +93,7 @@ class PipelinedModule(Delegating, Training, Profiled, Streaming, PlacedModule, f
     very first, and runs a program whose text is :attr:`code`.
     """
 
-    _lineno_map: ClassVar[dict[int, int | None] | None] = None
+    _lineno_map = None
     """What torch.compile reads of graph modules: the lines of the program's nodes, which it does not trace."""
 
     def __init__(self, model: nn.Module, options: Options, plan: Plan | None = None, own_plan: bool = False) -> None:
