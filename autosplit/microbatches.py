@@ -104,57 +104,48 @@ class Training:
         mean = choose("loss_reduction", reduction, engine.REDUCTIONS) == "mean" or (reduction == "auto" and not counted)
         loss = _Loss(loss_fn, len(samples) if mean else 1)
         self._core.recordings.check_backward()
-        steps = self._calls(samples)
+        if (steps := self._calls(samples)) is None:
+            calls = zip(samples, targets, strict=True)
+            return [self._train_step(sample.args, sample.kwargs, target, loss, "auto") for sample, target in calls]
         losses: dict[int, torch.Tensor] = {}
         for group in _groups(steps):
-            if there := [step for step in (steps[m] for m in group) if step is not None]:
-                joined = _JoinedStep.of(there, None if needs_one_thread() else self._core.threads)
-                parts = _Losses(loss, joined, [targets[m] for m in group], self._core.proofs)
-                cells = train_cells.run(joined, parts, None)
-                losses |= {m: cells.losses[number] for number, m in enumerate(group)}
-                for step in there:
-                    self._core.recordings.leave(step, ())
-            for m in () if there else group:
-                losses[m] = self._train_step(samples[m].args, samples[m].kwargs, targets[m], loss, "auto")
-        return [losses[m] for m in range(len(samples))]
+            members = [steps[number] for number in group]
+            joined = _JoinedStep.of(members, None if needs_one_thread() else self._core.threads)
+            parts = _Losses(loss, joined, [targets[number] for number in group], self._core.proofs)
+            cells = train_cells.run(joined, parts, None)
+            losses |= {number: cells.losses[position] for position, number in enumerate(group)}
+            for step in members:
+                self._core.recordings.leave(step, ())
+        return [losses[number] for number in range(len(samples))]
 
-    def _calls(self, samples: Sequence[Sample]) -> list[PreparedStep | None]:
-        """Return each microbatch as a step, its random numbers drawn; None for all where one has to run alone."""
+    def _calls(self, samples: Sequence[Sample]) -> list[PreparedStep] | None:
+        """Return each microbatch as a step, its random numbers drawn; None where they run one after the other."""
         recordings, random = self._core.recordings, torch.get_rng_state()
         recordings.calls = len(samples)
+        cells: list[PreparedStep] = []
         try:
-            steps = [self._prepare(sample.args, sample.kwargs, runs=False) for sample in samples]
+            for step in [self._prepare(sample.args, sample.kwargs, runs=False) for sample in samples]:
+                if isinstance(step, PreparedTree) or (in_cells := self._in_cells(step)) is None:
+                    break
+                cells.append(in_cells)
         except FirstCall:  # it completes the model
-            return [None] * len(samples)
+            cells = []
         finally:
             recordings.calls = 1
-        apart = any(isinstance(step, PreparedTree) or self._has_order(step.recorded) for step in steps)
-        cells = [None if apart or isinstance(step, PreparedTree) else self._in_cells(step) for step in steps]
-        if None in cells:  # they draw anew, one after the other
-            torch.set_rng_state(random)
-            return [None] * len(samples)
-        return cells
-
-    def _has_order(self, recorded: Recorded) -> bool:
-        """Tell whether what a call does depends on the calls before, or hooks want the gradients of each.
-
-        Such are state that is written, but for batch norms' statistics, and numbers that cannot be drawn beforehand.
-        """
-        traced, parameters = recorded.traced, self._core.model.parameters()
-        hooked = self._is_hooked or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
-        return (
-            hooked
-            or bool(recorded.changes_python or recorded.lowered.off_tape)
-            or any(
-                info.whole or (info.rewritten and not keeps_statistics(node, traced.root))
-                for node, info in traced.compute_nodes()
-            )
-        )
+        if len(cells) == len(samples):
+            return cells
+        torch.set_rng_state(random)  # they draw anew
+        return None
 
     def _in_cells(self, step: PreparedStep) -> PreparedStep | None:
-        """Return a call as one microbatch with all that it does in its cells; None where that cannot be."""
-        recorded, core = step.recorded, self._core
-        if step.python is not None or recorded.traced.kept or recorded.replicas:
+        """Return a call as one microbatch with all that it does in its cells; None where that cannot be.
+
+        It cannot where hooks want the gradients of each call, or a call changes what the next one does.
+        """
+        recorded, core, parameters = step.recorded, self._core, self._core.model.parameters()
+        if self._is_hooked or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):
+            return None
+        if step.python is not None or recorded.changes_python or recorded.traced.kept or recorded.replicas:
             return None
         if (lowered := step.once("in cells", lambda: self._lowered(recorded))) is None:
             return None
@@ -163,8 +154,14 @@ class Training:
         return replace(step, lowered=lowered, setup=setup, sizes=sizes, state=state, orders=orders)
 
     def _lowered(self, recorded: Recorded) -> Lowered | None:
-        """Lower a recording with all in its stages; None where these would want state on other devices than it is."""
+        """Lower a recording with all in its stages; None where these would want state on other devices than it is.
+
+        Nor where a call writes state, but for batch norms' statistics, or draws what cannot be drawn beforehand.
+        """
         core, traced, devices = self._core, recorded.traced, [lane.device for lane in recorded.lanes]
+        nodes = [(info, keeps_statistics(node, traced.root)) for node, info in traced.compute_nodes()]
+        if recorded.lowered.off_tape or any(info.whole or (info.rewritten and not norm) for info, norm in nodes):
+            return None
         stage_of = assign(DataflowIndex(traced), core.recordings.plan.stage_of(), stages=len(devices))
         again, compiled = recorded.lowered.recompute, core.options.compile
         lowered = lower(*in_stages(traced, stage_of, alone=True), devices, recompute=again, compiled=compiled)
@@ -228,9 +225,9 @@ class _Losses:
         return self.loss(output, self.targets[microbatch])
 
 
-def _groups(steps: Sequence[Step | None]) -> list[list[int]]:
+def _groups(steps: Sequence[Step]) -> list[list[int]]:
     """Return which microbatches share a schedule: those of one recording, and only neighbours where order matters."""
-    keys = [number if step is None else id(step.lowered) for number, step in enumerate(steps)]
-    if any(step is None or step.lowered.counts for step in steps):
+    keys = [id(step.lowered) for step in steps]
+    if any(step.lowered.counts for step in steps):
         return [list(group) for _, group in groupby(range(len(keys)), keys.__getitem__)]
     return [[number for number, key in enumerate(keys) if key == each] for each in dict.fromkeys(keys)]

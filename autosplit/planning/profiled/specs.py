@@ -31,8 +31,8 @@ def taken_bytes(options: Options) -> tuple[int, ...]:
         free, total = torch.cuda.mem_get_info(device)
         return max(0, total - free - torch.cuda.memory_reserved(device))
 
-    own = () if options.processes else options.devices
-    return tuple(taken(device) if device.type == "cuda" else 0 for device in own)
+    devices = () if options.processes else options.devices
+    return tuple(taken(device) if device.type == "cuda" else 0 for device in devices)
 
 
 def driver_name(device: torch.device) -> str:

@@ -34,16 +34,16 @@ def lined_up(sweep: Sweep) -> Search:
     note = ""
     for lanes in (gpus, every) if 0 < len(gpus) < len(every) else (every,):
         weighed = list(_weighed(sweep, lanes, kinds))
-        (given_s, _, search), (step_s, order, _) = weighed[0], min(weighed, key=lambda each: each[0])
+        (asked_s, _, search), (step_s, order, _) = weighed[0], min(weighed, key=lambda each: each[0])
         alone = Search(Sweep(sweep.recorded, options.taking(order), sweep.space, rows=sweep.rows))
         if step_s < float("inf") and (len(lanes) == len(every) or alone.run().rank[0] < 3):
             break
     if len(lanes) < len(every):
         idle = ", ".join(options.device_name(lane) for lane in every if lane not in lanes)
         note = f"{idle} stays idle: a CPU is the last resort, and the other devices have room for all"
-    if step_s < given_s * (1 - GAIN):
+    if step_s < asked_s * (1 - GAIN):
         search = Search(Sweep(sweep.recorded, options.taking(order), sweep.space, rows=sweep.rows))
-        less = "nothing fits" if given_s == float("inf") else f"a step is {given_s / step_s - 1:.0%} longer"
+        less = "nothing fits" if asked_s == float("inf") else f"a step is {asked_s / step_s - 1:.0%} longer"
         names = ", ".join(f"{lane} ({options.device_name(lane)})" for lane in order)
         note += f"{'; ' * bool(note)}the order of devices is {names}: as they were named {less}, by the formula"
     search.note = note
@@ -77,11 +77,11 @@ def _orders(lanes: Sequence[int], kinds: Sequence[Hashable]) -> Iterator[tuple[i
 
 def _is_fixed(sweep: Sweep) -> bool:
     options, machine = sweep.options, sweep.options.machine
-    given = options.processes or options.placed or options.actions or options.replicas != () or options.cut
+    fixed = options.processes or options.placed or options.actions or options.replicas != () or options.cut
     islands = machine is not None and (
         len(machine.host_devices) > 1 or machine.links or any(device.peer_group for device in machine.devices)
     )
-    return bool(given or islands or len(sweep.space.recompute or ()) > 1)
+    return bool(fixed or islands or len(sweep.space.recompute or ()) > 1)
 
 
 def _rough(room_bytes: int | None) -> str:

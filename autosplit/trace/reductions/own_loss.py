@@ -170,8 +170,8 @@ def loss_node(traced: TracedGraph) -> fx.Node:
         tensor = node.meta[INFO].tensors[0] if isinstance(node, fx.Node) and INFO in node.meta else None
         leaves.append(node if tensor is None else torch.empty(tensor.shape_at(2), dtype=tensor.dtype, device="meta"))
     wanted = own_loss(traced.unflatten(leaves))
-    found: fx.Node = nodes[next(index for index, leaf in enumerate(leaves) if leaf is wanted)]
-    return found
+    loss: fx.Node = nodes[next(index for index, leaf in enumerate(leaves) if leaf is wanted)]
+    return loss
 
 
 def note_on_loss(traced: TracedGraph) -> str | None:
