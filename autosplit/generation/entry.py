@@ -1,0 +1,125 @@
+"""A function of a model, recorded with caches as inputs and outputs, and run by several threads on the pipe's stages.
+
+    thread of group 0   ─► stage 0 ─► stage 1 ─► ...      a stage is a lock: whoever has it runs
+    thread of group 1   ────────────► stage 0 ─► stage 1
+
+The tensors of a cache are inputs of the stages that use them and outputs that stay there: none goes from stage to
+stage.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.generation.caches import Layouts, adopt
+from autosplit.pipelined import PipelinedModule
+from autosplit.recorded import PreparedStep, PreparedTree
+from autosplit.trace.inputs.objects import is_object, take_apart
+
+Numbers = Mapping[str, int]
+"""The layouts of caches, by the names of the inputs or outputs that they are."""
+State = Mapping[str, Sequence[torch.Tensor]]
+"""The tensors of caches."""
+
+
+class Stages:
+    """The stages of a pipe as threads share them: one lock each, and one for what is done per call."""
+
+    def __init__(self) -> None:
+        self.preparing = threading.RLock()
+        self._locks: dict[int, threading.Lock] = {}
+
+    def turn(self, stage: int, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs in the turn of a stage's lane."""
+        lock = self._locks.setdefault(stage, threading.Lock())
+
+        def alone(*args: Any) -> Any:
+            with lock:
+                return run(*args)
+
+        return alone
+
+
+class Entry:
+    """A function of a pipe's model as a program of the pipe's stages.
+
+    Attributes:
+        pipe: runs the function with caches taken apart.
+        layouts: of the caches.
+    """
+
+    def __init__(self, pipe: PipelinedModule, function: Callable[..., Any], stages: Stages) -> None:
+        """``function`` takes the model and keyword inputs, and returns a dict of outputs."""
+        core = pipe._core
+        self.layouts, self.stages = Layouts(), stages
+        options = replace(core.options, chunks=1, batch_dims=None, lanes="inline", microbatches=None)
+        twin = _functional(core.model, function, self.layouts)
+        self.pipe = PipelinedModule(twin, options, core.recordings.plan, own_plan=True)
+        self.pipe._core.recordings.lanes = core.recordings.lanes
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Return the function's output; caches among the inputs are changed in place, as the function would."""
+        caches = {name: value for name, value in inputs.items() if is_object(value)}
+        others = {name: value for name, value in inputs.items() if name not in caches}
+        apart = {name: self.layouts.apart(cache) for name, cache in caches.items()}
+        numbers = {name: number for name, (number, *_) in apart.items()}
+        output, after = self.run(numbers, {name: tensors for name, (_, tensors, _) in apart.items()}, others)
+        for name, (number, tensors) in after.items():
+            cache = self.layouts[number].rebuild(tensors, apart[name][2] if name in apart else ())
+            output[name] = adopt(caches[name], cache) if name in caches else cache
+        return output
+
+    def run(self, numbers: Numbers, state: State, inputs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """Return the output, without caches, and of each cache among it the number of its layout and its new tensors."""
+        with self.stages.preparing:
+            step = self.pipe._prepare((numbers, state), dict(inputs))
+            if isinstance(step, PreparedTree):
+                return step.call()
+            program, modules = self._program(step)
+        with step.entered() as handed:
+            flat = program(SimpleNamespace(**modules), *step.program_inputs())
+            handed += flat
+        traced = step.recorded.traced
+        with self.stages.preparing:
+            self.pipe._core.recordings.leave(step, flat[len(flat) - traced.kept :])
+        return traced.unflatten(list(flat))
+
+    def _program(self, step: PreparedStep) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Return the program of a call, and what it names: stages that run in turn."""
+        pipe, core = self.pipe, self.pipe._core
+        graph, modules = pipe._program(step), pipe._modules_of(step.recorded)
+        if graph not in core.compiled:
+            pipe._show(graph, modules)
+        modules |= step.codes_by(core.names)
+        for stage, schedule_lane in enumerate(step.schedule.stage_lane):
+            name = core.names[f"stage{stage}"]
+            modules[name] = self.stages.turn(schedule_lane, modules[name])
+        return core.compiled[graph][0], modules
+
+
+def _functional(model: nn.Module, function: Callable[..., Any], layouts: Layouts) -> nn.Module:
+    """Return a module with the attributes of a model whose forward takes and returns caches as tensors."""
+
+    def forward(self: Any, numbers: Numbers, state: State, /, **inputs: Any) -> Any:
+        caches = {name: layouts[numbers[name]].build(tensors) for name, tensors in state.items()}
+        before = {name: take_apart(cache)[0] for name, cache in caches.items()}
+        output = function(self, **inputs, **caches)
+        returned = {name: value for name, value in output.items() if is_object(value)}
+        after = {name: layouts.after(cache, before.get(name, ())) for name, cache in returned.items()}
+        for name in returned:
+            output[name] = None
+        return output, after
+
+    kind = type(model)
+    members = {"forward": forward, "__module__": kind.__module__, "__init_subclass__": classmethod(lambda cls: None)}
+    twin: Any = object.__new__(types.new_class(kind.__name__, (kind,), {}, lambda space: space.update(members)))
+    object.__setattr__(twin, "__dict__", model.__dict__)
+    return twin

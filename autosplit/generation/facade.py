@@ -1,0 +1,102 @@
+"""``pipe.generate``: transformers' own ``generate`` on an object of the model's class whose calls run on the stages."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from autosplit.errors import InputError
+from autosplit.generation.entry import Entry, Stages
+from autosplit.generation.groups import generate as generate_in_groups
+
+
+class Generator:
+    """Generates text with the model of a pipe.
+
+    Attributes:
+        model: the module whose ``generate`` is called: the pipe's model, or the one inside of adapters.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+        path, self.model = generating(pipe._core.model)
+        self._entries: dict[str, Entry] = {}
+        self._path = path
+        self._stages = Stages()
+
+    def entry(self, name: str) -> Entry:
+        """Return what runs the model's forward, or its encoder's, as a program of the stages."""
+        if name not in self._entries:
+            path = self._path
+
+            def function(model: nn.Module, **inputs: Any) -> Any:
+                inner = model.get_submodule(path) if path else model
+                if name == "encoder":
+                    return inner.get_encoder()(**inputs)  # type: ignore[operator]
+                return inner(**inputs) if path else type(inner).__mro__[1].forward(inner, **inputs)  # type: ignore
+
+            self._entries[name] = Entry(self.pipe, function, self._stages)
+        return self._entries[name]
+
+    def facade(self) -> Any:
+        """Return a new object of the model's class whose calls, and those of its encoder, run on the stages."""
+        model, kind = self.model, type(self.model)
+
+        def call(facade: Any, *args: Any, **kwargs: Any) -> Any:
+            named = inspect.signature(model.forward).bind_partial(*args).arguments if args else {}
+            return self.entry("forward")(**named, **kwargs)
+
+        members: dict[str, Any] = {
+            "__call__": call,
+            "forward": _with_signature(call, model),
+            "__module__": kind.__module__,
+            "__init_subclass__": classmethod(lambda cls: None),
+            "get_encoder": lambda facade: _Encoder(self.entry("encoder"), model.get_encoder()),  # type: ignore
+            "_valid_auto_compile_criteria": lambda facade, *args: False,
+        }
+        facade: Any = object.__new__(types.new_class(kind.__name__, (kind,), {}, lambda space: space.update(members)))
+        object.__setattr__(facade, "__dict__", dict(model.__dict__))
+        return facade
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run transformers' ``generate`` on groups of rows."""
+        pipe = self.pipe
+        return generate_in_groups(self.facade(), 1, args, kwargs)
+
+
+class _Encoder:
+    """What a model calls as its encoder."""
+
+    def __init__(self, entry: Entry, encoder: nn.Module) -> None:
+        self.entry, self.encoder = entry, encoder
+        self.forward = _with_signature(self, encoder)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        named = inspect.signature(self.encoder.forward).bind_partial(*args).arguments if args else {}
+        return self.entry(**named, **kwargs)
+
+
+def _with_signature(call: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    @functools.wraps(module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return forward
+
+
+def generating(model: nn.Module) -> tuple[str, nn.Module]:
+    """Return the outermost module that generates as transformers' models do, and its path.
+
+    Raises InputError where there is none.
+    """
+    from transformers import GenerationMixin
+
+    for path, module in model.named_modules():
+        if isinstance(module, GenerationMixin):
+            return path, module
+    raise InputError(f"{type(model).__name__} has no module that generates as transformers' models do")
