@@ -43,11 +43,13 @@ class Kept(Recent[Key, tuple[Recorded, ...]]):
         return _first(self.get(key, ()), key, sample)
 
     def covering(self, key: Key, sample: Sample) -> Recorded | None:
-        """Return, and keep, a recording made at other sizes that is known to hold for a call, or None."""
-        recorded = _first((each for each in self.alike(key) if each.covers(key)), key, sample)
-        if recorded is not None:
-            self.keep(key, recorded)
-        return recorded
+        """Return a recording made at other sizes that is known to hold for a call, or None."""
+        for known, variants in reversed(self.items()):
+            alike = (recorded for recorded in variants if recorded.kind.rest == key.rest and recorded.covers(key))
+            if (recorded := _first(alike, key, sample)) is not None:
+                self.use(known)
+                return recorded
+        return None
 
     def alike(self, key: Key) -> Iterator[Recorded]:
         """Yield the recordings that differ from a kind of call in sizes at most, once, the newest first."""

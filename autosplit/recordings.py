@@ -149,7 +149,7 @@ class Recordings:
 
     def _known(self, key: Key, sample: Sample) -> Recorded | None:
         """Return the recording for a call where there is one that is known to hold at its sizes."""
-        if (recorded := self.kept.first(key, sample)) is not None:
+        if (recorded := self.kept.first(key, sample) or self.kept.covering(key, sample)) is not None:
             return recorded
         self._renew(key, sample)
         return self.kept.first(key, sample) or self.kept.covering(key, sample)

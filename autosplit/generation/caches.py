@@ -9,9 +9,11 @@ A number that a call changes, such as how many tokens a layer has seen, is a siz
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -30,28 +32,35 @@ class Slot(enum.Enum):
 
 @dataclass(frozen=True)
 class Layout:
-    """What a cache is made of besides tensors; ``leaves`` are constants and slots."""
+    """What a cache is made of besides tensors; ``slots`` are constants, and for other leaves what stands there."""
 
     structure: Structure
-    leaves: tuple[Any, ...]
+    slots: tuple[Any, ...]
 
-    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return a new cache of these tensors, those of counts too."""
+    def leaves(self, tensors: Iterable[torch.Tensor], before: Sequence[Any] = ()) -> list[Any]:
+        """Return the leaves of a cache by its tensors, those of counts too, and the leaves ``before`` the call."""
         each = iter(tensors)
-        return self.structure([_value(leaf, each) for leaf in self.leaves])
+        return [
+            before[position] if slot is Slot.SAME else _leaf(slot, each) for position, slot in enumerate(self.slots)
+        ]
 
-    def rebuild(self, tensors: Sequence[torch.Tensor], before: Sequence[Any]) -> Any:
-        """Return what a call made of the cache whose leaves were ``before``, by the tensors that the call returned."""
-        each = iter(tensors)
-        return self.structure([
-            before[position] if leaf is Slot.SAME else _value(leaf, each) for position, leaf in enumerate(self.leaves)
-        ])
+    def build(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """Return a new cache of these tensors."""
+        return self.structure(self.leaves(tensors))
 
 
-def _value(leaf: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    if leaf is Slot.TENSOR:
+def _leaf(slot: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    if slot is Slot.TENSOR:
         return next(tensors)
-    return next(tensors).shape[1] if leaf is Slot.COUNT else leaf
+    return next(tensors).shape[1] if slot is Slot.COUNT else slot
+
+
+class Apart(NamedTuple):
+    """A cache taken apart: the number of its layout, its tensors, those of counts too, and all of its leaves."""
+
+    number: int
+    tensors: list[torch.Tensor]
+    leaves: list[Any]
 
 
 class Layouts:
@@ -61,39 +70,38 @@ class Layouts:
         self._numbers: dict[Layout, int] = {}
         self._layouts: list[Layout] = []
         self._counts: dict[Structure, frozenset[int]] = {}
+        self._walks: WeakKeyDictionary[Any, _Walk] = WeakKeyDictionary()
 
-    def __getitem__(self, number: int) -> Layout:
-        return self._layouts[number]
-
-    def apart(self, cache: Any) -> tuple[int, list[torch.Tensor], list[Any]]:
-        """Return the number of a cache's layout, its tensors, those of counts too, and all of its leaves."""
+    def apart(self, cache: Any) -> Apart:
+        """Take a cache apart."""
+        walk = self._walks.get(cache) if _is_hashable(cache) else None
+        if walk is not None and (known := walk.again(self._layouts[walk.number].slots)) is not None:
+            return known
         leaves, structure = take_apart(cache)
         counts = self._counts.get(structure, ())
-        slots, tensors = [], []
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                slots.append(Slot.TENSOR)
-                tensors.append(leaf)
-            elif position in counts:
-                slots.append(Slot.COUNT)
-                tensors.append(torch.empty(0, leaf))
-            else:
-                slots.append(leaf)
-        return self._number(Layout(structure, tuple(slots))), tensors, leaves
+        kinds = (
+            Slot.TENSOR if isinstance(leaf, torch.Tensor) else Slot.COUNT if position in counts else leaf
+            for position, leaf in enumerate(leaves)
+        )
+        number = self._number(Layout(structure, slots := tuple(kinds)))
+        if _is_hashable(cache) and (walk := _Walk.of(cache, leaves, number)) is not None:
+            self._walks[cache] = walk
+        return Apart(number, _tensors(leaves, slots), leaves)
 
-    def after(self, cache: Any, before: Any) -> tuple[int, list[torch.Tensor]]:
+    def after(self, cache: Any, before: Sequence[Any]) -> tuple[int, list[torch.Tensor]]:
         """Return the layout and the new tensors of a cache behind a call, by the leaves that the call began with."""
         leaves, structure = take_apart(cache)
         anchor = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         earlier = before if len(before) == len(leaves) else [None] * len(leaves)
         counts = set(self._counts.get(structure, ()))
-        slots, tensors = [], []
+        slots: list[Any] = []
+        tensors = []
         for position, (leaf, old) in enumerate(zip(leaves, earlier, strict=True)):
             if isinstance(leaf, torch.Tensor):
                 anchor = leaf
                 slots.append(Slot.SAME if leaf is old else Slot.TENSOR)
                 tensors += [] if leaf is old else [leaf]
-            elif is_number(leaf) and (position in counts or not (leaf is old or leaf == old)):
+            elif _is_number(leaf) and (position in counts or not (leaf is old or leaf == old)):
                 counts.add(position)
                 slots.append(Slot.COUNT)
                 tensors.append(anchor.new_empty(0, leaf))
@@ -102,16 +110,104 @@ class Layouts:
         self._counts[structure] = frozenset(counts)
         return self._number(Layout(structure, tuple(slots))), tensors
 
+    def put(self, cache: Any, before: Apart | None, number: int, tensors: Sequence[torch.Tensor]) -> Any:
+        """Give a cache what a call made of it; return it, or a new one where there was none before."""
+        layout = self._layouts[number]
+        leaves = layout.leaves(tensors, () if before is None else before.leaves)
+        if before is None:
+            return layout.structure(leaves)
+        if layout.structure is self._layouts[before.number].structure and (walk := self._walks.get(cache)) is not None:
+            walk.write(leaves)
+            return cache
+        return adopt(cache, layout.structure(leaves))
+
+    def __getitem__(self, number: int) -> Layout:
+        return self._layouts[number]
+
     def _number(self, layout: Layout) -> int:
         if layout not in self._numbers:
+            same = next((each.structure for each in self._layouts if each.structure == layout.structure), None)
             self._numbers[layout] = len(self._layouts)
-            self._layouts.append(layout)
+            self._layouts.append(layout if same is None else Layout(same, layout.slots))
         return self._numbers[layout]
 
 
-def is_number(leaf: Any) -> bool:
-    """Tell whether a leaf is an integer, or one that is a symbol in a recording."""
+def _tensors(leaves: Sequence[Any], slots: Sequence[Any]) -> list[torch.Tensor]:
+    return [
+        leaf if slot is Slot.TENSOR else torch.empty(0, leaf)
+        for leaf, slot in zip(leaves, slots, strict=True)
+        if slot is Slot.TENSOR or slot is Slot.COUNT
+    ]
+
+
+def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, (int, torch.SymInt)) and not isinstance(leaf, bool)
+
+
+def _is_hashable(value: Any) -> bool:
+    return type(value).__hash__ is object.__hash__
+
+
+class _Walk:
+    """Where the leaves of a cache are, as long as its objects, lists and dicts are the same.
+
+    Attributes:
+        number: that of the cache's layout when it was taken apart last.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._inner: list[tuple[Any, Any, Any]] = []
+        """Each container with where it stands."""
+        self._sizes: list[tuple[Any, int]] = []
+        self._leaves: list[tuple[Any, Any]] = []
+
+    @classmethod
+    def of(cls, cache: Any, leaves: Sequence[Any], number: int) -> _Walk | None:
+        """Return the walk of a cache with these leaves; None where it has other containers."""
+        walk = cls(number)
+        walk._into(cache)
+        read = [space[name] for space, name in walk._leaves]
+        return walk if len(read) == len(leaves) and all(map(operator.is_, read, leaves)) else None
+
+    def _into(self, value: Any) -> None:
+        if is_object(value):
+            spaces: list[Any] = [] if items_of(value) is None else [value]
+            spaces.append(vars(value))
+        else:
+            spaces = [value]
+        for space in spaces:
+            self._sizes.append((space, len(space)))
+            for name in range(len(space)) if isinstance(space, list) else list(space):
+                item = space[name]
+                if is_object(item) or type(item) in (list, dict):
+                    self._inner.append((space, name, item))
+                    self._into(item)
+                else:
+                    self._leaves.append((space, name))
+
+    def again(self, slots: Sequence[Any]) -> Apart | None:
+        """Return the cache taken apart again; None where anything but tensors and counts is another."""
+        if any(space[name] is not item for space, name, item in self._inner if name in space or isinstance(space, list)):
+            return None
+        if any(len(space) != size for space, size in self._sizes):
+            return None
+        leaves = [space[name] for space, name in self._leaves]
+        for leaf, slot in zip(leaves, slots, strict=True):
+            if slot is Slot.TENSOR:
+                if not isinstance(leaf, torch.Tensor):
+                    return None
+            elif slot is Slot.COUNT:
+                if type(leaf) is not int:
+                    return None
+            elif leaf is not slot and (type(leaf) is not type(slot) or leaf != slot):
+                return None
+        return Apart(self.number, _tensors(leaves, slots), leaves)
+
+    def write(self, leaves: Sequence[Any]) -> None:
+        """Put leaves in their places."""
+        for (space, name), leaf in zip(self._leaves, leaves, strict=True):
+            space[name] = leaf
 
 
 def adopt(before: Any, now: Any) -> Any:
@@ -126,8 +222,6 @@ def adopt(before: Any, now: Any) -> Any:
         before.update(both)
     elif is_object(before):
         vars(before).update({n: adopt(vars(before).get(n), value) for n, value in attributes_of(now).items()})
-        if isinstance(before, list) and (items := items_of(now)):
-            before[:] = items
     else:
         return now
     return before

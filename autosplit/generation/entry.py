@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.generation.caches import Layouts, adopt
+from autosplit.generation.caches import Layouts
 from autosplit.pipelined import PipelinedModule
 from autosplit.recorded import PreparedStep, PreparedTree
 from autosplit.trace.inputs.objects import is_object, take_apart
@@ -70,11 +70,10 @@ class Entry:
         caches = {name: value for name, value in inputs.items() if is_object(value)}
         others = {name: value for name, value in inputs.items() if name not in caches}
         apart = {name: self.layouts.apart(cache) for name, cache in caches.items()}
-        numbers = {name: number for name, (number, *_) in apart.items()}
-        output, after = self.run(numbers, {name: tensors for name, (_, tensors, _) in apart.items()}, others)
+        numbers, state = ({name: each[i] for name, each in apart.items()} for i in (0, 1))
+        output, after = self.run(numbers, state, others)
         for name, (number, tensors) in after.items():
-            cache = self.layouts[number].rebuild(tensors, apart[name][2] if name in apart else ())
-            output[name] = adopt(caches[name], cache) if name in caches else cache
+            output[name] = self.layouts.put(caches.get(name), apart.get(name), number, tensors)
         return output
 
     def run(self, numbers: Numbers, state: State, inputs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:

@@ -211,6 +211,7 @@ class ModelWalk:
         """``modules`` have their paths, and the names of the attributes that are looked at."""
         self.scope, self._outside = scope, outside
         self.keys: dict[CallSignature, Key] = {}
+        self._rests: dict[tuple[Any, ...], Rest] = {}
         self._hooks: list[Any] = []
         self._marked: list[tuple[str, str, dict[str, Any]]] = []
         self.modules = {id(module): module for _, module, _ in modules}
@@ -250,14 +251,22 @@ class ModelWalk:
         left_out, outside = (*self._left, *left), (*self._outside.left_out(self.scope.without), *loose)
         key = self.keys.get(call)
         if key is None:
-            rest = Rest(call.modes, self.entries, self.values, call.structure, call.kinds, call.same)
-            key = Key(rest, call.shapes, left_out, outside)
+            key = Key(self._rest(call), call.shapes, left_out, outside)
             if len(self.keys) >= _KEPT:
                 self.keys.clear()
         elif (key.left_out, key.outside) != (left_out, outside):
             key = replace(key, left_out=left_out, outside=outside)
         self.keys[call] = key
         return key
+
+    def _rest(self, call: CallSignature) -> Rest:
+        """Return a call's signature but for the shapes: the same object for all lengths, whose hash is known."""
+        alike = call[:-1]
+        if (rest := self._rests.get(alike)) is None:
+            self._rests.clear() if len(self._rests) >= _KEPT else None
+            rest = Rest(call.modes, self.entries, self.values, call.structure, call.kinds, call.same)
+            self._rests[alike] = rest
+        return rest
 
     def same_outside(self) -> bool:
         """Tell whether functions and classes name the same values as then."""

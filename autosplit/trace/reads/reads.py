@@ -13,7 +13,7 @@ used for it. Any other read is refused: the module in whose forward it stands be
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -203,19 +203,25 @@ class Guard:
         if (rows, *lengths) in self.known:
             return True
         with ForeignSuppressed(), torch.no_grad():
-            run, arguments = self._run(inputs)
-            values = run.run(rows, *lengths, *arguments)
+            values = self._run(inputs)(rows, *lengths)
             held = all(value == answer.value for value, answer in zip(values, self.answers, strict=True))
             self.known.update([(rows, *lengths)] if held and self.reads_sizes else ())
             return held
         return False  # reads that fail on this batch do not give what they gave
 
-    def _run(self, inputs: Sequence[torch.Tensor]) -> tuple[fx.Interpreter, Sequence[torch.Tensor]]:
-        """Return what computes the reads, and from what: where all lies where it was recorded, or on the CPU."""
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        """The reads as a Python function of the root and the graph's inputs."""
+        program = fx.GraphModule(nn.Module(), fx.Graph())
+        program.graph = self.graph
+        return type(program).forward
+
+    def _run(self, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        """Return what computes the reads: where all lies where it was recorded, or on the CPU."""
         held = [attrgetter(str(node.target))(self.root) for node in self.graph.find_nodes(op="get_attr")]
         if {value.device for value in (*inputs, *held) if isinstance(value, torch.Tensor)} <= {self.home}:
-            return fx.Interpreter(self.root, graph=self.graph), inputs
-        return _OnCpu(self.root, graph=self.graph), [to_cpu(tensor) for tensor in inputs]
+            return lambda *sizes: self._function(self.root, *sizes, *inputs)
+        return lambda *sizes: _OnCpu(self.root, graph=self.graph).run(*sizes, *map(to_cpu, inputs))
 
 
 class _OnCpu(OnCpu):
