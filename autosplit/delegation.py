@@ -35,10 +35,7 @@ _CHANGES = "state_dict load_state_dict train _apply to".split()
 class Delegating:
     """The part of a pipe that answers for its model."""
 
-    refused: ClassVar[Mapping[str, str]] = {
-        "generate": "generate() is not pipelined: it calls the model token by token; call "
-        "pipe.unsplit().generate(...), the model itself with the weights of the pipe"
-    }
+    refused: ClassVar[Mapping[str, str]] = {}
     """What the model's methods may not call on their ``self``, and why."""
     instead: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     """What runs in the place of methods of the model, on their ``self``."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import fx, nn
@@ -23,6 +23,7 @@ from autosplit.delegation import (
     refuse_tracers,
     refuse_unplanned,
 )
+from autosplit.generation.facade import generate
 from autosplit.locate import Locate
 from autosplit.measured import Profiled
 from autosplit.microbatches import Training
@@ -82,6 +83,8 @@ class _Core:
     """What `torch.compile` calls as it is; None until dynamo is there."""
     twin: Any = None
     """The ``self`` of the model's methods; None until one is asked for."""
+    generator: Any = None
+    """What generates text; None until some is asked for."""
 
 
 class PipelinedModule(Delegating, Training, Profiled, Streaming, PlacedModule, fx.GraphModule):
@@ -92,6 +95,8 @@ class PipelinedModule(Delegating, Training, Profiled, Streaming, PlacedModule, f
     records the model at its first call of each kind (modes, shapes without the batch, dtypes, keywords), plans at the
     very first, and runs a program whose text is :attr:`code`.
     """
+
+    instead: ClassVar[Mapping[str, Callable[..., Any]]] = {"generate": generate}
 
     _lineno_map = None
     """What torch.compile reads of graph modules: the lines of the program's nodes, which it does not trace."""
@@ -365,6 +370,14 @@ class PipelinedModule(Delegating, Training, Profiled, Streaming, PlacedModule, f
         if core.options.lanes == "threads":
             core.threads = LaneThreads(len(plan.devices), timeout_s=core.options.lane_timeout_s)
             weakref.finalize(self, core.threads.close)  # the lanes' threads end with the pipe
+
+    def _of_function(self, function: nn.Module) -> PipelinedModule:
+        """Return the pipe of a function of the model, given as a module of the same attributes: with this one's plan."""
+        core = self._core
+        options = replace(core.options, chunks=1, batch_dims=None, lanes="inline", microbatches=None)
+        pipe = PipelinedModule(function, options)
+        pipe._core.recordings.share(core.recordings)
+        return pipe
 
     # -- copies and moves ----------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:

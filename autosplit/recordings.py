@@ -88,6 +88,12 @@ class Recordings:
         self.python = PythonRuns(model)
         self.history = History(type(model).__name__)
 
+    def share(self, other: Recordings) -> None:
+        """Take the plan and the lanes of other recordings of the model, unless there is a plan."""
+        if self.plan is None and other.plan is not None:
+            self.plan, self.fits, self.lanes, self._replica_lanes = other.plan, True, other.lanes, other._replica_lanes
+            self.options = self.options.as_planned(self.plan.devices)
+
     def schedule_for(self, microbatches: int) -> Schedule:
         """Return the plan's schedule, whole; there is a plan as soon as there is a recording."""
         assert self.plan is not None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from torch import nn
 
 from autosplit.generation.caches import Layouts
-from autosplit.pipelined import PipelinedModule
 from autosplit.recorded import PreparedStep, PreparedTree
 from autosplit.trace.inputs.objects import is_object, take_apart
 
@@ -56,14 +54,10 @@ class Entry:
         layouts: of the caches.
     """
 
-    def __init__(self, pipe: PipelinedModule, function: Callable[..., Any], stages: Stages) -> None:
-        """``function`` takes the model and keyword inputs, and returns a dict of outputs."""
-        core = pipe._core
-        self.layouts, self.stages = Layouts(), stages
-        options = replace(core.options, chunks=1, batch_dims=None, lanes="inline", microbatches=None)
-        twin = _functional(core.model, function, self.layouts)
-        self.pipe = PipelinedModule(twin, options, core.recordings.plan, own_plan=True)
-        self.pipe._core.recordings.lanes = core.recordings.lanes
+    def __init__(self, pipe: Any, function: Callable[..., Any], stages: Stages) -> None:
+        """``function`` takes the model of ``pipe`` and keyword inputs, and returns a dict of outputs."""
+        self.layouts, self.stages, self._whole = Layouts(), stages, pipe
+        self.pipe = pipe._of_function(_functional(pipe._core.model, function, self.layouts))
 
     def __call__(self, **inputs: Any) -> Any:
         """Return the function's output; caches among the inputs are changed in place, as the function would."""
@@ -78,8 +72,11 @@ class Entry:
 
     def run(self, numbers: Numbers, state: State, inputs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """Return the output, without caches, and of each cache among it the number of its layout and its new tensors."""
+        recordings = self.pipe._core.recordings
         with self.stages.preparing:
+            recordings.share(self._whole._core.recordings)
             step = self.pipe._prepare((numbers, state), dict(inputs))
+            self._whole._core.recordings.share(recordings)
             if isinstance(step, PreparedTree):
                 return step.call()
             program, modules = self._program(step)
@@ -88,7 +85,7 @@ class Entry:
             handed += flat
         traced = step.recorded.traced
         with self.stages.preparing:
-            self.pipe._core.recordings.leave(step, flat[len(flat) - traced.kept :])
+            recordings.leave(step, flat[len(flat) - traced.kept :])
         return traced.unflatten(list(flat))
 
     def _program(self, step: PreparedStep) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -63,10 +63,25 @@ class Generator:
         object.__setattr__(facade, "__dict__", dict(model.__dict__))
         return facade
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run transformers' ``generate`` on groups of rows."""
-        pipe = self.pipe
-        return generate_in_groups(self.facade(), 1, args, kwargs)
+    def generate(self, *args: Any, groups: int | None = None, **kwargs: Any) -> Any:
+        """Run transformers' ``generate`` on groups of rows; by default there are as many as lanes."""
+        recordings = self.pipe._core.recordings
+        lanes = len(recordings.plan.devices if recordings.plan is not None else recordings.options.devices)
+        return generate_in_groups(self.facade(), lanes if groups is None else groups, args, kwargs)
+
+
+def generate(twin: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generate text by the stages of a pipe: what stands for ``generate`` of its model."""
+    return generator_of(twin._autosplit_pipe()).generate(*args, **kwargs)
+
+
+def generator_of(pipe: Any) -> Generator:
+    """Return what generates text with a pipe."""
+    core = pipe._core
+    if core.generator is None:
+        core.generator = Generator(pipe)
+    generator: Generator = core.generator
+    return generator
 
 
 class _Encoder:

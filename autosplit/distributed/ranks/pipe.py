@@ -100,7 +100,7 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         )
 
     refused: ClassVar[Mapping[str, str]] = {
-        **PipelinedModule.refused,
+        "generate": "generate() runs in one process so far; call pipe.unsplit().generate(...) on every rank",
         "state_dict": "a method of the model asks for its whole state, and this process has a part; save with "
         "autosplit.distributed.checkpoint, or call it of the model that pipe.unsplit() gives on every rank",
     }
