@@ -1,4 +1,4 @@
-"""Tiny language models of transformers' families with random weights, and prompts for them: what `generate` is tried on."""
+"""Tiny language models of families of transformers, with random weights, and prompts: what `generate` is tried on."""
 
 from __future__ import annotations
 
