@@ -1,7 +1,7 @@
 """A cache as flat tensors: what a recording of a decode step takes and gives, and the object that callers hold.
 
     DynamicCache(layers=[...])  ─► layout: structure, constants, which leaves are tensors or counts
-                                   tensors: keys, values, ... of each layer; a count n is an empty tensor [0, n]
+                                   tensors: keys, values, ... of each layer; a count n is an empty tensor [1, 0, n]
 
 A number that a call changes, such as how many tokens a layer has seen, is a size: one recording serves all of them.
 """
@@ -52,7 +52,7 @@ class Layout:
 def _leaf(slot: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if slot is Slot.TENSOR:
         return next(tensors)
-    return next(tensors).shape[1] if slot is Slot.COUNT else slot
+    return next(tensors).shape[2] if slot is Slot.COUNT else slot
 
 
 class Apart(NamedTuple):
@@ -88,10 +88,14 @@ class Layouts:
             self._walks[cache] = walk
         return Apart(number, _tensors(leaves, slots), leaves)
 
-    def after(self, cache: Any, before: Sequence[Any]) -> tuple[int, list[torch.Tensor]]:
-        """Return the layout and the new tensors of a cache behind a call, by the leaves that the call began with."""
+    def after(
+        self, cache: Any, before: Sequence[Any], anchor: torch.Tensor
+    ) -> tuple[int, list[torch.Tensor]]:
+        """Return the layout and the new tensors of a cache behind a call, by the leaves that the call began with.
+
+        Counts are made of the tensor before them, or of ``anchor``.
+        """
         leaves, structure = take_apart(cache)
-        anchor = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         earlier = before if len(before) == len(leaves) else [None] * len(leaves)
         counts = set(self._counts.get(structure, ()))
         slots: list[Any] = []
@@ -104,7 +108,7 @@ class Layouts:
             elif _is_number(leaf) and (position in counts or not (leaf is old or leaf == old)):
                 counts.add(position)
                 slots.append(Slot.COUNT)
-                tensors.append(anchor.new_empty(0, leaf))
+                tensors.append(anchor.new_empty(1, 0, leaf))
             else:
                 slots.append(leaf)
         self._counts[structure] = frozenset(counts)
@@ -134,7 +138,7 @@ class Layouts:
 
 def _tensors(leaves: Sequence[Any], slots: Sequence[Any]) -> list[torch.Tensor]:
     return [
-        leaf if slot is Slot.TENSOR else torch.empty(0, leaf)
+        leaf if slot is Slot.TENSOR else torch.empty(1, 0, leaf)
         for leaf, slot in zip(leaves, slots, strict=True)
         if slot is Slot.TENSOR or slot is Slot.COUNT
     ]

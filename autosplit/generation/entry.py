@@ -11,21 +11,37 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from autosplit.generation.attributes import Kept, buffers_of, kept_apart
 from autosplit.generation.caches import Layouts
+from autosplit.generation.noise import WholeBatch, in_group, outside_group
 from autosplit.recorded import PreparedStep, PreparedTree
-from autosplit.trace.inputs.objects import is_object, take_apart
+from autosplit.trace.inputs.objects import is_object, leaves_of, take_apart
 
 Numbers = Mapping[str, int]
 """The layouts of caches, by the names of the inputs or outputs that they are."""
 State = Mapping[str, Sequence[torch.Tensor]]
 """The tensors of caches."""
+
+
+Result = tuple[Any, Mapping[str, str], Mapping[str, tuple[int, Sequence[torch.Tensor]]]]
+"""The output without its caches, which caches these are, and the layout and new tensors of each cache."""
+KEPT = ""
+"""The name of caches in attributes."""
+
+
+class WritesBuffers(Exception):
+    """What is run writes to these buffers of the model: they are state, too."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = names
 
 
 class Stages:
@@ -59,26 +75,45 @@ class Entry:
         self.layouts, self.stages, self._whole = Layouts(), stages, pipe
         self.pipe = pipe._of_function(_functional(pipe._core.model, function, self.layouts))
 
-    def __call__(self, **inputs: Any) -> Any:
-        """Return the function's output; caches among the inputs are changed in place, as the function would."""
+    def __call__(self, kept: Kept, /, **inputs: Any) -> Any:
+        """Return the function's output; caches among the inputs are changed in place, as the function would.
+
+        ``kept`` are caches in the modules' attributes, which are changed there instead.
+        """
         caches = {name: value for name, value in inputs.items() if is_object(value)}
         others = {name: value for name, value in inputs.items() if name not in caches}
-        apart = {name: self.layouts.apart(cache) for name, cache in caches.items()}
-        numbers, state = ({name: each[i] for name, each in apart.items()} for i in (0, 1))
-        output, after = self.run(numbers, state, others)
+        caches[KEPT] = kept
+        while True:
+            apart = {name: self.layouts.apart(cache) for name, cache in caches.items()}
+            numbers, state = ({name: each[i] for name, each in apart.items()} for i in (0, 1))
+            try:
+                with outside_group():
+                    output, names, after = self.run(numbers, state, others)
+                break
+            except WritesBuffers as error:  # before it has run
+                kept.values.update(buffers_of(self._whole._core.model, error.names))
         for name, (number, tensors) in after.items():
-            output[name] = self.layouts.put(caches.get(name), apart.get(name), number, tensors)
+            caches[name] = self.layouts.put(caches.get(name), apart.get(name), number, tensors)
+        for name, cache in names.items():
+            output[name] = caches[cache]
         return output
 
-    def run(self, numbers: Numbers, state: State, inputs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        """Return the output, without caches, and of each cache among it the number of its layout and its new tensors."""
+    def run(self, numbers: Numbers, state: State, inputs: Mapping[str, Any]) -> Result:
+        """Run the function on inputs and the tensors of caches.
+
+        Raises WritesBuffers where the function writes to buffers of the model, before it runs.
+        """
         recordings = self.pipe._core.recordings
         with self.stages.preparing:
             recordings.share(self._whole._core.recordings)
             step = self.pipe._prepare((numbers, state), dict(inputs))
             self._whole._core.recordings.share(recordings)
             if isinstance(step, PreparedTree):
+                if in_group():
+                    raise WholeBatch("the model's own Python runs, module by module")
                 return step.call()
+            if written := step.recorded.traced.written:
+                raise WritesBuffers(written)
             program, modules = self._program(step)
         with step.entered() as handed:
             flat = program(SimpleNamespace(**modules), *step.program_inputs())
@@ -107,12 +142,17 @@ def _functional(model: nn.Module, function: Callable[..., Any], layouts: Layouts
     def forward(self: Any, numbers: Numbers, state: State, /, **inputs: Any) -> Any:
         caches = {name: layouts[numbers[name]].build(tensors) for name, tensors in state.items()}
         before = {name: take_apart(cache)[0] for name, cache in caches.items()}
-        output = function(self, **inputs, **caches)
+        with kept_apart(self, caches.pop(KEPT)) as kept:
+            output = function(self, **inputs, **caches)
         returned = {name: value for name, value in output.items() if is_object(value)}
-        after = {name: layouts.after(cache, before.get(name, ())) for name, cache in returned.items()}
+        anchor = next(leaf for leaf in leaves_of((output, inputs)) if isinstance(leaf, torch.Tensor))
+        known = {id(cache): name for name, cache in caches.items()}
+        names = {name: known.get(id(cache), f"new {name}") for name, cache in returned.items()}
+        caches |= {names[name]: cache for name, cache in returned.items()} | {KEPT: kept}
+        after = {name: layouts.after(cache, before.get(name, ()), anchor) for name, cache in caches.items()}
         for name in returned:
             output[name] = None
-        return output, after
+        return output, names, after
 
     kind = type(model)
     members = {"forward": forward, "__module__": kind.__module__, "__init_subclass__": classmethod(lambda cls: None)}

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from autosplit.errors import InputError
+from autosplit.generation.attributes import Kept
 from autosplit.generation.entry import Entry, Stages
 from autosplit.generation.groups import generate as generate_in_groups
 
@@ -27,6 +28,7 @@ class Generator:
         path, self.model = generating(pipe._core.model)
         self._entries: dict[str, Entry] = {}
         self._path = path
+        self.notes: list[str] = []
         self._stages = Stages()
 
     def entry(self, name: str) -> Entry:
@@ -49,7 +51,7 @@ class Generator:
 
         def call(facade: Any, *args: Any, **kwargs: Any) -> Any:
             named = inspect.signature(model.forward).bind_partial(*args).arguments if args else {}
-            return self.entry("forward")(**named, **kwargs)
+            return self.entry("forward")(facade.__dict__["_autosplit_kept"], **named, **kwargs)
 
         members: dict[str, Any] = {
             "__call__": call,
@@ -57,17 +59,21 @@ class Generator:
             "__module__": kind.__module__,
             "__init_subclass__": classmethod(lambda cls: None),
             "get_encoder": lambda facade: _Encoder(self.entry("encoder"), model.get_encoder()),  # type: ignore
+            "__copy__": lambda facade: self.facade(),
             "_valid_auto_compile_criteria": lambda facade, *args: False,
         }
         facade: Any = object.__new__(types.new_class(kind.__name__, (kind,), {}, lambda space: space.update(members)))
-        object.__setattr__(facade, "__dict__", dict(model.__dict__))
+        object.__setattr__(facade, "__dict__", dict(model.__dict__) | {"_autosplit_kept": Kept()})
         return facade
 
     def generate(self, *args: Any, groups: int | None = None, **kwargs: Any) -> Any:
         """Run transformers' ``generate`` on groups of rows; by default there are as many as lanes."""
         recordings = self.pipe._core.recordings
         lanes = len(recordings.plan.devices if recordings.plan is not None else recordings.options.devices)
-        return generate_in_groups(self.facade(), lanes if groups is None else groups, args, kwargs)
+        facade = self.facade()
+        result = generate_in_groups(facade, lanes if groups is None else groups, args, kwargs, notes=self.notes.append)
+        facade.__dict__["_autosplit_kept"].leave(self.pipe._core.model)
+        return result
 
 
 def generate(twin: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +99,7 @@ class _Encoder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         named = inspect.signature(self.encoder.forward).bind_partial(*args).arguments if args else {}
-        return self.entry(**named, **kwargs)
+        return self.entry(Kept(), **named, **kwargs)
 
 
 def _with_signature(call: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:

@@ -125,11 +125,16 @@ class GroupMode(TorchFunctionMode):
         super().__exit__(*error)
 
 
+def in_group() -> bool:
+    """Tell whether this thread runs a group of rows."""
+    return getattr(_THREAD, "mode", None) is not None
+
+
 @contextlib.contextmanager
 def outside_group() -> Iterator[None]:
     """Take the mode of this thread's group, if any, off what runs on the stages of a pipe."""
     with contextlib.ExitStack() as stack:
         if (mode := getattr(_THREAD, "mode", None)) is not None:
-            mode.__exit__(None, None, None)
-            stack.callback(mode.__enter__)
+            TorchFunctionMode.__exit__(mode, None, None, None)
+            stack.callback(TorchFunctionMode.__enter__, mode)
         yield

@@ -12,6 +12,7 @@ the same, without running it there.
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -144,7 +145,8 @@ def _around(sizes: Mapping[str, int]) -> list[dict[str, int]]:
 def _is_open(value: Any) -> bool:
     """Tell whether a constant of a recording can hide no size: closures and objects of the model's own might."""
     if isinstance(value, types.FunctionType):
-        return value.__closure__ is None and not value.__defaults__ and not value.__kwdefaults__
+        is_named = getattr(sys.modules.get(value.__module__), value.__name__, None) is value
+        return value.__closure__ is None and (is_named or not (value.__defaults__ or value.__kwdefaults__))
     return isinstance(value, (torch.Tensor, GradAutocastState, dict, type, *_BUILTIN))
 
 

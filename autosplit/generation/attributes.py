@@ -1,0 +1,98 @@
+"""Caches that modules keep in their attributes and buffers: state of a group, as a cache that is an input is.
+
+    plain       module.keys = torch.cat([module.keys, new])              the module's own
+    recorded    forward begins with the group's values in the modules, and what it has changed is an output
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosplit.trace.borrowed.holders import HOOK_TABLES
+from autosplit.trace.inputs.objects import leaves_of
+
+_TABLES = frozenset(("_parameters", "_buffers", "_modules", *HOOK_TABLES))
+Spaces = Mapping[str, tuple[dict[str, Any], dict[str, Any]]]
+"""The attributes and the buffers of modules, by their paths."""
+
+
+class Kept:
+    """What the modules of a model keep from call to call of one group, by path and name; what is not there is theirs.
+
+    Its class takes it apart like any cache.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        self.values: dict[str, Any] = dict(values or {})
+
+    def leave(self, model: nn.Module) -> None:
+        """Leave the values in the model, as calls of it would have."""
+        spaces = _spaces(model)
+        for key, value in self.values.items():
+            _put(spaces, key, value)
+
+
+@contextlib.contextmanager
+def kept_apart(model: nn.Module, before: Kept) -> Iterator[Kept]:
+    """Run a model with values of a group in its modules, and fill what it yields with those that it leaves there.
+
+    Only tensors, numbers and containers of tensors are values of a group; the modules have their own again at the end.
+    """
+    spaces, after = _spaces(model), Kept()
+    own = {path: (dict(attributes), dict(buffers)) for path, (attributes, buffers) in spaces.items()}
+    for key, value in before.values.items():
+        _put(spaces, key, value)
+    first = {path: (dict(attributes), dict(buffers)) for path, (attributes, buffers) in spaces.items()}
+    try:
+        yield after
+        after.values.update(before.values)
+        for path, tables in spaces.items():
+            for table, earlier in zip(tables, first[path], strict=True):
+                for name, value in table.items():
+                    if name not in _TABLES and _is_another(earlier.get(name), value):
+                        after.values[f"{path}:{name}"] = value
+    finally:
+        for key in after.values.keys() | before.values.keys():
+            path, _, name = key.partition(":")
+            for table, earlier in zip(spaces[path], own[path], strict=True):
+                if name in earlier:
+                    table[name] = earlier[name]
+                else:
+                    table.pop(name, None)
+
+
+def buffers_of(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return copies of buffers as values of a group, by their names in the model."""
+    values = {}
+    for name in names:
+        path, _, last = name.rpartition(".")
+        values[f"{path}:{last}"] = model.get_buffer(name).clone()
+    return values
+
+
+def _spaces(model: nn.Module) -> Spaces:
+    return {path: (vars(module), module._buffers) for path, module in model.named_modules()}
+
+
+def _put(spaces: Spaces, key: str, value: Any) -> None:
+    path, _, name = key.partition(":")
+    attributes, buffers = spaces[path]
+    (buffers if name in buffers else attributes)[name] = value
+
+
+def _is_another(before: Any, now: Any) -> bool:
+    """Tell whether a call has changed an attribute in a way that is a group's: tensors and numbers."""
+    if now is before:
+        return False
+    if _is_number(now):
+        return _is_number(before) and not now == before
+    return any(isinstance(leaf, torch.Tensor) for value in (before, now) for leaf in leaves_of(value))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
