@@ -7,45 +7,110 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from autosplit import InputError, Plan, plan
-from autosplit.planning.generate import caches_of
+from autosplit import InputError, Plan, Sample, plan
+from autosplit.planning.generate import Prompts, caches_of
 from autosplit.report.sections import render
+from autosplit.trace.inputs.objects import leaves_of
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SMALL = SIZES | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 GROUPED = SMALL | {"num_key_value_heads": 2}
+OLD = SIZES | {"n_embd": 32, "n_layer": 4, "n_head": 4}
+LATENT = SMALL | {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+LATENT |= {"n_routed_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "topk_group": 1}
+STATES = SIZES | {"hidden_size": 32, "num_hidden_layers": 4, "state_size": 4}
+ENCODER = {"encoder_layers": 2, "encoder_ffn_dim": 64, "encoder_attention_heads": 4}
+DECODER = {"decoder_layers": 2, "decoder_ffn_dim": 64, "decoder_attention_heads": 4}
+MAMBA_LAYERS = {"mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
-    "mistral": GROUPED | {"sliding_window": 16},
-    "gemma2": GROUPED | {"head_dim": 16, "sliding_window": 16},
+    "qwen2": GROUPED,
     "qwen3": GROUPED | {"head_dim": 16},
-    "gpt2": SIZES | {"n_embd": 32, "n_layer": 4, "n_head": 4},
+    "mistral": GROUPED | {"sliding_window": 16},
+    "gemma": GROUPED | {"head_dim": 16},
+    "gemma2": GROUPED | {"head_dim": 16, "sliding_window": 16},
+    "gemma3_text": GROUPED | {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 6},
+    "gpt2": OLD,
     "gpt_neox": SMALL,
+    "gpt_bigcode": OLD,
+    "gptj": OLD | {"rotary_dim": 4},
     "phi": SMALL,
+    "phi3": GROUPED,
+    "falcon": SMALL | {"multi_query": True, "new_decoder_architecture": False},
+    "bloom": SIZES | {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mpt": SIZES | {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+    "opt": SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "stablelm": GROUPED,
+    "starcoder2": GROUPED | {"sliding_window": 16},
+    "cohere": GROUPED,
+    "olmo2": GROUPED,
     "mixtral": GROUPED | {"num_local_experts": 2},
+    "gpt_oss": GROUPED | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 16},
+    "deepseek_v2": LATENT | {"n_group": 1},
+    "deepseek_v3": LATENT | {"n_group": 2},
+    "mamba": STATES,
+    "mamba2": STATES | {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
+    "jamba": GROUPED | MAMBA_LAYERS | {"num_experts": 2, "use_mamba_kernels": False},
+    "t5": SIZES | {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+    "bart": SIZES | {"d_model": 32} | ENCODER | DECODER,
 }
 LENGTH = 24
 
 
 def family(name: str, **more: Any) -> nn.Module:
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(FAMILIES[name] | more))).eval()
+    config = AutoConfig.for_model(name, **(FAMILIES[name] | more))
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return kind.from_config(config).eval()
+
+
+def kept(model: nn.Module, rows: int, length: int, new: int) -> int:
+    """Return the bytes of the cache that transformers' own generate() ends with."""
+    ids = torch.full((rows, length), 3)
+    made = model.generate(ids, max_new_tokens=new, min_new_tokens=new, use_cache=True, return_dict_in_generate=True)
+    cache = next(made[name] for name in ("past_key_values", "cache_params") if made.get(name) is not None)
+    tensors = {id(leaf): leaf for leaf in leaves_of(cache) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_caches_are_those_of_transformers(name: str) -> None:
     model = family(name)
+    prompts = Prompts(model, Sample(torch.zeros(3, LENGTH, dtype=torch.int64)))
+    caches = caches_of(model.to("meta"), prompts, 6)
+    real = family(name)
+    for length in (LENGTH, LENGTH // 2, 2 * LENGTH):  # the first was looked at, the others follow from it
+        known_by = prompts.length(length, 6)
+        assert 3 * sum(cache.bytes(known_by) for cache in caches) == kept(real, 3, length, 6)
+
+
+def test_a_loop_over_tokens_is_not_waited_for() -> None:
+    model = family("mamba").to("meta")
+    prompts = Prompts(model, Sample(torch.zeros(2, 2**16, dtype=torch.int64, device="meta")))
+    caches = caches_of(model, prompts, 512)
+    assert sum(cache.bytes(2**16) for cache in caches) == kept(family("mamba"), 1, 4, 1)
+
+
+class Remembers(nn.Module):
+    """An own decoder that keeps the tokens' values in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.value, self.head = nn.Embedding(8, 4), nn.Linear(4, 6), nn.Linear(6, 8)
+        self.values = torch.zeros(0)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.values = self.value(self.embed(ids)).cumsum(1)
+        return self.head(self.values)
+
+
+def test_what_stays_in_attributes_is_a_cache() -> None:
+    with torch.device("meta"):
+        model = Remembers()
     ids = torch.zeros(2, LENGTH, dtype=torch.int64)
-    with torch.no_grad():
-        cache = model(input_ids=ids, use_cache=True).past_key_values
-    kept = [layer.keys.numel() + layer.values.numel() for layer in cache.layers]
-    window = model.config.sliding_window if hasattr(model.config, "sliding_window") else None
-    # A window's cache has no place for the token that is being made.
-    planned = [
-        2 * each.token_elements * (min(LENGTH, window - 1) if each.window else LENGTH) for each in caches_of(model)
-    ]
-    assert planned == kept
+    (cache,) = caches_of(model, Prompts(model, Sample(ids)), 9)
+    assert cache.bytes(LENGTH + 8) == (LENGTH + 8) * 6 * 4
 
 
 def planned(model: nn.Module, devices: str = "2xL40S", *, rows: int = 8, new: int = 8, **more: Any) -> Plan:
@@ -57,7 +122,7 @@ def test_each_stage_has_the_cache_of_its_layers() -> None:
     found = planned(family("llama", num_hidden_layers=6))
     made = found.generation
     assert made is not None
-    assert sum(made.cache_bytes) == 8 * (LENGTH + 8) * 6 * 2 * 2 * 8 * 4
+    assert sum(made.cache_bytes) == 8 * (LENGTH + 8 - 1) * 6 * 2 * 2 * 8 * 4
     for stage, size in zip(found.stages, made.cache_bytes, strict=True):
         assert size > 0
         assert stage.memory.buffer_bytes == pytest.approx(size, abs=1024)
@@ -85,20 +150,49 @@ def test_a_token_takes_the_bytes_that_are_read() -> None:
     assert weights / bandwidth < found.generation.decode_s < weights / bandwidth / 0.7 + launches_s
     longer = planned(model, "1xL40S", rows=1, new=2 * 10**6).generation
     assert longer is not None
-    more = longer.cache_bytes[0] / 2 / bandwidth  # a token reads half of the new ones' on average
+    more = 3 * longer.cache_bytes[0] / 2 / bandwidth  # half of the new ones' on average: read, copied to be longer
     assert more < longer.decode_s - found.generation.decode_s < more / 0.7
 
 
 def test_the_largest_batch_and_context_just_fit() -> None:
     model = wide()
     limits = {"memory_limit": "4GiB", "reserve": None}
-    made = planned(model, "1xL40S", new=1000, **limits).generation
+    made = planned(model, "1xL40S", new=100, **limits).generation
     assert made is not None
     assert made.largest_batch is not None
     assert made.largest_prompt is not None
-    assert planned(model, "1xL40S", rows=made.largest_batch, new=1000, **limits).verdict == "fits"
-    assert planned(model, "1xL40S", rows=made.largest_batch * 21 // 20, new=1000, **limits).verdict != "fits"
+    assert planned(model, "1xL40S", rows=made.largest_batch, new=100, **limits).verdict == "fits"
+    assert planned(model, "1xL40S", rows=made.largest_batch * 21 // 20, new=100, **limits).verdict != "fits"
     assert made.largest_prompt > LENGTH
+
+
+def test_both_schedules_are_planned() -> None:
+    model = wide()
+    many, one = planned(model), planned(model, chunks=1)
+    made, alone = many.generation, one.generation
+    assert made is not None
+    assert alone is not None
+    assert made.decode_s == made.throughput_s
+    assert alone.decode_s == alone.latency_s == pytest.approx(made.latency_s)
+    assert alone.throughput_s == pytest.approx(made.throughput_s)
+    assert made.throughput_s < made.latency_s
+    assert "(planned)" in render(many).split("throughput")[1].split("latency")[0]
+    assert "(planned)" in render(one).split("latency ")[1]
+    assert "a batch of one row keeps one of the devices at work" in render(planned(model, rows=1))
+
+
+def test_an_encoder_takes_no_time_of_a_token() -> None:
+    layers = {"d_model": 512, "d_ff": 2048, "num_heads": 8, "d_kv": 64, "num_decoder_layers": 2}
+    models = [family("t5", num_layers=count, **layers) for count in (2, 12)]
+    short, deep = (
+        plan(model, "1xL40S", sample=torch.zeros(4, LENGTH, dtype=torch.int64), generate=8).generation
+        for model in models
+    )
+    assert short is not None
+    assert deep is not None
+    assert deep.decode_s == pytest.approx(short.decode_s)
+    assert deep.cache_bytes == short.cache_bytes
+    assert sum(deep.cache_bytes) == 4 * 2 * 2 * 512 * 4 * (LENGTH + 8)  # of the prompt and of what is made
 
 
 def test_a_quantised_base_leaves_more_room() -> None:
@@ -123,6 +217,10 @@ def test_what_is_not_planned_is_refused(choices: dict[str, Any], words: str) -> 
         plan(family("llama"), "2xL40S", sample={"input_ids": ids}, **({"generate": 8} | choices))
 
 
-def test_a_model_without_a_config_is_refused() -> None:
-    with pytest.raises(InputError, match="no config of a decoder"):
+def test_a_model_whose_cache_cannot_be_followed_is_named() -> None:
+    ids = torch.zeros(2, LENGTH, dtype=torch.int64)
+    with pytest.raises(InputError, match=r"cache of Embedding cannot be followed.*own generate\(\) runs"):
         plan(nn.Embedding(8, 8), "1xL40S", sample=torch.zeros(2, 4, dtype=torch.int64), generate=4)
+    config = AutoConfig.for_model("recurrent_gemma", **GROUPED, attention_window_size=8, lru_width=32)
+    with pytest.raises(InputError, match="cache of RecurrentGemmaForCausalLM cannot be followed"):
+        plan(AutoModelForCausalLM.from_config(config), "1xL40S", sample=ids, generate=4)
