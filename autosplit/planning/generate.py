@@ -11,6 +11,7 @@ with it. Decoding is recorded at one token and without a cache: what is read of 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,9 +72,9 @@ class CachedTensor:
 
     def bytes(self, length: int) -> int:
         """Return what a row has: it grows with the tokens if it does at all, up to what longer rows have."""
-        (near, size), (_, more) = sorted(self.known.items())[:2]
+        near, size = min(self.known.items())
         longer = [each for known, each in self.known.items() if known >= length]
-        return min([size * length // near if more > size else size, *longer])
+        return min([size * length // near if max(self.known.values()) > size else size, *longer])
 
 
 class Prompts:
@@ -82,6 +83,7 @@ class Prompts:
     Attributes:
         rows, tokens: of the table of prompts.
         grows: whether new tokens stand behind the prompts, and not behind what a decoder begins with.
+        encoded: whether there is an encoder, of which a decoder keeps what does not grow.
     """
 
     def __init__(self, model: nn.Module, sample: Sample, batch_dims: Any = None) -> None:
@@ -101,13 +103,13 @@ class Prompts:
         first = next((index for index in ids if index not in decoder), ids[0])
         self.rows, self.tokens = tables[first].shape
         like = {index for index, leaf in tables.items() if leaf.shape == tables[first].shape}
-        self.grows = first in decoder or not decoder
+        self.encoded, self.grows = bool(decoder), first in decoder or not decoder
         self.read, self.made = (decoder or like, decoder or like) if self.grows else (like - decoder, decoder)
 
     def _settings(self, **asked: bool) -> dict[str, bool]:
-        """Return those of the settings that a transformers model's forward takes."""
+        """Return those of the settings that the forward takes."""
         taken = inspect.signature(self.model.forward).parameters
-        anything = any(each.kind is each.VAR_KEYWORD for each in taken.values()) and hasattr(self.model, "generate")
+        anything = hasattr(self.model, "generate") and any(each.kind is each.VAR_KEYWORD for each in taken.values())
         return {name: value for name, value in asked.items() if anything or name in taken}
 
     def length(self, tokens: int, new: int) -> int:
@@ -143,21 +145,15 @@ class Prompts:
         return frozenset(node.meta[INFO].name for node, new in follows.items() if not new and INFO in node.meta)
 
 
-class _TooManyCalls(Exception):
-    """A recording has more calls than it is waited for."""
-
-
 class _Counted(TorchFunctionMode):
-    """Counts calls, and raises `_TooManyCalls` where there are too many."""
+    """Counts calls, and raises TraceError where there are too many."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count, self.most = 0, math.inf
+    count, most = 0, math.inf
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         if self.count == self.most + 1:  # once: what cleans up calls, too
-            raise _TooManyCalls
+            raise TraceError("a loop over tokens")
         return func(*args, **(kwargs or {}))
 
 
@@ -166,6 +162,11 @@ def caches_of(model: nn.Module, prompts: Prompts, new: int) -> list[CachedTensor
 
     Raises InputError where nothing comes back that the next call would take, and where no recording follows it.
     """
+
+    def refusal(reason: str) -> InputError:
+        words = f"generate=: the cache of {type(model).__name__} cannot be followed: {reason}"
+        return InputError(f"{words}; the model's own generate() runs it, on one device or by its device_map")
+
     counted, made, tokens = _Counted(), 1 if prompts.grows else new, prompts.tokens
     short, full, long = (_SHORT, made), (tokens, new), (_LONG, made)
     runs: dict[tuple[int, int], list[tuple[str, torch.dtype, int]]] = {}
@@ -173,29 +174,24 @@ def caches_of(model: nn.Module, prompts: Prompts, new: int) -> list[CachedTensor
         if asked[0] == 2 * _SHORT and full in runs and long in runs:
             continue
         counted.count = 0
+        tables = torch.device("meta") if asked == long else contextlib.nullcontext()  # of positions, some GiB of it
         try:
-            runs[asked] = _kept(model, prompts.at(*asked), counted)
+            with tables:
+                runs[asked] = _kept(model, prompts.at(*asked), counted)
         except (TraceError, Unexpected) as error:
-            if asked != long and counted.count <= counted.most:
-                raise _refusal(model, str(error)) from error
+            if asked in (short, full) and counted.count <= counted.most:
+                raise refusal(str(error)) from error
         counted.most = min(counted.most, _LOOPS * counted.count)
     if not runs[short] or len({len(run) for run in runs.values()}) > 1:
-        raise _refusal(model, "its forward returns nothing that the next call takes, or not always as much")
+        raise refusal("its forward returns nothing that the next call takes, or not always as much")
     caches = []
     for index, (module, dtype, _) in enumerate(runs[short]):
         known = {prompts.length(*at): run[index][2] for at, run in runs.items() if prompts.grows or at[1] == new}
         cache = CachedTensor(module, dtype, known)
         last = cache.bytes(prompts.length(tokens, new))
         first = runs[tokens, 1][index][2] if (tokens, 1) in runs else cache.bytes(prompts.length(tokens, 1))
-        caches.append(replace(cache, first=first, moves=1 if not prompts.grows and first == last else 3))
+        caches.append(replace(cache, first=first, moves=1 if prompts.encoded and first == last else 3))
     return caches
-
-
-def _refusal(model: nn.Module, reason: str) -> InputError:
-    return InputError(
-        f"generate=: the cache of {type(model).__name__} cannot be followed: {reason}; the model's own generate() "
-        "runs it, on one device or by its device_map"
-    )
 
 
 def _kept(model: nn.Module, flat: FlatInputs, counted: _Counted) -> list[tuple[str, torch.dtype, int]]:
@@ -204,20 +200,20 @@ def _kept(model: nn.Module, flat: FlatInputs, counted: _Counted) -> list[tuple[s
     They come back under the name of an input, or stay in the modules.
     """
     inputs = {flat.names[index]: flat.leaves[index] for index in flat.tensors()}
+    reader = MetaValueReader(model, inputs)
     with counted:
-        run = run_python(model, flat, rows=_ROWS, scope=Scope(), reader=MetaValueReader(model, inputs))
-    recording = run.recording
-    output, calls = recording.output, recording.calls
-    returned = len(output) - recording.kept
+        recording = run_python(model, flat, rows=_ROWS, scope=Scope(), reader=reader).recording
+    output, returned = recording.output, len(recording.output) - recording.kept
     value = recording.unflatten(range(returned))
     asked = [each for each in model.modules() if each is model or hasattr(each, "generate")]
     taken = [name for each in asked for name in inspect.signature(each.forward).parameters]
     back = [value[name] for name in value if name in taken] if isinstance(value, Mapping) else []
     left = range(returned, len(output)) if back or not hasattr(model, "generate") else ()
-    refs = [output[place] for place in (*leaves_of(back), *left)]
-    kept = [calls[index] for index in dict.fromkeys(ref.index for ref in refs if isinstance(ref, Ref))]
-    sizes = [(call.module, call.dtypes[0], math.prod(call.shapes[0])) for call in kept if call.shapes[0]]
-    return [(module, dtype, count * dtype.itemsize // _ROWS) for module, dtype, count in sizes]
+    refs = [ref.index for place in (*leaves_of(back), *left) if isinstance(ref := output[place], Ref)]
+    calls = [call for index in dict.fromkeys(refs) if (call := recording.calls[index]).shapes[0]]
+    return [
+        (call.module, dtype := call.dtypes[0], math.prod(call.shapes[0]) * dtype.itemsize // _ROWS) for call in calls
+    ]
 
 
 class _WithCaches(RecordedModel):

@@ -79,19 +79,18 @@ def generation(plan: Plan) -> Iterator[Section]:
 def _schedules(plan: Plan, made: Generation, rows: int) -> Iterator[tuple[str, str]]:
     """Yield how long a token of all rows takes in many groups and in one, and which of these is planned."""
     many = "as many groups as stages" if made.groups == 1 else plural(made.groups, "group")
-    ways = (
-        ("throughput", made.throughput_s, f"{many} in turn, all stages at work", made.groups > 1),
-        ("latency", made.latency_s, "one group, one stage at work at a time", made.groups == 1),
-    )
-    for name, other_s, words, planned in ways:
+    ways = {"throughput": (made.throughput_s, f"{many} in turn, all stages at work")}
+    ways["latency"] = made.latency_s, "one group, one stage at work at a time"
+    for name, (other_s, words) in ways.items():
+        planned = (name == "latency") == (made.groups == 1)
         seconds = made.decode_s if planned else other_s
-        if seconds is None or not (planned or (rows > 1 and len(plan.stages) > 1)):
+        if seconds is None or not (planned or 1 not in (rows, len(plan.stages))):
             continue
         words += f": {format_seconds(seconds)} from one token of all rows to the next, "
         words += f"{format_rate(rows / seconds)} tokens/s{' (planned)' * planned}"
         if planned and made.issue_s > seconds:
             words += f"; the host issues kernels for {format_seconds(made.issue_s)}: the pace without CUDA graphs"
-        if rows == 1 and len(plan.stages) > 1:
+        if rows == 1 < len(plan.stages):
             words += "; a batch of one row keeps one of the devices at work, give more rows for the others"
         yield name, words
 
