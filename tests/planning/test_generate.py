@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from autosplit import InputError, Plan, Sample, plan
+from autosplit.cli import app as cli
 from autosplit.planning.generate import Prompts, caches_of
 from autosplit.report.sections import render
 from benchmarks.generate_memory import FAMILIES, GROUPED, family, kept
@@ -144,6 +148,23 @@ def test_a_quantised_base_leaves_more_room() -> None:
     assert whole is not None
     assert packed is not None
     assert (packed.largest_batch or 0) > (whole.largest_batch or 0)
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("llama", LENGTH + 7), ("t5", LENGTH + 8)])
+def test_a_config_is_planned_by_the_command_line(name: str, tokens: int, tmp_path: Path) -> None:
+    """What a decoder of an encoder makes begins with one token, and it keeps the encoder's."""
+    config = AutoConfig.for_model(name, **FAMILIES[name]).to_dict() | {"architectures": [type(family(name)).__name__]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = ["--generate", "8", "--batch", "4", "--sequence", str(LENGTH), "--precision", "fp32", "--json"]
+    result = CliRunner().invoke(cli.app, ["plan", f"hf:{tmp_path}/config.json", "--devices", "2xL40S", *asked])
+    assert result.exit_code == 0, result.output
+    made = Plan.model_validate_json(result.stdout).generation
+    assert made is not None
+    each = 4 * 2 * 2 * 8 if name == "llama" else 2 * 2 * 4 * 8  # layers, keys and values, heads, width
+    assert sum(made.cache_bytes) == 4 * tokens * each * 4
+    missing = CliRunner().invoke(cli.app, ["plan", "hf:config.json", "--generate", "512"])
+    assert missing.exit_code == 2
+    assert "No such file or directory: 'config.json'" in missing.output
 
 
 @pytest.mark.parametrize(
