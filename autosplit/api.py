@@ -322,7 +322,7 @@ def plan(
         lora: adapters that are trained in the place of the model, as PEFT's: "r=16,targets=q_proj+v_proj", or
             ``targets=all-linear``; ``alpha=``, ``dropout=`` too. Those there stay.
         base: how the frozen linear weights are kept, but for the head: "nf4" or "int8", as by bitsandbytes.
-        generate: how many tokens a decoder of transformers makes behind the sample's prompts (``plan.generation``).
+        generate: how many tokens a model of transformers makes behind the sample's prompts (``plan.generation``).
         find: "best": the best plan for these devices and this batch; or the one for the "smallest" number of these
             devices, for the "largest_batch" (in ``chunks`` microbatches) or "largest_sequence" that surely fits.
         plan: a `Plan` or the path of a saved one, also one that was edited: its cut, schedule and chunks are checked on

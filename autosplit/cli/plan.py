@@ -43,7 +43,7 @@ EXAMPLES = """Examples:
   autosplit plan my.gpt:GPT --devices 8x8xH100-SXM5-80GB --mesh dp=8,tp=2,pp=4 --runtime megatron \\
                             --input "input_ids=int64[1024,2048]<50257"
   autosplit plan config.json --devices 1xL4 --lora r=16,targets=all-linear --base nf4
-  autosplit plan config.json --devices 2xL40S --generate 512 --batch 32 --sequence 4096
+  autosplit plan hf:config.json --devices 2xL40S --generate 512 --batch 32 --sequence 4096
   autosplit plan my.gpt:GPT --chunks 16 --largest-batch --input "input_ids=int64[16,1024]<50257" --markdown
   autosplit plan nets.py:Detector --input "batch.x=float32[64,3,32,32]" --input "pair[0]=bool[64]" --input "act='relu'"
 
@@ -317,7 +317,9 @@ def _plan_of(
 
     rows = ROWS_PER_DEVICE * len(machine)
     inputs = input_specs(spec, model=model, rows=rows, say=not again)
-    if choices["generate"] and spec.is_config and "logits_to_keep" in inspect.signature(model.forward).parameters:
-        inputs = (*inputs, InputSpec("logits_to_keep", 1))  # as generate() of transformers reads a prompt
+    if choices["generate"] and spec.is_config:  # as generate() of transformers reads a prompt
+        inputs = tuple(each for each in inputs if each.path != "decoder_input_ids" or each in spec.inputs)
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            inputs = (*inputs, InputSpec("logits_to_keep", 1))
     sample = make_sample(replace(spec, inputs=inputs), model=model, rows=rows)
     return plan(model, sample=sample, batch_dims=spec.batch_dims, devices=machine, **choices), inputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autosplit.planning.explain.verdicts import DeviceVerdict, binding, device_verdicts
-from autosplit.planning.plan.fields import MeshAlternative
+from autosplit.planning.plan.fields import Generation, MeshAlternative
 from autosplit.planning.plan.plan import Plan
 from autosplit.report.document import Section, column, room_beside, table_width
 from autosplit.report.words import clip, format_rate, format_usd, numbers, recompute_words, schedule_words, size_words
@@ -61,22 +61,38 @@ def generation(plan: Plan) -> Iterator[Section]:
         return
     rows, total = sum(plan.microbatch_rows), sum(made.cache_bytes)
     each = ", ".join(f"{format_bytes(size)} on stage {stage}" for stage, size in enumerate(made.cache_bytes))
-    token = format_bytes(total // (rows * (made.prompt + made.new)))
-    pace = f"{format_seconds(made.decode_s)} from one token of all rows to the next"
     prefill = f"{format_rate(plan.tokens_per_s or 0)} tokens/s"
-    decode = f"{format_rate(rows / made.decode_s)} tokens/s"
-    if made.issue_s > made.decode_s:
-        decode += f"; the host issues kernels for {format_seconds(made.issue_s)}, which is the pace without CUDA graphs"
     facts = [
-        ("cache", f"{format_bytes(total)} for {rows} x {made.prompt + made.new} tokens, {token} each: {each}"),
+        ("cache", f"{format_bytes(total)} at the last token, {format_bytes(total // rows)} of a row: {each}"),
         ("prefill", f"{format_seconds(plan.step_s)} for {plural(rows, 'prompt')}: {prefill}"),
-        ("decode", f"{plural(made.groups, 'group')} in turn, {pace}: {decode}"),
+        *_schedules(plan, made, rows),
+        ("cut", "by the bytes that a token reads: weights and cache"),
     ]
     if made.largest_batch is not None and made.largest_prompt is not None:
         longest = made.largest_prompt + made.new if made.largest_prompt else 0
-        words = f"about {made.largest_batch} rows of {made.prompt + made.new} tokens, or {rows} rows of {longest}"
+        words = f"about {plural(made.largest_batch, 'row')} of {made.prompt + made.new} tokens; "
+        words += f"the longest context of {plural(rows, 'row')} is about {longest} tokens"
         facts.append(("fits", words))
     yield Section(f"Generating {made.new} tokens behind prompts of {made.prompt}", facts=tuple(facts))
+
+
+def _schedules(plan: Plan, made: Generation, rows: int) -> Iterator[tuple[str, str]]:
+    """Yield how long a token of all rows takes in many groups and in one, and which of these is planned."""
+    many = "as many groups as stages" if made.groups == 1 else plural(made.groups, "group")
+    ways = {"throughput": (made.throughput_s, f"{many} in turn, all stages at work")}
+    ways["latency"] = made.latency_s, "one group, one stage at work at a time"
+    for name, (other_s, words) in ways.items():
+        planned = (name == "latency") == (made.groups == 1)
+        seconds = made.decode_s if planned else other_s
+        if seconds is None or not (planned or 1 not in (rows, len(plan.stages))):
+            continue
+        words += f": {format_seconds(seconds)} from one token of all rows to the next, "
+        words += f"{format_rate(rows / seconds)} tokens/s{' (planned)' * planned}"
+        if planned and made.issue_s > seconds:
+            words += f"; the host issues kernels for {format_seconds(made.issue_s)}: the pace without CUDA graphs"
+        if rows == 1 < len(plan.stages):
+            words += "; a batch of one row keeps one of the devices at work, give more rows for the others"
+        yield name, words
 
 
 def proof(plan: Plan) -> str:

@@ -145,8 +145,10 @@ class Generation(FrozenFields):
 
     Attributes:
         prompt, new: tokens of each row, given and made.
-        cache_bytes: keys and values of all rows and tokens, by stage; buffers of the stage.
+        cache_bytes: what the last token has of all rows, by stage; buffers of the stage.
         decode_s: from one token of all rows to the next, half of the new ones made.
+        throughput_s, latency_s: that in as many groups as there are stages, at least, and as one group, of which one
+            lane works at a time. None: in older files.
         issue_s: how long the host issues the kernels of that one by one, as it does without CUDA graphs.
         largest_batch, largest_prompt: about what fits of one, the other as it is; 0: nothing. None: no limit is known.
     """
@@ -156,6 +158,8 @@ class Generation(FrozenFields):
     groups: Size
     cache_bytes: tuple[Size, ...]
     decode_s: Seconds
+    throughput_s: Seconds | None = None
+    latency_s: Seconds | None = None
     issue_s: Seconds
     largest_batch: Size | None
     largest_prompt: Size | None
