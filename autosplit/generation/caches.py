@@ -125,6 +125,14 @@ class Layouts:
             return cache
         return adopt(cache, layout.structure(leaves))
 
+    def release(self, cache: Any, before: Apart, number: int) -> None:
+        """Drop the tensors of a cache that a call replaces whose result has the layout of this number."""
+        slots = self._layouts[number].slots
+        if len(slots) == len(before.leaves) and (walk := self._walks.get(cache)) is not None:
+            before.tensors.clear()
+            before.leaves[:] = [leaf if s is Slot.SAME else None for leaf, s in zip(before.leaves, slots, strict=True)]
+            walk.write(before.leaves)
+
     def __getitem__(self, number: int) -> Layout:
         return self._layouts[number]
 

@@ -9,19 +9,22 @@ stage.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from autosplit.generation.attributes import Kept, buffers_of, kept_apart
-from autosplit.generation.caches import Layouts
+from autosplit.generation.caches import Apart, Layouts
 from autosplit.generation.noise import WholeBatch, in_group, outside_group
+from autosplit.runtime.ops import OUT
+from autosplit.runtime.step.cells import Cells
 from autosplit.recorded import PreparedStep, PreparedTree
+from autosplit.trace.graph import INFO
 from autosplit.trace.inputs.objects import is_object, leaves_of, take_apart
 
 Numbers = Mapping[str, int]
@@ -32,6 +35,7 @@ State = Mapping[str, Sequence[torch.Tensor]]
 
 Result = tuple[Any, Mapping[str, str], Mapping[str, tuple[int, Sequence[torch.Tensor]]]]
 """The output without its caches, which caches these are, and the layout and new tensors of each cache."""
+_AFTER = "layouts after a call"
 KEPT = ""
 """The name of caches in attributes."""
 
@@ -45,21 +49,35 @@ class WritesBuffers(Exception):
 
 
 class Stages:
-    """The stages of a pipe as threads share them: one lock each, and one for what is done per call."""
+    """The stages of a pipe as threads share them: a lock per lane, and one for what is done per call."""
 
     def __init__(self) -> None:
         self.preparing = threading.RLock()
         self._locks: dict[int, threading.Lock] = {}
+        self._running = 0
+        self._news = threading.Condition()
 
-    def turn(self, stage: int, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that runs in the turn of a stage's lane."""
-        lock = self._locks.setdefault(stage, threading.Lock())
+    def lane(self, number: int) -> threading.Lock:
+        """Return the lock of a lane."""
+        return self._locks.setdefault(number, threading.Lock())
 
-        def alone(*args: Any) -> Any:
-            with lock:
-                return run(*args)
+    def begin(self) -> None:
+        """Note that a call runs from now on; its thread has the lock of what is done per call."""
+        with self._news:
+            self._running += 1
 
-        return alone
+    def end(self) -> None:
+        """Note that a call has run."""
+        with self._news:
+            self._running -= 1
+            self._news.notify_all()
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """Wait until no call runs: while the model is recorded, its modules hold stand-ins of tensors."""
+        with self._news:
+            self._news.wait_for(lambda: not self._running)
+        yield
 
 
 class Entry:
@@ -74,6 +92,7 @@ class Entry:
         """``function`` takes the model of ``pipe`` and keyword inputs, and returns a dict of outputs."""
         self.layouts, self.stages, self._whole = Layouts(), stages, pipe
         self.pipe = pipe._of_function(_functional(pipe._core.model, function, self.layouts))
+        self.pipe._core.recordings.still = stages.still
 
     def __call__(self, kept: Kept, /, **inputs: Any) -> Any:
         """Return the function's output; caches among the inputs are changed in place, as the function would.
@@ -86,9 +105,14 @@ class Entry:
         while True:
             apart = {name: self.layouts.apart(cache) for name, cache in caches.items()}
             numbers, state = ({name: each[i] for name, each in apart.items()} for i in (0, 1))
+
+            def release(after: Mapping[str, int], apart: Mapping[str, Apart] = apart) -> None:
+                for name in apart.keys() & after.keys():
+                    self.layouts.release(caches[name], apart[name], after[name])
+
             try:
                 with outside_group():
-                    output, names, after = self.run(numbers, state, others)
+                    output, names, after = self.run(numbers, state, others, release)
                 break
             except WritesBuffers as error:  # before it has run
                 kept.values.update(buffers_of(self._whole._core.model, error.names))
@@ -98,8 +122,17 @@ class Entry:
             output[name] = caches[cache]
         return output
 
-    def run(self, numbers: Numbers, state: State, inputs: Mapping[str, Any]) -> Result:
+    def run(
+        self,
+        numbers: Numbers,
+        state: State,
+        inputs: Mapping[str, Any],
+        release: Callable[[Numbers], None] = lambda after: None,
+    ) -> Result:
         """Run the function on inputs and the tensors of caches.
+
+        ``release`` drops the caller's tensors of caches, of whose layouts after the call it is given the numbers, once
+        these are known: from the second call of a kind on.
 
         Raises WritesBuffers where the function writes to buffers of the model, before it runs.
         """
@@ -114,26 +147,51 @@ class Entry:
                 return step.call()
             if written := step.recorded.traced.written:
                 raise WritesBuffers(written)
-            program, modules = self._program(step)
-        with step.entered() as handed:
-            flat = program(SimpleNamespace(**modules), *step.program_inputs())
-            handed += flat
+            self.stages.begin()
+        try:
+            flat = self._forward(step, lambda: release(step.orders.get(_AFTER, {})))
+        finally:
+            self.stages.end()
         traced = step.recorded.traced
         with self.stages.preparing:
             recordings.leave(step, flat[len(flat) - traced.kept :])
-        return traced.unflatten(list(flat))
+        result: Result = traced.unflatten(list(flat))
+        step.once(_AFTER, lambda: {name: number for name, (number, _) in result[2].items()})
+        return result
 
-    def _program(self, step: PreparedStep) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """Return the program of a call, and what it names: stages that run in turn."""
-        pipe, core = self.pipe, self.pipe._core
-        graph, modules = pipe._program(step), pipe._modules_of(step.recorded)
-        if graph not in core.compiled:
-            pipe._show(graph, modules)
-        modules |= step.codes_by(core.names)
-        for stage, schedule_lane in enumerate(step.schedule.stage_lane):
-            name = core.names[f"stage{stage}"]
-            modules[name] = self.stages.turn(schedule_lane, modules[name])
-        return core.compiled[graph][0], modules
+    def _forward(self, step: PreparedStep, release: Callable[[], None]) -> Sequence[Any]:
+        """Run a call's cells in the turns of their lanes; return its flat outputs.
+
+        What a stage takes of the caches is gone when the stage has run, unless the caller keeps it.
+        """
+        start = step.start(ending=True)
+        cells = Cells(step, start, {}, detached=False)
+        step.tensors = step.once("ending's inputs", lambda: _Ending(step)).only(step.tensors)
+        release()
+        sent = {}
+        with step.entered() as handed:
+            for stage, microbatch in ((action.stage, action.microbatch) for action in step.entries(step.forwards, cells)):
+                with self.stages.lane(step.schedule.stage_lane[stage]):
+                    state = cells.forward(stage, microbatch)
+                start.inputs.pop(stage, None)
+                sent[stage] = [tuple(state.sent.get(OUT, ()))]
+            flat = step.end(start, sent)
+            handed += flat
+        return flat
+
+
+class _Ending:
+    """Which inputs of a call are taken behind the last cell, or returned."""
+
+    def __init__(self, step: PreparedStep) -> None:
+        lowered = step.lowered
+        taken = {node for last in lowered.layout.epilogue for node in last.all_input_nodes} | set(lowered.outputs)
+        inputs = [node for node in step.recorded.traced.graph.nodes if node.op == "placeholder" and INFO in node.meta]
+        self._taken = [node in taken for node in inputs]
+
+    def only(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the inputs with stand-ins for those that are not taken."""
+        return [t if taken else torch.empty(0) for t, taken in zip(tensors, self._taken, strict=True)]
 
 
 def _functional(model: nn.Module, function: Callable[..., Any], layouts: Layouts) -> nn.Module:

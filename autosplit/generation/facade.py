@@ -59,6 +59,8 @@ class Generator:
             "__module__": kind.__module__,
             "__init_subclass__": classmethod(lambda cls: None),
             "get_encoder": lambda facade: _Encoder(self.entry("encoder"), model.get_encoder()),  # type: ignore
+            "device": model.device,  # their properties ask parameters, which are stand-ins while another group records
+            "dtype": model.dtype,
             "__copy__": lambda facade: self.facade(),
             "_valid_auto_compile_criteria": lambda facade, *args: False,
         }
