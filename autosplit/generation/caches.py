@@ -200,7 +200,9 @@ class _Walk:
 
     def again(self, slots: Sequence[Any]) -> Apart | None:
         """Return the cache taken apart again; None where anything but tensors and counts is another."""
-        if any(space[name] is not item for space, name, item in self._inner if name in space or isinstance(space, list)):
+        if any(
+            space[name] is not item for space, name, item in self._inner if name in space or isinstance(space, list)
+        ):
             return None
         if any(len(space) != size for space, size in self._sizes):
             return None

@@ -97,6 +97,7 @@ def _reasons(facade: Any, named: dict[str, Any], config: Any, shape: Sequence[in
         if isinstance(entry, dict) and any(word in str(entry.get("rope_type")) for word in ("dynamic", "longrope"))
     ]
     longest = sum(shape[1:2]) + (config.max_new_tokens or config.max_length or 20)
+    mixed = facade.input_modalities not in ("text", ("text",)) and text is not facade.config
     return {
         "the batch has a single row": shape[0] < 2,
         f"{kind.__name__} generates in its own way": any(
@@ -105,6 +106,7 @@ def _reasons(facade: Any, named: dict[str, Any], config: Any, shape: Sequence[in
         "a mode or hook of the caller's sees every operation": watched() or needs_one_thread(),
         "its kind of cache is for all rows": config.cache_implementation in ("paged", "quantized"),
         "decoder_start_token_id has a token for each row": isinstance(config.decoder_start_token_id, (list, Tensor)),
+        "its images or sounds stand between tokens": mixed and facade.main_input_name == "input_ids",
         "its rotary frequencies follow the longest row": any(longest > limit for limit in limits),
         **{f"{name} may look at all rows": named.get(name) for name in _CALLERS},
         **{f"{name} is for all rows": getattr(config, name, None) for name in _OPTIONS},

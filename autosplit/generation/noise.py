@@ -62,8 +62,10 @@ class SharedNoise:
         repeats, rest = divmod(input.shape[0], self._sizes[group])
         if input.dim() != 2 or rest or replacement or others or input.device not in self._sources:
             raise WholeBatch("it samples from something else than rows of tokens")
-        if not ((input.max() < math.inf) & (input.min() >= 0) & (input.sum(1) != 0).all()):
-            return plain(input, num_samples)  # raises the error
+        least, sums = input.min().item(), input.sum(1).aminmax()
+        if not (least >= 0 and sums.min.item() > 0 and sums.max.item() < math.inf):
+            plain(input, num_samples)  # which raises the error
+            raise WholeBatch("it samples by weights of unusual size")
         start, shape = repeats * sum(self._sizes[:group]), (repeats * sum(self._sizes), input.shape[1])
         with self._news:
             step = self._taken[group]

@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList, TextStreamer
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 
 from autosplit.generation.groups import generate
 from autosplit.generation.noise import AHEAD, GroupMode, SharedNoise, WholeBatch, outside_group
@@ -295,6 +303,17 @@ def test_rotary_frequencies_that_follow_the_longest_row() -> None:
     notes: list[str] = []
     both(scaled, 2, **prompts(scaled, 5), max_new_tokens=8, notes=notes)
     assert notes == ["its rotary frequencies follow the longest row"]
+
+
+def test_a_model_of_text_and_images_keeps_positions_of_all_rows() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    words = {"vocab_size": VOCABULARY, "intermediate_size": 48, "pad_token_id": 0, "eos_token_id": EOS}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    image = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4}
+    config = Qwen2VLConfig(text_config=sizes | words | {"rope_parameters": rope}, vision_config=image)
+    subject, notes = Qwen2VLForConditionalGeneration(config).eval(), []
+    both(subject, 2, **prompts(subject, 5), max_new_tokens=4, notes=notes)
+    assert notes == ["its images or sounds stand between tokens"]
 
 
 def test_other_random_numbers_have_all_rows_run_again() -> None:
