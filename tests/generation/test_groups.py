@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -183,12 +184,6 @@ def test_embeddings_and_outputs_of_the_encoder_are_split() -> None:
     both(bart, 2, **inputs, decoder_input_ids=starts, max_new_tokens=5)
 
 
-@pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
-def test_groups_run_in_the_state_of_the_callers_thread(context: Callable[[], Any]) -> None:
-    with context():
-        both(model("llama"), 2, **prompts(model("llama"), 4), max_new_tokens=5, **SAMPLED)
-
-
 @pytest.mark.parametrize("samples", [1, 2, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_noise_draws_what_multinomial_draws(dtype: torch.dtype, samples: int) -> None:
@@ -333,6 +328,29 @@ def calling(family: str, act: Callable[[int, int], None]) -> PreTrainedModel:
 
     subject.register_forward_pre_hook(before, with_kwargs=True)
     return subject
+
+
+def test_groups_run_in_the_state_of_the_callers_thread() -> None:
+    variable: ContextVar[int] = ContextVar("variable", default=0)
+    seen = set()
+
+    def act(rows: int, number: int) -> None:
+        seen.add((torch.is_inference_mode_enabled(), torch.get_autocast_dtype("cpu"), variable.get()))
+
+    variable.set(7)
+    with torch.inference_mode(), torch.autocast("cpu", torch.float16):
+        both(calling("llama", act), 2, **prompts(model("llama"), 4), max_new_tokens=5, **SAMPLED)
+    assert seen == {(True, torch.float16, 7)}
+
+
+def test_groups_write_to_copies_of_the_facade() -> None:
+    subject = FAMILIES["llama"]()
+    before = dict(vars(subject))
+    kwargs = prompts(subject, 4) | {"max_new_tokens": 3, "cache_implementation": "static"}
+    generate(subject, 2, (), kwargs, notes=pytest.fail)
+    assert vars(subject) == before
+    subject.generate(**kwargs)
+    assert vars(subject) != before
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
