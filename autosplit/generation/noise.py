@@ -107,7 +107,7 @@ class GroupMode(TorchFunctionMode):
 
     def __init__(self, noise: SharedNoise, group: int) -> None:
         super().__init__()
-        self._noise, self._group = noise, group
+        self._noise, self._group, self.is_off = noise, group, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._noise.check()
@@ -136,7 +136,9 @@ def in_group() -> bool:
 def outside_group() -> Iterator[None]:
     """Take the mode of this thread's group, if any, off what runs on the stages of a pipe."""
     with contextlib.ExitStack() as stack:
-        if (mode := getattr(_THREAD, "mode", None)) is not None:
+        if (mode := getattr(_THREAD, "mode", None)) is not None and not mode.is_off:
+            mode.is_off = True
             TorchFunctionMode.__exit__(mode, None, None, None)
             stack.callback(TorchFunctionMode.__enter__, mode)
+            stack.callback(setattr, mode, "is_off", False)
         yield
