@@ -372,9 +372,9 @@ class PipelinedModule(Delegating, Training, Profiled, Streaming, PlacedModule, f
             weakref.finalize(self, core.threads.close)  # the lanes' threads end with the pipe
 
     def _of_function(self, function: nn.Module) -> PipelinedModule:
-        """Return the pipe of a function of the model, given as a module of the same attributes: with this one's plan."""
+        """Return a pipe, with the plan of this one, of a module with the model's attributes and another forward."""
         core = self._core
-        options = replace(core.options, chunks=1, batch_dims=None, lanes="inline", microbatches=None)
+        options = replace(core.options, chunks=1, batch_dims=None, lanes="inline")
         pipe = PipelinedModule(function, options)
         pipe._core.recordings.share(core.recordings)
         return pipe

@@ -61,27 +61,22 @@ class Recordings:
             recording.
     """
 
-    tree: TreeRun | None = None
-    """Runs what no graph can follow; None until something is."""
+    tree: TreeRun | None = None  # runs what no graph can follow
 
     def __init__(self, model: nn.Module, options: Options, plan: Plan | None, *, fits: bool) -> None:
         self.model = model
         self.options = options
         self.plan = plan
-        self.fits = fits or plan is None
-        """Whether the plan was made for this model, or checked: the model may change after that."""
+        self.fits = fits or plan is None  # made for this model, or checked: the model may change after that
         self.lanes: tuple[Lane, ...] = ()
-        self._replica_lanes: list[tuple[Lane, ...]] = []
-        """Those of each stage's replicas."""
+        self._replica_lanes: list[tuple[Lane, ...]] = []  # of each stage's replicas
         self.kept = Kept()
-        self.still: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        """Keeps the model's state as it is while the model is recorded."""
+        self.still: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # while the model is recorded
         self.made = 0
         """How often the model was recorded anew, for one length or with several as one; checks are not counted."""
         self.first_calls, self.calls = 0, 1  # calls that share a schedule: one
         self._refused: Recent[Any, str] = Recent()
-        self._refused_last: Key | None = None
-        """That of a call which is the first of its kind to run by its own Python, until it has run."""
+        self._refused_last: Key | None = None  # of the first call of its kind that runs by its own Python, until then
         self._collapses = Collapses(model, options)
         self.check_norms = self._collapses.check_norms
         self._constants = Constants(options)
@@ -223,8 +218,7 @@ class Recordings:
     def find(self, key: Key, sample: Sample) -> tuple[Recorded | TreeRun, PythonRun | None]:
         """Return the recording for a call of this signature, and what the call changes in Python (None: nothing).
 
-        The model is recorded when there is none. Where the model's own Python is not what was recorded, a variant of
-        the recording is found or made; where no graph can follow this kind of call, the module tree's run is returned.
+        Where there is none, or its Python did something else, one is made; else the module tree's run is returned.
         """
         recorded = self._find(key, sample)
         if isinstance(recorded, TreeRun) or not (recorded.changes_python or recorded.is_stale(key)):

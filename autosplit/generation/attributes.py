@@ -1,7 +1,7 @@
 """Caches that modules keep in their attributes and buffers: state of a group, as a cache that is an input is.
 
-    plain       module.keys = torch.cat([module.keys, new])              the module's own
-    recorded    forward begins with the group's values in the modules, and what it has changed is an output
+plain       module.keys = torch.cat([module.keys, new])              the module's own
+recorded    forward begins with the group's values in the modules, and what it has changed is an output
 """
 
 from __future__ import annotations

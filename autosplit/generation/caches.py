@@ -88,13 +88,8 @@ class Layouts:
             self._walks[cache] = walk
         return Apart(number, _tensors(leaves, slots), leaves)
 
-    def after(
-        self, cache: Any, before: Sequence[Any], anchor: torch.Tensor
-    ) -> tuple[int, list[torch.Tensor]]:
-        """Return the layout and the new tensors of a cache behind a call, by the leaves that the call began with.
-
-        Counts are made of the tensor before them, or of ``anchor``.
-        """
+    def after(self, cache: Any, before: Sequence[Any]) -> tuple[int, list[torch.Tensor]]:
+        """Return the layout and the new tensors of a cache behind a call, by the leaves that the call began with."""
         leaves, structure = take_apart(cache)
         earlier = before if len(before) == len(leaves) else [None] * len(leaves)
         counts = set(self._counts.get(structure, ()))
@@ -102,13 +97,12 @@ class Layouts:
         tensors = []
         for position, (leaf, old) in enumerate(zip(leaves, earlier, strict=True)):
             if isinstance(leaf, torch.Tensor):
-                anchor = leaf
                 slots.append(Slot.SAME if leaf is old else Slot.TENSOR)
                 tensors += [] if leaf is old else [leaf]
             elif _is_number(leaf) and (position in counts or not (leaf is old or leaf == old)):
                 counts.add(position)
                 slots.append(Slot.COUNT)
-                tensors.append(anchor.new_empty(1, 0, leaf))
+                tensors.append(torch.empty(1, 0, leaf))
             else:
                 slots.append(leaf)
         self._counts[structure] = frozenset(counts)
@@ -157,7 +151,7 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _is_hashable(value: Any) -> bool:
-    return type(value).__hash__ is object.__hash__
+    return type(value).__hash__ == object.__hash__
 
 
 class _Walk:

@@ -21,11 +21,12 @@ from torch import nn
 from autosplit.generation.attributes import Kept, buffers_of, kept_apart
 from autosplit.generation.caches import Apart, Layouts
 from autosplit.generation.noise import WholeBatch, in_group, outside_group
+from autosplit.recorded import PreparedStep, PreparedTree
 from autosplit.runtime.ops import OUT
 from autosplit.runtime.step.cells import Cells
-from autosplit.recorded import PreparedStep, PreparedTree
-from autosplit.trace.graph import INFO
-from autosplit.trace.inputs.objects import is_object, leaves_of, take_apart
+from autosplit.schedule.action import Action
+from autosplit.trace.graph import INFO, NodeClass
+from autosplit.trace.inputs.objects import is_object, take_apart
 
 Numbers = Mapping[str, int]
 """The layouts of caches, by the names of the inputs or outputs that they are."""
@@ -104,7 +105,8 @@ class Entry:
         caches[KEPT] = kept
         while True:
             apart = {name: self.layouts.apart(cache) for name, cache in caches.items()}
-            numbers, state = ({name: each[i] for name, each in apart.items()} for i in (0, 1))
+            numbers = {name: each.number for name, each in apart.items()}
+            state = {name: each.tensors for name, each in apart.items()}
 
             def release(after: Mapping[str, int], apart: Mapping[str, Apart] = apart) -> None:
                 for name in apart.keys() & after.keys():
@@ -147,6 +149,8 @@ class Entry:
                 return step.call()
             if written := step.recorded.traced.written:
                 raise WritesBuffers(written)
+            if in_group() and (why := step.once("rows meet", lambda: _rows_meet(step))):
+                raise WholeBatch(why)
             self.stages.begin()
         try:
             flat = self._forward(step, lambda: release(step.orders.get(_AFTER, {})))
@@ -170,14 +174,24 @@ class Entry:
         release()
         sent = {}
         with step.entered() as handed:
-            for stage, microbatch in ((action.stage, action.microbatch) for action in step.entries(step.forwards, cells)):
+            for action in step.entries(step.forwards, cells):
+                assert isinstance(action, Action)
+                stage = action.stage
                 with self.stages.lane(step.schedule.stage_lane[stage]):
-                    state = cells.forward(stage, microbatch)
+                    state = cells.forward(stage, action.microbatch)
                 start.inputs.pop(stage, None)
                 sent[stage] = [tuple(state.sent.get(OUT, ()))]
             flat = step.end(start, sent)
             handed += flat
         return flat
+
+
+def _rows_meet(step: PreparedStep) -> str:
+    """Return why a call of some rows may have other numbers for them than a call of all; "" where it has the same."""
+    mixing = [info.name for _, info in step.recorded.traced.compute_nodes() if info.node_class is NodeClass.FULL]
+    if step.lowered.random or step.lowered.tape:
+        return "the model draws random numbers"
+    return f"{mixing[0]} mixes rows" if mixing else ""
 
 
 class _Ending:
@@ -203,11 +217,10 @@ def _functional(model: nn.Module, function: Callable[..., Any], layouts: Layouts
         with kept_apart(self, caches.pop(KEPT)) as kept:
             output = function(self, **inputs, **caches)
         returned = {name: value for name, value in output.items() if is_object(value)}
-        anchor = next(leaf for leaf in leaves_of((output, inputs)) if isinstance(leaf, torch.Tensor))
         known = {id(cache): name for name, cache in caches.items()}
         names = {name: known.get(id(cache), f"new {name}") for name, cache in returned.items()}
         caches |= {names[name]: cache for name, cache in returned.items()} | {KEPT: kept}
-        after = {name: layouts.after(cache, before.get(name, ()), anchor) for name, cache in caches.items()}
+        after = {name: layouts.after(cache, before.get(name, ())) for name, cache in caches.items()}
         for name in returned:
             output[name] = None
         return output, names, after

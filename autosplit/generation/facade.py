@@ -112,7 +112,7 @@ def _with_signature(call: Callable[..., Any], module: nn.Module) -> Callable[...
     return forward
 
 
-def generating(model: nn.Module) -> tuple[str, nn.Module]:
+def generating(model: nn.Module) -> tuple[str, Any]:
     """Return the outermost module that generates as transformers' models do, and its path.
 
     Raises InputError where there is none.
