@@ -90,7 +90,7 @@ def _is_another(before: Any, now: Any) -> bool:
     if now is before:
         return False
     if _is_number(now):
-        return _is_number(before) and not now == before
+        return _is_number(before) and now != before
     return any(isinstance(leaf, torch.Tensor) for value in (before, now) for leaf in leaves_of(value))
 
 

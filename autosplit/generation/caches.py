@@ -84,8 +84,10 @@ class Layouts:
             for position, leaf in enumerate(leaves)
         )
         number = self._number(Layout(structure, slots := tuple(kinds)))
-        if _is_hashable(cache) and (walk := _Walk.of(cache, leaves, number)) is not None:
-            self._walks[cache] = walk
+        if _is_hashable(cache):
+            self._walks.pop(cache, None)
+            if (walk := _Walk.of(cache, leaves, number)) is not None:
+                self._walks[cache] = walk
         return Apart(number, _tensors(leaves, slots), leaves)
 
     def after(self, cache: Any, before: Sequence[Any]) -> tuple[int, list[torch.Tensor]]:
@@ -151,7 +153,8 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _is_hashable(value: Any) -> bool:
-    return type(value).__hash__ == object.__hash__
+    kind: Any = type(value)
+    return bool(kind.__hash__ == object.__hash__)
 
 
 class _Walk:

@@ -12,6 +12,7 @@ from torch import nn
 
 from autosplit.errors import InputError
 from autosplit.generation.attributes import Kept
+from autosplit.generation.decode import lanes_of
 from autosplit.generation.entry import Entry, Stages
 from autosplit.generation.groups import generate as generate_in_groups
 
@@ -70,10 +71,10 @@ class Generator:
 
     def generate(self, *args: Any, groups: int | None = None, **kwargs: Any) -> Any:
         """Run transformers' ``generate`` on groups of rows; by default there are as many as lanes."""
-        recordings = self.pipe._core.recordings
-        lanes = len(recordings.plan.devices if recordings.plan is not None else recordings.options.devices)
         facade = self.facade()
-        result = generate_in_groups(facade, lanes if groups is None else groups, args, kwargs, notes=self.notes.append)
+        result = generate_in_groups(
+            facade, lanes_of(self.pipe) if groups is None else groups, args, kwargs, notes=self.notes.append
+        )
         facade.__dict__["_autosplit_kept"].leave(self.pipe._core.model)
         return result
 

@@ -38,7 +38,7 @@ def generate(facade: Any, groups: int, args: tuple, kwargs: dict, *, notes: Call
     if groups > 1:
         try:
             sizes, calls, padding = _split(facade, groups, args, kwargs)
-            results = _run(facade, sizes, calls)
+            results = run_groups(facade, sizes, calls)
             longest = max(result.shape[1] for result in results)
             return torch.cat([F.pad(result, (0, longest - result.shape[1]), value=padding) for result in results])
         except WholeBatch as reason:
@@ -58,8 +58,8 @@ def _split(facade: Any, groups: int, args: tuple, kwargs: dict) -> tuple[list[in
     for reason, holds in _reasons(facade, named, config, shape).items():
         if holds:
             raise WholeBatch(reason)
-    count = min(groups, shape[0])
-    sizes = [shape[0] // count + (group < shape[0] % count) for group in range(count)]
+    sizes = rows_of_groups(shape[0], groups)
+    count = len(sizes)
     inputs = {name: named[name] for name in named if name in unused or name == "inputs"}
     shares = {name: _shares(name, value, sizes, facade.main_input_name) for name, value in inputs.items()}
     calls = [named | {name: share[group] for name, share in shares.items()} for group in range(count)]
@@ -82,6 +82,12 @@ def _shares(name: str, value: Any, sizes: Sequence[int], main: str) -> Sequence[
     elif value is None or isinstance(value, (bool, int, float, str)):
         return [value] * len(sizes)
     raise WholeBatch(f"{name} is not known to follow the rows")
+
+
+def rows_of_groups(rows: int, groups: int) -> list[int]:
+    """Return the rows of each group: as alike as can be, and none without a row."""
+    count = max(1, min(groups, rows))
+    return [rows // count + (group < rows % count) for group in range(count)]
 
 
 def _reasons(facade: Any, named: dict[str, Any], config: Any, shape: Sequence[int]) -> dict[str, Any]:
@@ -113,7 +119,7 @@ def _reasons(facade: Any, named: dict[str, Any], config: Any, shape: Sequence[in
     }
 
 
-def _run(facade: Any, sizes: Sequence[int], calls: Sequence[dict[str, Any]]) -> list[Tensor]:
+def run_groups(facade: Any, sizes: Sequence[int], calls: Sequence[dict[str, Any]]) -> list[Tensor]:
     """Return what each group's call returns; each runs in a thread, on a copy of what ``generate`` writes to."""
     noise, state = SharedNoise(sizes), ThreadState.current()
     stream = None if facade.device.type in ("cpu", "meta") else torch.accelerator.current_stream()

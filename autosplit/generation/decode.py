@@ -1,0 +1,142 @@
+"""``pipe.decode``: tokens out of a model of one's own, with a cache in an argument or in its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autosplit.errors import InputError
+from autosplit.generation.attributes import Kept
+from autosplit.generation.entry import Entry, Stages
+from autosplit.generation.groups import rows_of_groups, run_groups
+from autosplit.generation.noise import WholeBatch
+from autosplit.trace.borrowed.state import eval_mode
+
+
+class _Cache:
+    """What a model keeps of a group: what it takes and gives as its cache, and how many tokens it has seen."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.seen = 0
+
+
+class Decoder:
+    """Extends rows of tokens by calls of a pipe's model, one per token."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+        self.notes: list[str] = []
+        self._entry = Entry(pipe, partial(_step, type(pipe._core.model).forward), Stages())
+        self._kept = Kept()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model begins."""
+        return self.pipe._core.recordings.options.devices[0]
+
+    def __copy__(self) -> Decoder:
+        copy: Decoder = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__, _kept=Kept())
+        return copy
+
+    def decode(self, tokens: Tensor, inputs: Mapping[str, Any], groups: int, **options: Any) -> Tensor:
+        """Extend rows in groups; where that may give other tokens, all rows at once."""
+        try:
+            sizes = rows_of_groups(tokens.shape[0], groups)
+            parts = {name: _rows(value, sizes) for name, value in inputs.items()}
+            each = zip(tokens.split(sizes), *parts.values(), strict=True)
+            calls = [options | {"tokens": rows, "inputs": dict(zip(parts, more, strict=True))} for rows, *more in each]
+            if len(sizes) > 1:
+                return torch.cat(run_groups(self, sizes, calls))
+        except WholeBatch as reason:
+            self.notes.append(str(reason))
+        whole = self.__copy__()
+        made = whole.generate(tokens=tokens, inputs=inputs, **options)
+        whole._kept.leave(self.pipe._core.model)
+        return made
+
+    def generate(
+        self,
+        tokens: Tensor,
+        inputs: Mapping[str, Any],
+        steps: int,
+        names: tuple[str | None, ...],
+        choose: Callable[[Tensor], Tensor],
+        end: int | None,
+    ) -> Tensor:
+        """Extend rows of tokens; behind its ``end`` a row has that token only."""
+        state, new, length = _Cache(), tokens, tokens.shape[1]
+        ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+        for _ in range(steps):
+            output = self._entry(self._kept, tokens=new, state=state, names=names, **inputs)
+            new = choose(output["logits"][:, -1]).to(tokens).reshape(-1, 1)
+            if end is not None:
+                new = new.masked_fill(ended[:, None], end)
+                ended |= new[:, 0] == end
+            tokens = torch.cat([tokens, new], 1)
+            if ended.all():
+                break
+        return F.pad(tokens, (0, length + steps - tokens.shape[1]), value=end or 0)
+
+
+def _step(
+    forward: Callable[..., Any],
+    model: nn.Module,
+    *,
+    tokens: Tensor,
+    state: _Cache,
+    names: tuple[str | None, ...],
+    **inputs: Any,
+) -> dict[str, Any]:
+    """Call a model with its cache; ``names`` are the inputs that take the cache and the number of tokens before."""
+    values = zip(names, (state.value, state.seen), strict=True)
+    output = forward(model, tokens, **inputs, **{name: value for name, value in values if name is not None})
+    state.seen = state.seen + tokens.shape[1]
+    if isinstance(output, Mapping):
+        logits, state.value = output["logits"], output.get(names[0], state.value)
+    else:
+        logits, *more = output if isinstance(output, (tuple, list)) else (output,)
+        state.value = more[0] if names[0] is not None and more else state.value
+    return {"logits": logits}
+
+
+def decode(
+    pipe: Any,
+    tokens: Tensor,
+    steps: int,
+    *,
+    cache: str | None = None,
+    position: str | None = None,
+    choose: Callable[[Tensor], Tensor] | None = None,
+    end: int | None = None,
+    groups: int | None = None,
+    **inputs: Any,
+) -> Tensor:
+    """Extend rows of tokens by a model of one's own; see :meth:`autosplit.pipelined.PipelinedModule.decode`."""
+    if tokens.dim() != 2 or tokens.is_floating_point() or not tokens.numel() or steps < 0:
+        raise InputError(f"decode() extends a table of tokens, [rows, length]; got {list(tokens.shape)}, steps={steps}")
+    core = pipe._core
+    if core.decoder is None:
+        core.decoder = Decoder(pipe)
+    options = {"steps": steps, "names": (cache, position), "choose": choose or (lambda logits: logits.argmax(-1))}
+    with eval_mode(core.model, pipe), torch.no_grad():
+        made: Tensor = core.decoder.decode(tokens, inputs, groups or lanes_of(pipe), **options, end=end)
+    return made
+
+
+def lanes_of(pipe: Any) -> int:
+    """Return how many lanes a pipe has, or will have."""
+    recordings = pipe._core.recordings
+    return len(recordings.options.devices if recordings.plan is None else recordings.plan.devices)
+
+
+def _rows(value: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    """Return an input for each group: its rows where it has those of all."""
+    rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == sum(sizes)
+    return value.split(sizes) if rows else [value] * len(sizes)
