@@ -23,7 +23,7 @@ from autosplit.delegation import (
     refuse_tracers,
     refuse_unplanned,
 )
-from autosplit.generation.decode import decode
+from autosplit.generation.decode import Decoding
 from autosplit.generation.facade import generate
 from autosplit.locate import Locate
 from autosplit.measured import Profiled
@@ -89,7 +89,7 @@ class _Core:
     decoder: Any = None
 
 
-class PipelinedModule(Delegating, Training, Profiled, Streaming, PlacedModule, fx.GraphModule):
+class PipelinedModule(Delegating, Training, Decoding, Profiled, Streaming, PlacedModule, fx.GraphModule):
     """A model that runs as a pipeline over several devices; made by :func:`autosplit.autosplit`.
 
     It shares the model's own tree: parameters, buffers and child modules are the same objects under the same names, so
@@ -167,29 +167,6 @@ class PipelinedModule(Delegating, Training, Profiled, Streaming, PlacedModule, f
         """
         with eval_mode(self._core.model, self), torch.no_grad():
             return self(*args, **kwargs)
-
-    @one_at_a_time
-    def decode(self, tokens: torch.Tensor, steps: int, **options: Any) -> torch.Tensor:
-        """Extend rows of tokens by a model of one's own, ``steps`` tokens each, in eval mode and without gradients.
-
-        The model is called with the tokens, then with one new token per row and call. Rows run in groups, by default
-        as many as lanes, whose calls keep all stages busy; their caches stay on the stages.
-
-        Args:
-            tokens: integers, [rows, length], of one length.
-            steps: how many tokens each row gets.
-            cache: the name of the input that takes the cache: None first, then what came back as the second output, or
-                under that name; it may be changed in place. None: the model keeps its cache in its modules.
-            position: the name of the input that takes how many tokens came before, an int; None: there is none.
-            choose: makes tokens [rows] of logits [rows, vocabulary]; row by row. None: the most likely one.
-            end: the token behind which a row has only that; None: there is none.
-            groups: how many groups of rows decode in turn.
-            **inputs: further inputs; tensors with as many rows as ``tokens`` are cut with them.
-
-        Returns:
-            All tokens, [rows, length + steps].
-        """
-        return decode(self, tokens, steps, **options)
 
     def train(self, mode: bool = True) -> PipelinedModule:
         """Set training or eval mode of the pipe and of the model."""

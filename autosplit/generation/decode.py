@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autosplit.delegation import one_at_a_time
 from autosplit.errors import InputError
 from autosplit.generation.attributes import Kept
 from autosplit.generation.entry import Entry, Stages
@@ -106,28 +107,56 @@ def _step(
     return {"logits": logits}
 
 
-def decode(
-    pipe: Any,
-    tokens: Tensor,
-    steps: int,
-    *,
-    cache: str | None = None,
-    position: str | None = None,
-    choose: Callable[[Tensor], Tensor] | None = None,
-    end: int | None = None,
-    groups: int | None = None,
-    **inputs: Any,
-) -> Tensor:
-    """Extend rows of tokens by a model of one's own; see :meth:`autosplit.pipelined.PipelinedModule.decode`."""
-    if tokens.dim() != 2 or tokens.is_floating_point() or not tokens.numel() or steps < 0:
-        raise InputError(f"decode() extends a table of tokens, [rows, length]; got {list(tokens.shape)}, steps={steps}")
-    core = pipe._core
-    if core.decoder is None:
-        core.decoder = Decoder(pipe)
-    options = {"steps": steps, "names": (cache, position), "choose": choose or (lambda logits: logits.argmax(-1))}
-    with eval_mode(core.model, pipe), torch.no_grad():
-        made: Tensor = core.decoder.decode(tokens, inputs, groups or lanes_of(pipe), **options, end=end)
-    return made
+class Decoding:
+    """The part of a pipe that makes tokens with a model of one's own."""
+
+    _core: Any
+
+    @one_at_a_time
+    def decode(
+        self,
+        tokens: Tensor,
+        steps: int,
+        *,
+        cache: str | None = None,
+        position: str | None = None,
+        choose: Callable[[Tensor], Tensor] | None = None,
+        end: int | None = None,
+        groups: int | None = None,
+        **inputs: Any,
+    ) -> Tensor:
+        """Extend rows of tokens by a model of one's own, ``steps`` tokens each, in eval mode and without gradients.
+
+        The model is called with the tokens, then with one new token per row and call. Rows run in groups, by default
+        as many as lanes, whose calls keep all stages busy; their caches stay on the stages.
+
+        Args:
+            tokens: integers, [rows, length], of one length.
+            steps: how many tokens each row gets.
+            cache: the name of the input that takes the cache: None first, then what came back as the second output, or
+                under that name; it may be changed in place. None: the model keeps its cache in its modules.
+            position: the name of the input that takes how many tokens came before, an int; None: there is none.
+            choose: makes tokens [rows] of logits [rows, vocabulary]; row by row. None: the most likely one.
+            end: the token behind which a row has only that; None: there is none.
+            groups: how many groups of rows decode in turn.
+            **inputs: further inputs; tensors with as many rows as ``tokens`` are cut with them.
+
+        Returns:
+            All tokens, [rows, length + steps].
+
+        Raises:
+            InputError: the tokens are no such table.
+        """
+        if tokens.dim() != 2 or tokens.is_floating_point() or not tokens.numel() or steps < 0:
+            shape = list(tokens.shape)
+            raise InputError(f"decode() extends a table of tokens, [rows, length]; got {shape}, steps={steps}")
+        core = self._core
+        if core.decoder is None:
+            core.decoder = Decoder(self)
+        options = {"steps": steps, "names": (cache, position), "choose": choose or (lambda logits: logits.argmax(-1))}
+        with eval_mode(core.model, cast(nn.Module, self)), torch.no_grad():
+            made: Tensor = core.decoder.decode(tokens, inputs, groups or lanes_of(self), **options, end=end)
+        return made
 
 
 def lanes_of(pipe: Any) -> int:

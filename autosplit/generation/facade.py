@@ -59,7 +59,7 @@ class Generator:
             "forward": _with_signature(call, model),
             "__module__": kind.__module__,
             "__init_subclass__": classmethod(lambda cls: None),
-            "get_encoder": lambda facade: _Encoder(self.entry("encoder"), model.get_encoder()),  # type: ignore
+            "get_encoder": lambda facade: _Encoder(self.entry("encoder"), model.get_encoder()),
             "device": model.device,  # their properties ask parameters, which are stand-ins while another group records
             "dtype": model.dtype,
             "__copy__": lambda facade: self.facade(),
