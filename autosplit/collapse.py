@@ -88,6 +88,10 @@ class Collapses:
         if said is not None and self._overlaps:
             warnings.warn(said, UserWarning, stacklevel=2)
 
+    def of_group(self, reason: str) -> None:
+        """Keep why rows of a generation were not in groups, for the report."""
+        self._seen["group", reason] = f"all rows of a generation were one group, with one lane at work: {reason}"
+
 
 def _one_microbatch(graph: TracedGraph, rows: int) -> str:
     least = f"; this model needs {graph.min_rows} rows in each" if graph.min_rows > 1 else ""

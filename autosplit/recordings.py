@@ -78,7 +78,7 @@ class Recordings:
         self._refused: Recent[Any, str] = Recent()
         self._refused_last: Key | None = None  # of the first call of its kind that runs by its own Python, until then
         self._collapses = Collapses(model, options)
-        self.check_norms = self._collapses.check_norms
+        self.check_norms, self.of_group = self._collapses.check_norms, self._collapses.of_group
         self._constants = Constants(options)
         self.python = PythonRuns(model)
         self.history = History(type(model).__name__)
