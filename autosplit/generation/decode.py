@@ -57,6 +57,7 @@ class Decoder:
                 return torch.cat(run_groups(self, sizes, calls))
         except WholeBatch as reason:
             self.notes.append(str(reason))
+            self.pipe._core.recordings.of_group(str(reason))
         whole = self.__copy__()
         made = whole.generate(tokens=tokens, inputs=inputs, **options)
         whole._kept.leave(self.pipe._core.model)

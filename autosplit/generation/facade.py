@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from autosplit.delegation import one_at_a_time
 from autosplit.errors import InputError
 from autosplit.generation.attributes import Kept
 from autosplit.generation.decode import lanes_of
@@ -69,19 +70,26 @@ class Generator:
         object.__setattr__(facade, "__dict__", dict(model.__dict__) | {"_autosplit_kept": Kept()})
         return facade
 
+    def _note(self, reason: str) -> None:
+        self.notes.append(reason)
+        self.pipe._core.recordings.of_group(reason)
+
     def generate(self, *args: Any, groups: int | None = None, **kwargs: Any) -> Any:
         """Run transformers' ``generate`` on groups of rows; by default there are as many as lanes."""
-        facade = self.facade()
-        result = generate_in_groups(
-            facade, lanes_of(self.pipe) if groups is None else groups, args, kwargs, notes=self.notes.append
-        )
+        facade, count = self.facade(), lanes_of(self.pipe) if groups is None else groups
+        result = generate_in_groups(facade, count, args, kwargs, notes=self._note)
         facade.__dict__["_autosplit_kept"].leave(self.pipe._core.model)
         return result
 
 
 def generate(twin: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate text by the stages of a pipe: what stands for ``generate`` of its model."""
-    return generator_of(twin._autosplit_pipe()).generate(*args, **kwargs)
+    return _generate(twin._autosplit_pipe(), *args, **kwargs)
+
+
+@one_at_a_time
+def _generate(pipe: Any, *args: Any, **kwargs: Any) -> Any:
+    return generator_of(pipe).generate(*args, **kwargs)
 
 
 def generator_of(pipe: Any) -> Generator:
