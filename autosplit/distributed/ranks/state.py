@@ -29,6 +29,19 @@ class RankState(nn.Module):
         assert isinstance(recordings, RankRecordings)
         return recordings
 
+    @staticmethod
+    def _generator(pipe: Any) -> Any:
+        """Return what generates text with a pipe."""
+        from autosplit.distributed.ranks.generation import RankGenerator
+
+        return RankGenerator(pipe)
+
+    def _of_function(self, function: nn.Module) -> Any:
+        """Return the pipe of a function of the model, given as a module of the same attributes."""
+        from autosplit.distributed.ranks.generation import TwinPipe
+
+        return TwinPipe(self, function)
+
     def _own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, tensor) for name, tensor in named_state(self._core.model) if self._recordings.is_own(name))
 
