@@ -12,6 +12,7 @@ from autosplit.distributed.ranks.guard import check_average, part_of
 from autosplit.distributed.ranks.recordings import RankRecordings
 from autosplit.distributed.ranks.shards import like
 from autosplit.distributed.world import World
+from autosplit.errors import InputError
 from autosplit.runtime.lower.split import named_state
 from autosplit.tensor.part import PARTS
 from autosplit.tensor.state import as_part, here
@@ -41,6 +42,10 @@ class RankState(nn.Module):
         from autosplit.distributed.ranks.generation import TwinPipe
 
         return TwinPipe(self, function)
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: an own model's tokens come out of one process."""
+        raise InputError("decode() runs in one process: call it of a pipe of several devices, or generate() on ranks")
 
     def _own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, tensor) for name, tensor in named_state(self._core.model) if self._recordings.is_own(name))
