@@ -24,7 +24,7 @@ from autosplit.delegation import (
     refuse_unplanned,
 )
 from autosplit.generation.decode import Decoding
-from autosplit.generation.facade import generate
+from autosplit.generation.facade import Generator, generate
 from autosplit.locate import Locate
 from autosplit.measured import Profiled
 from autosplit.microbatches import Training
@@ -99,6 +99,7 @@ class PipelinedModule(Delegating, Training, Decoding, Profiled, Streaming, Place
     """
 
     instead: ClassVar[Mapping[str, Callable[..., Any]]] = {"generate": generate}
+    _generator: Callable[[Any], Any] = Generator
 
     _lineno_map = None
     """What torch.compile reads of graph modules: the lines of the program's nodes, which it does not trace."""

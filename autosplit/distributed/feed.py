@@ -72,8 +72,11 @@ def bring(world: World, first: int, tensors: Sequence[torch.Tensor], takers: dic
             work.wait()
 
 
-def takers_of(step: Step, ranks: Sequence[Sequence[int]]) -> dict[int, set[int]]:
-    """Return the ranks that read each tensor of the batch, by its position; ``ranks`` are those of the stages."""
+def takers_of(step: Step, ranks: Sequence[Sequence[int]], *, returned: bool = True) -> dict[int, set[int]]:
+    """Return the ranks that read each tensor of the batch, by its position; ``ranks`` are those of the stages.
+
+    ``returned``: the last stage's rank reads those that the model returns as they are.
+    """
     lowered: Lowered = step.lowered
     takers: dict[str, set[int]] = defaultdict(set)
     for stage, members in enumerate(ranks):
@@ -83,7 +86,7 @@ def takers_of(step: Step, ranks: Sequence[Sequence[int]]) -> dict[int, set[int]]
     late = [slot.value for slot in lowered.epilogue_inputs] + (
         [] if form is None else [node.name for node in form.fixed]
     )
-    late += [value.name for value in lowered.outputs if isinstance(value, fx.Node)]
+    late += [value.name for value in lowered.outputs if isinstance(value, fx.Node)] if returned else []
     for name in late:
         takers[name].update(ranks[-1])
     names = [n.name for n in lowered.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta]

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,8 @@ class RankStep(PerformedStep):
     shares: Sequence[int] = ()
     scaled: bool = False
     again: bool = False
+    carrier: ClassVar[Callable[..., Messages]] = Messages
+    """Makes what brings messages."""
 
     @cached_property
     def takers(self) -> Sequence[torch.Tensor]:
@@ -104,7 +106,7 @@ class RankStep(PerformedStep):
     def transport(self, *, detached: bool) -> Messages:
         """Return what brings values from stage to stage, also of other ranks; a step has one."""
         args = self.world, self.ends, self.lanes, self.log
-        return Messages(*args, sent=self.sent, detached=detached, **self._described())
+        return self.carrier(*args, sent=self.sent, detached=detached, **self._described())
 
     def _described(self) -> dict[str, Any]:
         """Return by what messages are described."""

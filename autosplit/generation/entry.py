@@ -89,9 +89,9 @@ class Entry:
         layouts: of the caches.
     """
 
-    def __init__(self, pipe: Any, function: Callable[..., Any], stages: Stages) -> None:
+    def __init__(self, pipe: Any, function: Callable[..., Any], stages: Stages, layouts: Layouts | None = None) -> None:
         """``function`` takes the model of ``pipe`` and keyword inputs, and returns a dict of outputs."""
-        self.layouts, self.stages, self._whole = Layouts(), stages, pipe
+        self.layouts, self.stages, self._whole = layouts or Layouts(), stages, pipe
         self.pipe = pipe._of_function(_functional(pipe._core.model, function, self.layouts))
         self.pipe._core.recordings.still = stages.still
 

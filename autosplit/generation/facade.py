@@ -44,8 +44,11 @@ class Generator:
                     return inner.get_encoder()(**inputs)  # type: ignore[operator]
                 return inner(**inputs) if path else type(inner).__mro__[1].forward(inner, **inputs)  # type: ignore
 
-            self._entries[name] = Entry(self.pipe, function, self._stages)
+            self._entries[name] = self._entry(name, function)
         return self._entries[name]
+
+    def _entry(self, name: str, function: Callable[..., Any]) -> Entry:
+        return Entry(self.pipe, function, self._stages)
 
     def facade(self) -> Any:
         """Return a new object of the model's class whose calls, and those of its encoder, run on the stages."""
@@ -96,7 +99,7 @@ def generator_of(pipe: Any) -> Generator:
     """Return what generates text with a pipe."""
     core = pipe._core
     if core.generator is None:
-        core.generator = Generator(pipe)
+        core.generator = pipe._generator(pipe)
     generator: Generator = core.generator
     return generator
 

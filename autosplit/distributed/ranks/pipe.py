@@ -100,12 +100,15 @@ class RankPipe(RankState, RankStreaming, PipelinedModule):
         )
 
     refused: ClassVar[Mapping[str, str]] = {
-        "generate": "generate() runs in one process so far; call pipe.unsplit().generate(...) on every rank",
+        **PipelinedModule.refused,
         "state_dict": "a method of the model asks for its whole state, and this process has a part; save with "
         "autosplit.distributed.checkpoint, or call it of the model that pipe.unsplit() gives on every rank",
     }
 
-    instead: ClassVar[Mapping[str, Callable[..., Any]]] = {"save_pretrained": save_pretrained}
+    instead: ClassVar[Mapping[str, Callable[..., Any]]] = {
+        **PipelinedModule.instead,
+        "save_pretrained": save_pretrained,
+    }
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:

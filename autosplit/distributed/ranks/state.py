@@ -12,6 +12,7 @@ from autosplit.distributed.ranks.guard import check_average, part_of
 from autosplit.distributed.ranks.recordings import RankRecordings
 from autosplit.distributed.ranks.shards import like
 from autosplit.distributed.world import World
+from autosplit.errors import InputError
 from autosplit.runtime.lower.split import named_state
 from autosplit.tensor.part import PARTS
 from autosplit.tensor.state import as_part, here
@@ -28,6 +29,23 @@ class RankState(nn.Module):
         recordings = self._core.recordings
         assert isinstance(recordings, RankRecordings)
         return recordings
+
+    @staticmethod
+    def _generator(pipe: Any) -> Any:
+        """Return what generates text with a pipe."""
+        from autosplit.distributed.ranks.generation import RankGenerator
+
+        return RankGenerator(pipe)
+
+    def _of_function(self, function: nn.Module) -> Any:
+        """Return the pipe of a function of the model, given as a module of the same attributes."""
+        from autosplit.distributed.ranks.generation import TwinPipe
+
+        return TwinPipe(self, function)
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: an own model's tokens come out of one process."""
+        raise InputError("decode() runs in one process: call it of a pipe of several devices, or generate() on ranks")
 
     def _own_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, tensor) for name, tensor in named_state(self._core.model) if self._recordings.is_own(name))

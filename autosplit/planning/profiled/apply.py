@@ -36,9 +36,11 @@ def assign(index: DataflowIndex, stage_of: Mapping[str, int], *, stages: int) ->
     """Return a legal stage for every tensor-computing node of a recording.
 
     A name that the assignment lacks goes to the last stage of its module (or of the nearest module around it, or of the
-    node before); a move between ranks that share tensors to that of the value that it moves. Then stages are raised
-    until data flows forward and colocation groups are together. Full nodes are on the last stage, whatever their group;
-    shared ones where they are used first, or where nodes of their group are that run for every microbatch.
+    node before); a move between ranks that share tensors to that of the value that it moves. Operations of a module
+    that lies on several stages are told apart by numbers, which are others in another recording: they go no further
+    than what takes their values in modules of one stage. Then stages are raised until data flows forward and colocation
+    groups are together. Full nodes are on the last stage, whatever their group; shared ones where they are used first,
+    or where nodes of their group are that run for every microbatch.
     """
     traced = index.traced
     wanted = _wanted(index, stage_of)
@@ -90,7 +92,27 @@ def _wanted(index: DataflowIndex, stage_of: Mapping[str, int]) -> dict[str, int]
                 path = path.rpartition(".")[0]
         previous = previous if known is None else known
         wanted[info.name] = previous
+    _limit(index, stage_of, wanted)
     return wanted
+
+
+def _limit(index: DataflowIndex, stage_of: Mapping[str, int], wanted: dict[str, int]) -> None:
+    """Lower the stages of nodes whose names may be those of others, to where modules of one stage take their values."""
+    spread: dict[str, set[int]] = {}
+    for name, stage in stage_of.items():
+        spread.setdefault(name.split("#")[0], set()).add(stage)
+    others = {name.split("#")[0] for name in stage_of.keys() ^ wanted.keys()}
+    limits: dict[fx.Node, int] = {}
+    for node, info in reversed(index.early):
+        path = info.name.split("#")[0]
+        if path in others and len(spread.get(path, ())) != 1:
+            taken = [limits[taker] for taker in index.consumers.get(node, ()) if taker in limits]
+            if not taken:
+                continue
+            wanted[info.name] = min(wanted[info.name], *taken)
+            limits[node] = min(taken)
+        else:
+            limits[node] = wanted[info.name]
 
 
 def _is_move(traced: TracedGraph, node: fx.Node) -> bool:

@@ -1,0 +1,129 @@
+"""How calls that ranks run together travel: on the CPU in one message each, on an accelerator beside what says of them.
+
+rank of s    (route, shapes, values) ──── a block of as many bytes as the last ones took ────► rank of t
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autosplit.distributed import words
+from autosplit.distributed.messages import Descriptions, Incoming, Messages, blank_like, described, flattened
+from autosplit.distributed.ranks.prepared import PreparedRankStep
+from autosplit.distributed.world import World
+from autosplit.runtime.lower.program import ending_slots, slots_of
+from autosplit.runtime.lower.split import Lowered
+from autosplit.runtime.ops import ENDING
+from autosplit.runtime.transport import Message
+from autosplit.schedule.entry import Route
+
+
+class Line:
+    """Tells values from rank to rank by the CPU; each pair has one order, and a message is one block where it fits."""
+
+    def __init__(self, world: World, tag: int) -> None:
+        self._world, self._tag = world, tag
+        self._lengths: Any = defaultdict(lambda: deque([words.BLOCK], maxlen=4))
+
+    def post(self, value: Any, rank: int) -> tuple[list[Any], Any]:
+        """Tell a rank a value; return the works to wait for, and what is kept until then."""
+        text, size = words.packed(value), self._size(self._world.rank, rank)
+        pieces = [words.block(text[:size], size), *([words.block(text[size:], 0)] if len(text) > size else [])]
+        self._lengths[self._world.rank, rank].append(len(text))
+        group: Any = {"group": self._world.control, "group_dst": rank, "tag": self._tag}
+        return [dist.isend(piece, **group) for piece in pieces], pieces
+
+    def hear(self, what: str, rank: int) -> Any:
+        """Return what a rank tells next."""
+        text, end = b"", self._size(rank, self._world.rank)
+        with self._world.waiting(what, rank):
+            while len(text) < end:
+                piece = torch.empty(end - len(text), dtype=torch.uint8)
+                dist.recv(piece, group=self._world.control, group_src=rank, tag=self._tag)
+                text += piece.numpy().tobytes()
+                end = max(end, words.end(text))
+        self._lengths[rank, self._world.rank].append(words.end(text))
+        return words.unpacked(text)
+
+    def _size(self, source: int, target: int) -> int:
+        """Return the bytes of a block, by the last lengths, which both sides know."""
+        return max(words.BLOCK, 1 << (max(self._lengths[source, target]) - 1).bit_length())
+
+
+class Carried(Messages):
+    """The messages of a call. Tied weights go to another rank once, as they stay as they are between the calls."""
+
+    def __init__(self, *args: Any, line: Line, lowered: Lowered, lent: dict[tuple[str, int], Any], **ways: Any) -> None:
+        super().__init__(*args, known=Descriptions(), **ways)
+        self._line, self._lowered, self._lent = line, lowered, lent
+
+    def _tied(self, route: Route) -> list[tuple[str, int] | None]:
+        """Return the names of the tied weights of a message, with the rank that takes them; None for other values."""
+        layout, to = self._lowered.layout, self._ends(route)[1][0]
+        slots = ending_slots(self._lowered) if route.microbatch == ENDING else slots_of(layout, route.target)
+        names = [slot.value for slot in slots if layout.home.get(slot.value) == route.source]
+        return [(name, to) if name in self._lowered.traced.tied else None for name in names]
+
+    def send(self, route: Route, message: Message) -> None:
+        """Give away what a stage made, and weights that the other rank does not have."""
+        if route.microbatch < 0:
+            tied = self._tied(route)
+            message = [None if key in self._lent else t for key, t in zip(tied, message, strict=True)]
+            self._lent.update((key, None) for key in tied if key is not None)
+        super().send(route, message)
+
+    def recv(self, route: Route) -> Message:
+        """Return what was sent, and weights that were sent before."""
+        message = super().recv(route)
+        if route.microbatch < 0:
+            pairs = list(zip(self._tied(route), message, strict=True))
+            self._lent.update((key, tensor) for key, tensor in pairs if key and tensor is not None)
+            message = [self._lent[key] if key else tensor for key, tensor in pairs]
+        return message
+
+    def _send(self, route: Route, message: Message) -> None:
+        description = tuple([None if tensor is None else described(tensor) for tensor in message])
+        flat = [flattened(tensor.detach()) for tensor in message if tensor is not None and tensor.numel()]
+        beside, works = self._world.accelerated, list[Any]()
+        for to in self._ends(route)[1]:
+            told, kept = self._line.post((route, description, None if beside else [t.numpy() for t in flat]), to)
+            works += [*told, *(self._world.isend(tensor, to) for tensor in (flat if beside else ()))]
+            flat += kept
+        self._sent[route] = works, flat
+
+    def expect(self, route: Route) -> None:
+        """Take messages until that of a route is there, or its receives are posted."""
+        source, _ = self._ends(route)
+        while (0, route) not in self._posted:
+            other, description, data = self._line.hear(f"values of stage {route.source}", source)
+            if data is None:
+                tensors, works = self._post(other, source, description)
+            else:
+                each, works = iter(data), []
+                tensors = [blank_like(like, torch.device("cpu")) for like in description if like is not None]
+                for tensor in tensors:
+                    if tensor.numel():
+                        flattened(tensor).copy_(torch.from_numpy(next(each)))
+            self._posted[0, other] = Incoming(None, description, tensors, works)
+
+
+@dataclass(kw_only=True)
+class ServedStep(PreparedRankStep):
+    """A call that ranks run together.
+
+    Attributes:
+        line: what says of its messages.
+        lent: the tied weights that went from rank to rank.
+    """
+
+    line: Line
+    lent: dict[tuple[str, int], Any]
+    carrier = Carried
+
+    def _described(self) -> dict[str, Any]:
+        return {"line": self.line, "lowered": self.lowered, "lent": self.lent}
