@@ -20,8 +20,10 @@ Each part may be run alone: a file of figures keeps those of the others.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -31,7 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from autosplit import plan
@@ -214,8 +216,7 @@ class Watched:
         self.recorded_at: list[int] = []
         self.alive: dict[int, tuple[int, int]] = {}
         """By the number of the call: how many tensors there are beside the cache, and their bytes."""
-        self.peak = 0
-        """Bytes that the last call had at most on top of what it began with."""
+        self.last = LastStep()
         self.cache: Any = None
         self.calls = 0
         generator_of(pipe)._entries["forward"] = self  # type: ignore[assignment]
@@ -226,34 +227,48 @@ class Watched:
     def __call__(self, kept: Any, /, **inputs: Any) -> Any:
         """Run a forward."""
         self.calls, before = self.calls + 1, self.inner.pipe._core.recordings.made
-        if self.calls == max(self._at):
-            output, self.peak = peak_of(lambda: self.inner(kept, **inputs))
-        else:
-            output = self.inner(kept, **inputs)
+        output = self.last.run(lambda: self.inner(kept, **inputs), max(self._at) - self.calls)
         self.cache = output["past_key_values"]
         if self.inner.pipe._core.recordings.made > before:
             self.recorded_at.append(self.calls)
         if self.calls in self._at:
-            caches = {leaf.data_ptr() for leaf in leaves_of(self.cache) if isinstance(leaf, Tensor)}
             gc.collect()
-            others = {id(each): each for each in gc.get_objects() if issubclass(type(each), Tensor)}
-            values = [each for each in others.values() if each.device.type == "cpu" and each.data_ptr() not in caches]
-            self.alive[self.calls] = len(values), sum(each.nbytes for each in values)
+            every = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+            # Tokens, masks and positions are integers, which `generate` makes longer.
+            floats = storages(each for each in every if each.device.type == "cpu" and each.is_floating_point())
+            sizes = [size for place, size in floats.items() if place not in storages(leaves_of(self.cache))]
+            self.alive[self.calls] = len(sizes), sum(sizes)
         return output
 
 
-def peak_of(run: Callable[[], Any]) -> tuple[Any, int]:
-    """Return what a function returns, and the bytes that it had at most on top of what there were."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        output = run()
-    assert record.profiler is not None
-    assert record.profiler.kineto_results is not None
-    events = [each for each in record.profiler.kineto_results.events() if each.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda each: each.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return output, peak
+def storages(values: Iterable[Any]) -> dict[int, int]:
+    """Return the bytes of the storages of tensors, by where they are."""
+    found = [each.untyped_storage() for each in values if isinstance(each, Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+class LastStep:
+    """Watches the allocator in the last call; in the one before, too: of older memory it does not know the size."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        """Bytes that the last call had at most on top of what it began with."""
+        self._record = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def run(self, call: Callable[[], Any], left: int) -> Any:
+        """Run a call that is followed by so many."""
+        if left == 1:
+            self._record.__enter__()
+        with record_function("last step") if left == 0 else contextlib.nullcontext():
+            output = call()
+        if left == 0:
+            self._record.__exit__(None, None, None)
+            events: list[Any] = sorted(self._record.profiler.kineto_results.events(), key=lambda each: each.start_ns())
+            began = next(each.start_ns() for each in events if each.name() == "last step")
+            memory = [each for each in events if each.name() == "[memory]"]
+            before = [each.nbytes() for each in memory if each.start_ns() < began]
+            self.peak = max(itertools.accumulate(each.nbytes() for each in memory[len(before) :]), default=0)
+        return output
 
 
 def memory(options: argparse.Namespace) -> Part:
@@ -277,9 +292,7 @@ def memory(options: argparse.Namespace) -> Part:
         watched = Watched(pipe, (EARLY, options.tokens - 1, options.tokens))
         pipe.generate(**inputs, **exactly(options.tokens), groups=1)
         assert paper.generation is not None
-        layers = [
-            sum(leaf.nbytes for leaf in leaves_of(each) if isinstance(leaf, Tensor)) for each in watched.cache.layers
-        ]
+        layers = [sum(storages(leaves_of(each)).values()) for each in watched.cache.layers]
         held = [sum(layers[number] for number in stage) for stage in layers_of(watched.inner.pipe.plan)]
         errors = [abs(a - b) / b for a, b in zip(held, paper.generation.cache_bytes, strict=True)]
         (count, size), (last, last_size) = watched.alive[EARLY], watched.alive[options.tokens - 1]
@@ -289,7 +302,7 @@ def memory(options: argparse.Namespace) -> Part:
             "held by stage": held,
             "planned by stage": list(paper.generation.cache_bytes),
         }
-        figure |= {"off": max(errors), "peak of the last step over the caches": watched.peak / sum(held)}
+        figure |= {"off": max(errors), "peak of the last step over the caches": watched.last.peak / sum(held)}
         figure |= {"peak of the plain step over the caches": plain_peak(model, inputs, options.tokens) / sum(held)}
         figure |= {"more tensors": last - count, "their bytes": last_size - size, "recorded in calls": recorded}
         figures.append(figure | how(pipe, 2))
@@ -304,20 +317,17 @@ def memory(options: argparse.Namespace) -> Part:
 
 def plain_peak(model: Any, inputs: dict[str, Tensor], tokens: int) -> int:
     """Return what the plain model's last step has at most on top of what it begins with."""
-    calls, found, forward = 0, 0, type(model).forward
+    last, left, forward = LastStep(), tokens, type(model).forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls, found
-        calls += 1
-        if calls < tokens:
-            return forward(model, *args, **kwargs)
-        output, found = peak_of(lambda: forward(model, *args, **kwargs))
-        return output
+        nonlocal left
+        left -= 1
+        return last.run(lambda: forward(model, *args, **kwargs), left)
 
     model.forward = call
     model.generate(**inputs, **exactly(tokens))
     del model.forward
-    return found
+    return last.peak
 
 
 PARTS = {each.__name__: each for each in (families, sleeping, computing, host, memory)}
