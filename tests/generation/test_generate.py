@@ -63,9 +63,7 @@ def test_tokens_are_the_plain_models(family: str) -> None:
     plain, pipe = model(family), split(FAMILIES[family](), lanes=3)
     for kind in ({}, SAMPLED, {} if family == "recurrent_gemma" else BEAMS):
         both(plain, pipe, **prompts(plain, 5), **NEW, **kind)
-    stages = {len(entry.pipe.plan.stages) for entry in generator_of(pipe)._entries.values()}
-    assert stages == {2 if plain.config.is_encoder_decoder and 3 not in stages else 3} or 3 in stages
-    made(pipe)
+    assert made(pipe) >= 3
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -104,6 +102,7 @@ def test_what_guesses_tokens_ahead() -> None:
     both(plain, pipe, **row, **NEW, assistant_model=model("stablelm"))
 
 
+@pytest.mark.quick
 # What is a single token long is recorded apart from what is longer, so an encoder-decoder takes a token more.
 @pytest.mark.parametrize(("family", "tokens"), [("llama", 3), ("gpt2", 3), ("t5", 4)])
 def test_nothing_is_recorded_after_the_third_token(family: str, tokens: int) -> None:
@@ -118,9 +117,10 @@ def test_nothing_is_recorded_after_the_third_token(family: str, tokens: int) -> 
         assert counts[3] == counts[2] + 1
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_a_window_that_fills_while_it_decodes(cache: str | None) -> None:
-    plain, pipe = model("mistral"), split(FAMILIES["mistral"]())
+    plain, pipe = model("mistral"), shared("mistral")
     assert plain.config.sliding_window == 6
     inputs = prompts(plain, 4, left_padded=False, length=3)
     both(plain, pipe, **inputs, max_new_tokens=12, min_new_tokens=12, cache_implementation=cache)
@@ -136,6 +136,7 @@ def equal_caches(one: Any, other: Any) -> None:
         assert torch.equal(mine.values, plains.values)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_a_cache_goes_in_and_out(kind: str) -> None:
     plain, pipe = model("llama"), shared("llama")
@@ -184,7 +185,7 @@ def test_outputs_beside_the_tokens() -> None:
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_an_encoder_and_a_decoder(family: str) -> None:
-    plain, pipe = model(family), split(FAMILIES[family]())
+    plain, pipe = model(family), shared(family)
     both(plain, pipe, **prompts(plain, 5), **NEW)
     both(plain, pipe, **prompts(plain, 5), **NEW, **BEAMS)
     result = both(plain, pipe, **prompts(plain, 2), **NEW, return_dict_in_generate=True)
@@ -211,13 +212,15 @@ def states(subject: nn.Module) -> dict[str, Tensor]:
 
 def test_caches_in_attributes_are_left_as_the_plain_model_leaves_them() -> None:
     plain, subject = FAMILIES["recurrent_gemma"](), FAMILIES["recurrent_gemma"]()
-    pipe = split(subject)
-    for rows, options in ((4, {}), (2, SAMPLED), (4, {})):
-        both(plain, pipe, **prompts(plain, rows), **NEW, **options)
-        assert states(subject).keys() == states(plain).keys()
+    pipe: Any = split(subject)
+    both(plain, pipe, **prompts(plain, 4), **NEW, **SAMPLED)
+    assert not states(subject)  # each group of rows has had its own
+    for rows in (4, 2):
+        expected = plain.generate(**prompts(plain, rows), **NEW)
+        assert torch.equal(pipe.generate(**prompts(plain, rows), **NEW, groups=1), expected)
+        assert states(subject).keys() == states(plain).keys() != set()
         for name, value in states(plain).items():
             torch.testing.assert_close(states(subject)[name], value)
-    assert states(subject)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, contextlib.nullcontext])
@@ -229,6 +232,7 @@ def test_modes(mode: Callable[[], Any]) -> None:
     assert not pipe.generate(**prompts(plain, 4), **NEW).is_inference()
 
 
+@pytest.mark.quick
 def test_steps_of_training_between_two_calls() -> None:
     plain, subject = FAMILIES["llama"](), FAMILIES["llama"]()
     pipe = split(subject)
