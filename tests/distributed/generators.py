@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -158,3 +159,18 @@ def lost_cache(name: str) -> None:
 
     exchange._run = losing
     pipe.generate(**_asked("greedy"))
+
+
+def asked_at_once(name: str) -> list[bool]:
+    """Generate where both groups ask for what runs their calls while it is being made; tell whether that is one."""
+    plain, pipe = _pair(name)
+    generator, made = generator_of(pipe), list[int]()
+    make_entry = generator._entry
+
+    def slow(*args: Any) -> Any:
+        made.append(len(made))
+        time.sleep(0.5 + 2.0 * made[-1])
+        return make_entry(*args)
+
+    generator._entry = slow
+    return [torch.equal(plain.generate(**_asked("greedy")), pipe.generate(**_asked("greedy"))), made == [0]]
