@@ -8,6 +8,7 @@ gloo group; a cell that raises, or takes too long, is noted, and the next one be
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -46,12 +47,12 @@ def same_tokens(family: str, way: str) -> bool:
 
 
 def tried(ranks: Ranks, family: str, way: str, limit_s: float) -> str:
-    """Return "equal" or how a cell differs: by its tokens, or by an error's last line."""
+    """Return "equal" or how a cell differs: by its tokens, or by an error's first line."""
     try:
         equal = ranks.run(same_tokens, family, way, timeout_s=limit_s)
     except RuntimeError as error:
-        lines = [line for line in str(error).splitlines() if line and not line.startswith((" ", "rank "))]
-        return (lines or str(error).splitlines())[-1][:200]
+        raised = re.search(r"^[\w.]+(Error|Exception): .*", str(error), re.MULTILINE)
+        return (raised[0] if raised else str(error).splitlines()[0])[:200]
     return "equal" if all(equal) else f"other tokens on ranks {[rank for rank, same in enumerate(equal) if not same]}"
 
 

@@ -82,8 +82,8 @@ class Layouts:
         leaves, structure = take_apart(cache)
         counts = self._counts.get(structure, ())
         kinds = (
-            Slot.TENSOR if isinstance(leaf, torch.Tensor) else Slot.COUNT if position in counts else leaf
-            for position, leaf in enumerate(leaves)
+            Slot.TENSOR if isinstance(leaf, torch.Tensor) else Slot.COUNT if at in counts and _is_number(leaf) else leaf
+            for at, leaf in enumerate(leaves)
         )
         number = self._number(Layout(structure, slots := tuple(kinds)))
         if _is_hashable(cache):

@@ -10,7 +10,7 @@ from tests.pairwise import mostly_slow
 
 CASES = [
     (name, way, size)
-    for name, ways in {"llama": 3, "gpt2": 3, "t5": 3, "mistral": 3}.items()
+    for name, ways in {"llama": 3, "gpt2": 3, "t5": 3, "mistral": 3, "mamba": 1}.items()
     for way in [*generators.WAYS][:ways]
     for size in (2, 3)
 ]

@@ -54,7 +54,7 @@ class Exchange:
         self.broken: BaseException | None = None
         self._entry = entry
         self._lent: dict[tuple[str, int], Any] = {}
-        self._calls, self._values, self._shapes = (Line(world, tag) for tag in (1, 2, 3))
+        self._calls, self._shapes = (Line(world, tag) for tag in (1, 2))
         self._notes = Notes(world.device)
         self._inputs: Any = WeakIdKeyDictionary()
         self._told: set[tuple[str, int]] = set()
@@ -198,7 +198,7 @@ class Exchange:
 
         def made() -> ServedStep:
             ready = vars(entry.prepare(call.numbers, zeros, inputs))
-            step = ServedStep(**ready, line=self._values, lent=self._lent)
+            step = ServedStep(**ready, lent=self._lent)
             step.whole = True
             self._check(step, call, zeros)
             return step
