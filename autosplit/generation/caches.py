@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import operator
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -69,6 +70,7 @@ class Layouts:
     def __init__(self) -> None:
         self._numbers: dict[Layout, int] = {}
         self._layouts: list[Layout] = []
+        self._numbering = threading.Lock()
         self._counts: dict[Structure, frozenset[int]] = {}
         self._walks: WeakKeyDictionary[Any, _Walk] = WeakKeyDictionary()
 
@@ -80,8 +82,8 @@ class Layouts:
         leaves, structure = take_apart(cache)
         counts = self._counts.get(structure, ())
         kinds = (
-            Slot.TENSOR if isinstance(leaf, torch.Tensor) else Slot.COUNT if position in counts else leaf
-            for position, leaf in enumerate(leaves)
+            Slot.TENSOR if isinstance(leaf, torch.Tensor) else Slot.COUNT if at in counts and _is_number(leaf) else leaf
+            for at, leaf in enumerate(leaves)
         )
         number = self._number(Layout(structure, slots := tuple(kinds)))
         if _is_hashable(cache):
@@ -133,11 +135,12 @@ class Layouts:
         return self._layouts[number]
 
     def _number(self, layout: Layout) -> int:
-        if layout not in self._numbers:
-            same = next((each.structure for each in self._layouts if each.structure == layout.structure), None)
-            self._numbers[layout] = len(self._layouts)
-            self._layouts.append(layout if same is None else Layout(same, layout.slots))
-        return self._numbers[layout]
+        with self._numbering:
+            if layout not in self._numbers:
+                same = next((each.structure for each in self._layouts if each.structure == layout.structure), None)
+                self._numbers[layout] = len(self._layouts)
+                self._layouts.append(layout if same is None else Layout(same, layout.slots))
+            return self._numbers[layout]
 
 
 def _tensors(leaves: Sequence[Any], slots: Sequence[Any]) -> list[torch.Tensor]:

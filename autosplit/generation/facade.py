@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -31,21 +32,22 @@ class Generator:
         self._entries: dict[str, Entry] = {}
         self._path = path
         self.notes: list[str] = []
-        self._stages = Stages()
+        self._stages, self._making = Stages(), threading.Lock()
 
     def entry(self, name: str) -> Entry:
         """Return what runs the model's forward, or its encoder's, as a program of the stages."""
-        if name not in self._entries:
-            path = self._path
+        path = self._path
 
-            def function(model: nn.Module, **inputs: Any) -> Any:
-                inner = model.get_submodule(path) if path else model
-                if name == "encoder":
-                    return inner.get_encoder()(**inputs)  # type: ignore[operator]
-                return inner(**inputs) if path else type(inner).__mro__[1].forward(inner, **inputs)  # type: ignore
+        def function(model: nn.Module, **inputs: Any) -> Any:
+            inner = model.get_submodule(path) if path else model
+            if name == "encoder":
+                return inner.get_encoder()(**inputs)  # type: ignore[operator]
+            return inner(**inputs) if path else type(inner).__mro__[1].forward(inner, **inputs)  # type: ignore
 
-            self._entries[name] = self._entry(name, function)
-        return self._entries[name]
+        with self._making:  # groups ask for it at once
+            if name not in self._entries:
+                self._entries[name] = self._entry(name, function)
+            return self._entries[name]
 
     def _entry(self, name: str, function: Callable[..., Any]) -> Entry:
         return Entry(self.pipe, function, self._stages)

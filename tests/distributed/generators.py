@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from tests.distributed.processes import error_of
 
 _SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+_MAMBA: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 8}
 _GPT2: dict[str, Any] = {"vocab_size": 97, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 256}
 _T5: dict[str, Any] = {"vocab_size": 97, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 3, "num_heads": 4}
 
@@ -27,6 +29,7 @@ def make(name: str) -> nn.Module:
         "mistral": lambda: transformers.MistralForCausalLM(
             transformers.MistralConfig(**_SIZES, **_HEADS, sliding_window=6)
         ),
+        "mamba": lambda: transformers.MambaForCausalLM(transformers.MambaConfig(**_MAMBA)),
         "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPT2)),
         "t5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**_T5, decoder_start_token_id=0)),
     }
@@ -158,3 +161,18 @@ def lost_cache(name: str) -> None:
 
     exchange._run = losing
     pipe.generate(**_asked("greedy"))
+
+
+def asked_at_once(name: str) -> list[bool]:
+    """Generate where both groups ask for what runs their calls while it is being made; tell whether that is one."""
+    plain, pipe = _pair(name)
+    generator, made = generator_of(pipe), list[int]()
+    make_entry = generator._entry
+
+    def slow(*args: Any) -> Any:
+        made.append(len(made))
+        time.sleep(0.5 + 2.0 * made[-1])
+        return make_entry(*args)
+
+    generator._entry = slow
+    return [torch.equal(plain.generate(**_asked("greedy")), pipe.generate(**_asked("greedy"))), made == [0]]

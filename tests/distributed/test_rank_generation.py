@@ -10,7 +10,7 @@ from tests.pairwise import mostly_slow
 
 CASES = [
     (name, way, size)
-    for name, ways in {"llama": 3, "gpt2": 3, "t5": 3, "mistral": 3}.items()
+    for name, ways in {"llama": 3, "gpt2": 3, "t5": 3, "mistral": 3, "mamba": 1}.items()
     for way in [*generators.WAYS][:ways]
     for size in (2, 3)
 ]
@@ -61,3 +61,8 @@ def test_error_of_one_rank_ends_all() -> None:
     ranks = Ranks(2)
     with pytest.raises(RuntimeError, match=r"rank 0: (.|\n)*KeyError"):
         ranks.run(generators.lost_cache, "llama", timeout_s=90.0)
+
+
+@pytest.mark.slow
+def test_groups_share_the_recordings_of_all_ranks(ranks: Pool) -> None:
+    assert ranks(2).run(generators.asked_at_once, "gpt2") == [[True] * 2] * 2

@@ -1,6 +1,6 @@
-"""How calls that ranks run together travel: on the CPU in one message each, on an accelerator beside what says of them.
+"""How calls that ranks run together travel: what is told of them, and the messages between their stages.
 
-rank of s    (route, shapes, values) ──── a block of as many bytes as the last ones took ────► rank of t
+rank of s    what is told ──── a block of as many bytes as the last ones took ────► rank of t
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from autosplit.distributed import words
-from autosplit.distributed.messages import Descriptions, Incoming, Messages, blank_like, described, flattened
+from autosplit.distributed.messages import Descriptions, Messages
 from autosplit.distributed.ranks.prepared import PreparedRankStep
 from autosplit.distributed.world import World
 from autosplit.runtime.lower.program import ending_slots, slots_of
@@ -58,9 +58,9 @@ class Line:
 class Carried(Messages):
     """The messages of a call. Tied weights go to another rank once, as they stay as they are between the calls."""
 
-    def __init__(self, *args: Any, line: Line, lowered: Lowered, lent: dict[tuple[str, int], Any], **ways: Any) -> None:
+    def __init__(self, *args: Any, lowered: Lowered, lent: dict[tuple[str, int], Any], **ways: Any) -> None:
         super().__init__(*args, known=Descriptions(), **ways)
-        self._line, self._lowered, self._lent = line, lowered, lent
+        self._lowered, self._lent = lowered, lent
 
     def _tied(self, route: Route) -> list[tuple[str, int] | None]:
         """Return the names of the tied weights of a message, with the rank that takes them; None for other values."""
@@ -86,44 +86,13 @@ class Carried(Messages):
             message = [self._lent[key] if key else tensor for key, tensor in pairs]
         return message
 
-    def _send(self, route: Route, message: Message) -> None:
-        description = tuple([None if tensor is None else described(tensor) for tensor in message])
-        flat = [flattened(tensor.detach()) for tensor in message if tensor is not None and tensor.numel()]
-        beside, works = self._world.accelerated, list[Any]()
-        for to in self._ends(route)[1]:
-            told, kept = self._line.post((route, description, None if beside else [t.numpy() for t in flat]), to)
-            works += [*told, *(self._world.isend(tensor, to) for tensor in (flat if beside else ()))]
-            flat += kept
-        self._sent[route] = works, flat
-
-    def expect(self, route: Route) -> None:
-        """Take messages until that of a route is there, or its receives are posted."""
-        source, _ = self._ends(route)
-        while (0, route) not in self._posted:
-            other, description, data = self._line.hear(f"values of stage {route.source}", source)
-            if data is None:
-                tensors, works = self._post(other, source, description)
-            else:
-                each, works = iter(data), []
-                tensors = [blank_like(like, torch.device("cpu")) for like in description if like is not None]
-                for tensor in tensors:
-                    if tensor.numel():
-                        flattened(tensor).copy_(torch.from_numpy(next(each)))
-            self._posted[0, other] = Incoming(None, description, tensors, works)
-
 
 @dataclass(kw_only=True)
 class ServedStep(PreparedRankStep):
-    """A call that ranks run together.
+    """A call that ranks run together; ``lent`` are the tied weights that went from rank to rank."""
 
-    Attributes:
-        line: what says of its messages.
-        lent: the tied weights that went from rank to rank.
-    """
-
-    line: Line
     lent: dict[tuple[str, int], Any]
     carrier = Carried
 
     def _described(self) -> dict[str, Any]:
-        return {"line": self.line, "lowered": self.lowered, "lent": self.lent}
+        return {"lowered": self.lowered, "lent": self.lent}

@@ -122,8 +122,8 @@ class RankGenerator(Generator):
 
     def facade(self) -> Any:
         """Return what transformers' ``generate`` is run on, whose device is this rank's."""
-        facade, device = super().facade(), self.pipe._world.device
-        type(facade).device = property(lambda _: device)
+        facade = super().facade()
+        type(facade).device = self.pipe._world.device
         facade.__dict__["_autosplit_kept"] = RankKept()
         return facade
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,7 +72,7 @@ class Noted(NamedTuple):
 
         space, name, overload = self.name
         function = getattr(getattr(getattr(torch.ops, space), name), overload)
-        args, kwargs = _each(there, (self.args, self.kwargs))
+        args, kwargs = pytree.tree_map(there, (self.args, self.kwargs))
         results = [leaf for leaf in pytree.tree_leaves(function(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
         kept.update(zip(self.results, results, strict=False))
 
@@ -107,7 +107,7 @@ class Notes:
             changed = function._schema.is_mutable
             if any(tensor.owner != owner for tensor in tensors) or (changed and args[0] is not tensors[0]):
                 raise NotImplementedError("it goes from rank to rank")
-            metas, meta_kwargs = _each(_on_meta, (args, kwargs))
+            metas, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
             with torch.no_grad():
                 results = function(*metas, **meta_kwargs)
         except Exception as error:
@@ -126,7 +126,7 @@ class Notes:
         outcome = tensors[0] if changed else pytree.tree_map(remote, results)
         name = (function.namespace, function._opname, function._overloadname)
         with self._lock:
-            told_args, told_kwargs = _each(_portable, (args, dict(kwargs)))
+            told_args, told_kwargs = pytree.tree_map(_portable, (args, dict(kwargs)))
             self._noted.append(Noted(owner, name, told_args, told_kwargs, tuple(keys)))
         return outcome
 
@@ -170,10 +170,6 @@ class RemoteTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError(f"the values of a cache's tensor stay on rank {self.owner}; it cannot be saved here")
-
-
-def _each(function: Callable[[Any], Any], tree: Any) -> Any:
-    return pytree.tree_map(function, tree)
 
 
 def _on_meta(leaf: Any) -> Any:

@@ -54,7 +54,7 @@ class Exchange:
         self.broken: BaseException | None = None
         self._entry = entry
         self._lent: dict[tuple[str, int], Any] = {}
-        self._calls, self._values, self._shapes = (Line(world, tag) for tag in (1, 2, 3))
+        self._calls, self._shapes = (Line(world, tag) for tag in (1, 2))
         self._notes = Notes(world.device)
         self._inputs: Any = WeakIdKeyDictionary()
         self._told: set[tuple[str, int]] = set()
@@ -77,8 +77,9 @@ class Exchange:
     def call(self, entry: Any, numbers: Mapping[str, int], state: Mapping[str, Any], inputs: Any) -> Any:
         """Have all ranks run an entry; return its output. Several threads may do so at once."""
         leaves, structure = take_apart(inputs)
-        dense = {id(leaf): leaf.detach().contiguous() for leaf in leaves if _is_apart(leaf)}
-        leaves = [dense.get(id(leaf), leaf) for leaf in leaves]
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        dense = {n: t.detach().contiguous() for n, t in tensors.items() if t.requires_grad or not t.is_contiguous()}
+        leaves = [dense.get(id(leaf), leaf) for leaf in leaves]  # other ranks have them so
         with self._issuing:
             sent: dict[Hashable, Values] = {}
             told = [self._input(leaf, sent) for leaf in leaves]
@@ -197,7 +198,7 @@ class Exchange:
 
         def made() -> ServedStep:
             ready = vars(entry.prepare(call.numbers, zeros, inputs))
-            step = ServedStep(**ready, line=self._values, lent=self._lent)
+            step = ServedStep(**ready, lent=self._lent)
             step.whole = True
             self._check(step, call, zeros)
             return step
@@ -205,7 +206,7 @@ class Exchange:
         step, error = attempt(made)
         if error is not None and (known_to_all(error) or not isinstance(error, AutosplitError)):
             raise error  # of all, or of this rank alone
-        if step is None:  # all ranks refuse alike
+        if error is not None:  # all ranks refuse alike
             self.world.agree("generates text", {}, error)
         assert step is not None
         return step
@@ -214,16 +215,13 @@ class Exchange:
         """Raise where ranks cannot run a recording together."""
         if step.lowered.random:
             raise InputError("the model draws random numbers in its forward: call pipe.eval() before generate()")
-        caches = {id(tensor) for tensors in zeros.values() for tensor in tensors}
-        guard, seam = step.recorded.trace.guard, step.once("seam", lambda: Seam.of(step))
+        names, guard, seam = call.state.items(), step.recorded.trace.guard, step.once("seam", lambda: Seam.of(step))
+        leaves = {id(z): leaf for name, leaves in names for z, leaf in zip(zeros[name], leaves, strict=True)}
         read = [] if guard is None else [*guard.graph.find_nodes(op="placeholder")][1 + len(guard.lengths) :]
-        if any(node.users and id(tensor) in caches for node, tensor in zip(read, step.tensors, strict=False)):
+        if any(node.users and id(tensor) in leaves for node, tensor in zip(read, step.tensors, strict=False)):
             raise TraceError(
                 "the model's Python reads values of its cache, which lie on several ranks; use one process"
             )
-        leaves = {
-            id(z): leaf for name, leaves in call.state.items() for z, leaf in zip(zeros[name], leaves, strict=True)
-        }
         for index in seam.changed:
             leaf, takers = leaves.get(id(step.tensors[index])), seam.takers.get(index, set())
             if leaf is not None and not leaf.values and takers - {leaf.owner}:
@@ -297,8 +295,3 @@ class Exchange:
         while self._on_way and self._on_way[0][0] < number:
             for work in self._on_way.popleft()[1]:
                 work.wait()
-
-
-def _is_apart(leaf: Any) -> bool:
-    """Tell whether an input is a tensor that other ranks would have in another layout."""
-    return isinstance(leaf, torch.Tensor) and (leaf.requires_grad or not leaf.is_contiguous())
