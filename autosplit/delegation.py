@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ from torch import fx, nn
 from autosplit.errors import DeviceError, InputError
 from autosplit.trace.borrowed.state import RECORDING
 
+INSIDE: set[int] = set()
+"""The threads that work for a call of a pipe, which has the lock of its calls."""
 _SPECIAL = frozenset("__len__ __iter__ __reversed__ __getitem__ __setitem__ __delitem__ __contains__".split())
 """Python looks these up in the class, never in the instance."""
 _CALLS = frozenset(("forward", "_call_impl", "_wrapped_call_impl"))
@@ -195,7 +198,8 @@ def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _for_calls(core: Any) -> AbstractContextManager[Any]:
     """Return what waits for other threads' calls of pipes of the model, unless a recording in this thread asks."""
-    return contextlib.nullcontext() if RECORDING._is_owned() else core.stream.lock  # type: ignore[attr-defined]
+    inside = RECORDING._is_owned() or threading.get_ident() in INSIDE  # type: ignore[attr-defined]
+    return contextlib.nullcontext() if inside else core.stream.lock
 
 
 def _waiting(method: Any, *, for_calls: bool) -> Callable[..., Any]:

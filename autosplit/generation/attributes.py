@@ -7,6 +7,7 @@ recorded    forward begins with the group's values in the modules, and what it h
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,12 @@ from autosplit.trace.inputs.objects import leaves_of
 _TABLES = frozenset(("_parameters", "_buffers", "_modules", *HOOK_TABLES))
 Spaces = Mapping[str, tuple[dict[str, Any], dict[str, Any]]]
 """The attributes and the buffers of modules, by their paths."""
+
+
+class Deleted(enum.Enum):
+    """Stands for an attribute that a call deletes."""
+
+    DELETED = 0
 
 
 class Kept:
@@ -56,6 +63,8 @@ def kept_apart(model: nn.Module, before: Kept) -> Iterator[Kept]:
                 for name, value in table.items():
                     if name not in _TABLES and _is_another(earlier.get(name), value):
                         after.values[f"{path}:{name}"] = value
+                for name in earlier.keys() - table.keys() - _TABLES:
+                    after.values[f"{path}:{name}"] = Deleted.DELETED
     finally:
         for key in after.values.keys() | before.values.keys():
             path, _, name = key.partition(":")
@@ -82,7 +91,11 @@ def _spaces(model: nn.Module) -> Spaces:
 def _put(spaces: Spaces, key: str, value: Any) -> None:
     path, _, name = key.partition(":")
     attributes, buffers = spaces[path]
-    (buffers if name in buffers else attributes)[name] = value
+    table = buffers if name in buffers else attributes
+    if value is Deleted.DELETED:
+        table.pop(name, None)
+    else:
+        table[name] = value
 
 
 def _is_another(before: Any, now: Any) -> bool:

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from autosplit.errors import InputError
 from autosplit.trace.inputs.objects import Structure, attributes_of, is_object, items_of, take_apart
 
 
@@ -82,7 +83,7 @@ class Layouts:
         leaves, structure = take_apart(cache)
         counts = self._counts.get(structure, ())
         kinds = (
-            Slot.TENSOR if isinstance(leaf, torch.Tensor) else Slot.COUNT if at in counts and _is_number(leaf) else leaf
+            Slot.TENSOR if isinstance(leaf, torch.Tensor) else Slot.COUNT if at in counts and _is_count(leaf) else leaf
             for at, leaf in enumerate(leaves)
         )
         number = self._number(Layout(structure, slots := tuple(kinds)))
@@ -103,7 +104,7 @@ class Layouts:
             if isinstance(leaf, torch.Tensor):
                 slots.append(Slot.SAME if leaf is old else Slot.TENSOR)
                 tensors += [] if leaf is old else [leaf]
-            elif _is_number(leaf) and (position in counts or not (leaf is old or leaf == old)):
+            elif _is_count(leaf) and (position in counts or not (leaf is old or leaf == old)):
                 counts.add(position)
                 slots.append(Slot.COUNT)
                 tensors.append(torch.empty(1, 0, leaf))
@@ -135,6 +136,13 @@ class Layouts:
         return self._layouts[number]
 
     def _number(self, layout: Layout) -> int:
+        try:
+            hash(layout)
+        except TypeError as error:
+            raise InputError(
+                f"a cache holds a constant that cannot be followed ({error}): keep tensors, numbers and containers of "
+                "them in it, or generate with the model itself, which pipe.unsplit() gives back"
+            ) from None
         with self._numbering:
             if layout not in self._numbers:
                 same = next((each.structure for each in self._layouts if each.structure == layout.structure), None)
@@ -151,8 +159,8 @@ def _tensors(leaves: Sequence[Any], slots: Sequence[Any]) -> list[torch.Tensor]:
     ]
 
 
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, (int, torch.SymInt)) and not isinstance(leaf, bool)
+def _is_count(leaf: Any) -> bool:
+    return isinstance(leaf, (int, torch.SymInt)) and not isinstance(leaf, bool) and bool(leaf >= 0)
 
 
 def _is_hashable(value: Any) -> bool:
@@ -178,41 +186,45 @@ class _Walk:
     def of(cls, cache: Any, leaves: Sequence[Any], number: int) -> _Walk | None:
         """Return the walk of a cache with these leaves; None where it has other containers."""
         walk = cls(number)
-        walk._into(cache)
+        if not walk._into(cache, set()):
+            return None
         read = [space[name] for space, name in walk._leaves]
         return walk if len(read) == len(leaves) and all(map(operator.is_, read, leaves)) else None
 
-    def _into(self, value: Any) -> None:
-        if is_object(value):
-            spaces: list[Any] = [] if items_of(value) is None else [value]
-            spaces.append(vars(value))
-        else:
-            spaces = [value]
-        for space in spaces:
+    def _into(self, value: Any, seen: set[int]) -> bool:
+        """Note where the leaves below a container are; tell whether all are in dicts and lists that are met once."""
+        if id(value) in seen or (is_object(value) and not (hasattr(value, "__dict__") and items_of(value) is None)):
+            return False
+        seen.add(id(value))
+        for space in [vars(value) if is_object(value) else value]:
             self._sizes.append((space, len(space)))
             for name in range(len(space)) if isinstance(space, list) else list(space):
                 item = space[name]
                 if is_object(item) or type(item) in (list, dict):
                     self._inner.append((space, name, item))
-                    self._into(item)
+                    if not self._into(item, seen):
+                        return False
                 else:
                     self._leaves.append((space, name))
+        return True
 
     def again(self, slots: Sequence[Any]) -> Apart | None:
         """Return the cache taken apart again; None where anything but tensors and counts is another."""
-        if any(
-            space[name] is not item for space, name, item in self._inner if name in space or isinstance(space, list)
-        ):
-            return None
         if any(len(space) != size for space, size in self._sizes):
             return None
-        leaves = [space[name] for space, name in self._leaves]
+        try:
+            same = all(space[name] is item for space, name, item in self._inner)
+            leaves = [space[name] for space, name in self._leaves]
+        except (KeyError, IndexError):
+            return None
+        if not same:
+            return None
         for leaf, slot in zip(leaves, slots, strict=True):
             if slot is Slot.TENSOR:
                 if not isinstance(leaf, torch.Tensor):
                     return None
             elif slot is Slot.COUNT:
-                if type(leaf) is not int:
+                if type(leaf) is not int or leaf < 0:
                     return None
             elif leaf is not slot and (type(leaf) is not type(slot) or leaf != slot):
                 return None
@@ -224,18 +236,33 @@ class _Walk:
             space[name] = leaf
 
 
-def adopt(before: Any, now: Any) -> Any:
+def adopt(before: Any, now: Any, seen: set[int] | None = None) -> Any:
     """Give the objects, lists and dicts of a cache the content of another; return what stands for that."""
-    if type(before) is not type(now):
-        return now
-    if isinstance(before, list):
-        before[:] = [adopt(*pair) for pair in zip(before, now, strict=False)] + now[len(before) :]
-    elif isinstance(before, dict):
-        both = {name: adopt(before[name], value) if name in before else value for name, value in now.items()}
-        before.clear()
-        before.update(both)
-    elif is_object(before):
-        vars(before).update({n: adopt(vars(before).get(n), value) for n, value in attributes_of(now).items()})
+    seen = set() if seen is None else seen
+    if type(before) is not type(now) or id(before) in seen:
+        return before if id(before) in seen else now
+    if is_object(before):
+        seen.add(id(before))
+        earlier, attributes, items = attributes_of(before), attributes_of(now), items_of(now)
+        for name in earlier.keys() - attributes.keys():
+            object.__delattr__(before, name)
+        for name, value in attributes.items():
+            object.__setattr__(before, name, adopt(earlier.get(name), value, seen))
+        if items is not None and not isinstance(before, tuple):
+            _fill(before, items, seen)
+    elif isinstance(before, (list, dict)):
+        seen.add(id(before))
+        _fill(before, now, seen)
     else:
         return now
     return before
+
+
+def _fill(before: Any, now: Any, seen: set[int]) -> None:
+    """Give a list or a dict the items of another."""
+    if isinstance(before, list):
+        before[:] = [adopt(*pair, seen) for pair in zip(before, now, strict=False)] + now[len(before) :]
+    else:
+        both = {name: adopt(dict.get(before, name), value, seen) for name, value in now.items()}
+        dict.clear(before)
+        dict.update(before, both)

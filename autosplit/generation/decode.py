@@ -17,6 +17,7 @@ from autosplit.generation.entry import Entry, Stages
 from autosplit.generation.groups import rows_of_groups, run_groups
 from autosplit.generation.noise import WholeBatch
 from autosplit.trace.borrowed.state import eval_mode
+from autosplit.trace.inputs.objects import tensors_in
 
 
 class _Cache:
@@ -49,7 +50,7 @@ class Decoder:
     def decode(self, tokens: Tensor, inputs: Mapping[str, Any], groups: int, **options: Any) -> Tensor:
         """Extend rows in groups; where that may give other tokens, all rows at once."""
         try:
-            sizes = rows_of_groups(tokens.shape[0], groups)
+            sizes = rows_of_groups(tokens.shape[0], 1 if self._entry.keeps_state else groups)
             parts = {name: _rows(value, sizes) for name, value in inputs.items()}
             each = zip(tokens.split(sizes), *parts.values(), strict=True)
             calls = [options | {"tokens": rows, "inputs": dict(zip(parts, more, strict=True))} for rows, *more in each]
@@ -77,7 +78,10 @@ class Decoder:
         ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
         for _ in range(steps):
             output = self._entry(self._kept, tokens=new, state=state, names=names, **inputs)
-            new = choose(output["logits"][:, -1]).to(tokens).reshape(-1, 1)
+            logits = output["logits"]
+            if logits.dim() not in (2, 3):
+                raise InputError(f"logits are [rows, (length,) vocabulary]; the model returns {list(logits.shape)}")
+            new = choose(logits[:, -1] if logits.dim() == 3 else logits).to(tokens).reshape(-1, 1)
             if end is not None:
                 new = new.masked_fill(ended[:, None], end)
                 ended |= new[:, 0] == end
@@ -170,5 +174,7 @@ def lanes_of(pipe: Any) -> int:
 
 def _rows(value: Any, sizes: Sequence[int]) -> Sequence[Any]:
     """Return an input for each group: its rows where it has those of all."""
+    if not isinstance(value, Tensor) and tensors_in(value) and len(sizes) > 1:
+        raise WholeBatch("an input holds tensors, which may be of all rows")
     rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == sum(sizes)
     return value.split(sizes) if rows else [value] * len(sizes)

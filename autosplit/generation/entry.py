@@ -87,6 +87,7 @@ class Entry:
     Attributes:
         pipe: runs the function with caches taken apart.
         layouts: of the caches.
+        keeps_state: whether modules of the model are known to keep state from call to call, so that rows stay together.
     """
 
     def __init__(self, pipe: Any, function: Callable[..., Any], stages: Stages, layouts: Layouts | None = None) -> None:
@@ -94,6 +95,8 @@ class Entry:
         self.layouts, self.stages, self._whole = layouts or Layouts(), stages, pipe
         self.pipe = pipe._of_function(_functional(pipe._core.model, function, self.layouts))
         self.pipe._core.recordings.still = stages.still
+
+    keeps_state = False
 
     def __call__(self, kept: Kept, /, **inputs: Any) -> Any:
         """Return the function's output; caches among the inputs are changed in place, as the function would.
@@ -118,6 +121,9 @@ class Entry:
                 break
             except WritesBuffers as error:  # before it has run
                 kept.values.update(buffers_of(self._whole._core.model, error.names))
+        if in_group() and (kept.values or self.layouts[after[KEPT][0]].slots):
+            self.keeps_state = True
+            raise WholeBatch("modules of the model keep state from call to call")
         for name, (number, tensors) in after.items():
             caches[name] = self.layouts.put(caches.get(name), apart.get(name), number, tensors)
         for name, cache in names.items():
@@ -149,6 +155,8 @@ class Entry:
                 return step.call()
             if written := step.recorded.traced.written:
                 raise WritesBuffers(written)
+            if in_group() and (step.recorded.changes_python or step.python is not None):
+                raise WholeBatch("the model changes state of its Python")
             if in_group() and (why := step.once("rows meet", lambda: _rows_meet(step))):
                 raise WholeBatch(why)
             self.stages.begin()

@@ -85,6 +85,7 @@ class Generator:
     def generate(self, *args: Any, groups: int | None = None, **kwargs: Any) -> Any:
         """Run transformers' ``generate`` on groups of rows; by default there are as many as lanes."""
         facade, count = self.facade(), lanes_of(self.pipe) if groups is None else groups
+        count = 1 if self.entry("forward").keeps_state else count
         result = generate_in_groups(facade, count, args, kwargs, notes=self._note)
         facade.__dict__["_autosplit_kept"].leave(self.pipe._core.model)
         return result
@@ -136,7 +137,12 @@ def generating(model: nn.Module) -> tuple[str, Any]:
     """
     from transformers import GenerationMixin
 
-    for path, module in model.named_modules():
-        if isinstance(module, GenerationMixin):
-            return path, module
-    raise InputError(f"{type(model).__name__} has no module that generates as transformers' models do")
+    if isinstance(model, GenerationMixin):
+        return "", model
+    adapters = getattr(model, "peft_config", None)
+    if adapters and not any(getattr(config, "is_prompt_learning", False) for config in adapters.values()):
+        return next((path, m) for path, m in model.named_modules() if isinstance(m, GenerationMixin))
+    raise InputError(
+        f"{type(model).__name__} does not generate as transformers' models do, or in its own way (virtual tokens): "
+        "call generate() of the model, which pipe.unsplit() gives back"
+    )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autosplit.delegation import INSIDE
 from autosplit.generation.noise import GroupMode, SharedNoise, WholeBatch
 from autosplit.runtime.lanes.ambient import ThreadState, needs_one_thread, watched
 from autosplit.trace.inputs.objects import leaves_of, take_apart
@@ -127,6 +128,7 @@ def run_groups(facade: Any, sizes: Sequence[int], calls: Sequence[dict[str, Any]
 
     def follow(group: int) -> None:
         error = None
+        INSIDE.add(threading.get_ident())
         try:
             if stream is not None:
                 torch.accelerator.set_stream(stream)
@@ -138,6 +140,7 @@ def run_groups(facade: Any, sizes: Sequence[int], calls: Sequence[dict[str, Any]
                 results[group] = context.run(type(facade).generate, mine, **calls[group])
         except BaseException as raised:
             error = raised
+        INSIDE.discard(threading.get_ident())
         noise.end(group, error)
         ended.put(group)
 

@@ -99,7 +99,7 @@ def _contents(key: Key) -> Iterator[tuple[str, str, Any]]:
     for path, value in rest.outside:
         yield "outside", f"`{'.'.join(filter(None, path))}` that its code names", value
     for index, ((kind, other), shape) in enumerate(zip_longest(rest.kinds, key.shapes[: len(rest.kinds)])):
-        if shape is None:
+        if shape is None or not isinstance(kind, torch.dtype):  # of what was refused only the kinds are known
             yield "kinds", f"input {index}", (kind, other)
             continue
         yield "shapes", f"shape of input {index}", shape
