@@ -152,6 +152,8 @@ class Decoding:
             shape = list(tokens.shape)
             raise InputError(f"decode() extends a table of tokens, [rows, length]; got {shape}, steps={steps}")
         core = self._core
+        if core.model._forward_hooks or core.model._forward_pre_hooks:
+            raise InputError("decode() calls the model's forward itself: remove the model's own forward hooks")
         if core.decoder is None:
             core.decoder = Decoder(self)
         options = {"steps": steps, "names": (cache, position), "choose": choose or (lambda logits: logits.argmax(-1))}

@@ -36,13 +36,12 @@ class Generator:
 
     def entry(self, name: str) -> Entry:
         """Return what runs the model's forward, or its encoder's, as a program of the stages."""
-        path = self._path
+        path, kind = self._path, type(self.model)
 
         def function(model: nn.Module, **inputs: Any) -> Any:
-            inner = model.get_submodule(path) if path else model
-            if name == "encoder":
-                return inner.get_encoder()(**inputs)  # type: ignore[operator]
-            return inner(**inputs) if path else type(inner).__mro__[1].forward(inner, **inputs)  # type: ignore
+            inner: Any = model.get_submodule(path) if path else model
+            # Hooks of the module that generates run around the call of the facade.
+            return inner.get_encoder()(**inputs) if name == "encoder" else kind.forward(inner, **inputs)
 
         with self._making:  # groups ask for it at once
             if name not in self._entries:
@@ -55,13 +54,17 @@ class Generator:
     def facade(self) -> Any:
         """Return a new object of the model's class whose calls, and those of its encoder, run on the stages."""
         model, kind = self.model, type(self.model)
+        if "forward" in vars(model):
+            raise InputError(
+                f"the forward of this {kind.__name__} was replaced in the object, as accelerate's prepare() does; "
+                "generate with the model as it was, or give prepare() the pipe"
+            )
 
         def call(facade: Any, *args: Any, **kwargs: Any) -> Any:
             named = inspect.signature(model.forward).bind_partial(*args).arguments if args else {}
             return self.entry("forward")(facade.__dict__["_autosplit_kept"], **named, **kwargs)
 
         members: dict[str, Any] = {
-            "__call__": call,
             "forward": _with_signature(call, model),
             "__module__": kind.__module__,
             "__init_subclass__": classmethod(lambda cls: None),

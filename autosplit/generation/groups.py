@@ -25,6 +25,7 @@ _CALLERS = """logits_processor stopping_criteria prefix_allowed_tokens_fn synced
     negative_prompt_ids custom_generate trust_remote_code""".split()
 _OPTIONS = """return_dict_in_generate max_time stop_strings token_healing prompt_lookup_num_tokens
     assistant_early_exit use_mtp""".split()
+_LOOPS = ("generate", "_sample", "_beam_search")
 _PROMPTS = ("inputs", "input_ids", "inputs_embeds", "encoder_outputs")
 _GROUP: ContextVar[int] = ContextVar("group")
 
@@ -48,6 +49,10 @@ def generate(facade: Any, groups: int, args: tuple, kwargs: dict, *, notes: Call
 
 def _split(facade: Any, groups: int, args: tuple, kwargs: dict) -> tuple[list[int], list[dict[str, Any]], int]:
     """Return the rows of each group, their arguments, and the token behind rows that have ended."""
+    from transformers import GenerationMixin
+
+    if any(getattr(type(facade), name) is not vars(GenerationMixin)[name] for name in _LOOPS):
+        raise WholeBatch(f"{type(facade).__name__} generates in its own way")
     named = inspect.signature(type(facade).generate).bind(facade, *args, **kwargs).arguments
     more = named.pop("kwargs", {})
     del named["self"]
@@ -92,10 +97,7 @@ def rows_of_groups(rows: int, groups: int) -> list[int]:
 
 def _reasons(facade: Any, named: dict[str, Any], config: Any, shape: Sequence[int]) -> dict[str, Any]:
     """Return why what happens to a row may depend on other rows, and whether that is so."""
-    from transformers import GenerationMixin
-
-    kind, text = type(facade), facade.config.get_text_config(decoder=True)
-    loops = ("generate", "_sample", "_beam_search")
+    text = facade.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     limits = [
         entry.get("original_max_position_embeddings", text.max_position_embeddings)
@@ -106,9 +108,6 @@ def _reasons(facade: Any, named: dict[str, Any], config: Any, shape: Sequence[in
     mixed = facade.input_modalities not in ("text", ("text",)) and text is not facade.config
     return {
         "the batch has a single row": shape[0] < 2,
-        f"{kind.__name__} generates in its own way": any(
-            getattr(kind, name) is not vars(GenerationMixin)[name] for name in loops
-        ),
         "a mode or hook of the caller's sees every operation": watched() or needs_one_thread(),
         "its kind of cache is for all rows": config.cache_implementation in ("paged", "quantized"),
         "decoder_start_token_id has a token for each row": isinstance(config.decoder_start_token_id, (list, Tensor)),

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from autosplit import PipelinedModule, autosplit
-from autosplit.errors import InputError
 from tests.clients.models import batches, llama, split
 
 
@@ -196,8 +195,8 @@ def test_a_transformers_model() -> None:
     assert pipe.base_model is model.model
     assert pipe.get_input_embeddings() is model.model.embed_tokens
     assert pipe.num_parameters() == model.num_parameters()
-    with pytest.raises(InputError, match=r"generate\(\) is not pipelined: .* pipe.unsplit\(\).generate"):
-        pipe.generate(torch.ones(1, 2, dtype=torch.int64))
+    ids = torch.randint(3, model.config.vocab_size, (2, 5))
+    assert torch.equal(pipe.generate(ids, max_new_tokens=3), model.eval().generate(ids, max_new_tokens=3))
 
 
 def test_a_saved_pretrained_pipe_is_the_saved_model(tmp_path: Any) -> None:
