@@ -16,6 +16,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", mostly_slow(CASES, ("llama", "sampled", 2), ("t5", "beams", 3)), ids=str)
 def test_tokens_are_the_plain_models(ranks: Pool, case: tuple[str, str, int]) -> None:
     name, way, size = case

@@ -315,7 +315,7 @@ def test_a_model_that_does_not_generate() -> None:
         def generate(self, ids: Tensor) -> Tensor:
             return ids
 
-    with pytest.raises(InputError, match="Net has no module that generates as transformers' models do"):
+    with pytest.raises(InputError, match="Net does not generate as transformers' models do"):
         split(Net()).generate(torch.ones(1, 2, dtype=torch.int64))
 
 
