@@ -114,15 +114,19 @@ class PlacedModule(nn.Module):
             )
 
 
-class _Twin:
+class Unlisted:
+    """A base of classes that are derived from a model's while a pipe is used."""
+
+    def __init_subclass__(cls) -> None:
+        """Keep the class from the model's own ``__init_subclass__``, which may list its subclasses."""
+
+
+class _Twin(Unlisted):
     """What the model's methods are given as ``self``: the model's attributes, and the call of the pipe."""
 
     _autosplit_pipe: Callable[[], Any]
     """A weak reference."""
-    __class__ = property(lambda self: type(self).__mro__[2])
-
-    def __init_subclass__(cls) -> None:
-        """Keep the class from the model's own ``__init_subclass__``, which may list its subclasses."""
+    __class__ = property(lambda self: type(self).__mro__[3])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._autosplit_pipe()(*args, **kwargs)
@@ -251,11 +255,16 @@ def _method(pipe: Any, method: types.MethodType) -> Callable[..., Any]:
 
 
 def _twin(pipe: Any, model: nn.Module) -> Any:
-    kind = type(model)
-    members: dict[str, Any] = {"__module__": kind.__module__, "_autosplit_pipe": weakref.ref(pipe)}
+    members: dict[str, Any] = {"_autosplit_pipe": weakref.ref(pipe)}
     others = {name: _refusal(why) for name, why in pipe.refused.items()} | dict(pipe.instead)
-    members |= {name: method for name, method in others.items() if hasattr(kind, name)}
-    twin: Any = object.__new__(types.new_class(kind.__name__, (_Twin, kind), {}, lambda space: space.update(members)))
+    return object_like(model, members | {n: method for n, method in others.items() if hasattr(type(model), n)}, _Twin)
+
+
+def object_like(model: nn.Module, members: Mapping[str, Any], base: type[Unlisted] = Unlisted) -> Any:
+    """Return an object with a model's attributes, the same ``__dict__``, whose class has further members."""
+    kind = type(model)
+    space = {"__module__": kind.__module__, **members}
+    twin: Any = object.__new__(types.new_class(kind.__name__, (base, kind), {}, lambda body: body.update(space)))
     object.__setattr__(twin, "__dict__", model.__dict__)
     return twin
 

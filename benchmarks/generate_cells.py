@@ -83,4 +83,5 @@ def how(pipe: Any, lanes: int) -> dict[str, Any]:
     less += [f"{name}: {line}" for name, each in recordings.items() for line in each._collapses.found()]
     stages = [len(each.plan.stages) for each in recordings.values() if each.plan is not None]
     less += [] if max(stages, default=lanes) == lanes else [f"{max(stages)} stages"]
-    return {"recordings": made(pipe), "less": "; ".join(less), "one group": "; ".join(dict.fromkeys(generator.notes))}
+    together = [line for line in pipe._core.recordings._collapses.found() if "one group" in line]
+    return {"recordings": made(pipe), "less": "; ".join(less), "one group": "; ".join(together)}

@@ -33,7 +33,6 @@ class Decoder:
 
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
-        self.notes: list[str] = []
         self._entry = Entry(pipe, partial(_step, type(pipe._core.model).forward), Stages())
         self._kept = Kept()
 
@@ -57,12 +56,11 @@ class Decoder:
             if len(sizes) > 1:
                 return torch.cat(run_groups(self, sizes, calls))
         except WholeBatch as reason:
-            self.notes.append(str(reason))
             self.pipe._core.recordings.of_group(str(reason))
         whole = self.__copy__()
-        made = whole.generate(tokens=tokens, inputs=inputs, **options)
+        extended = whole.generate(tokens=tokens, inputs=inputs, **options)
         whole._kept.leave(self.pipe._core.model)
-        return made
+        return extended
 
     def generate(
         self,
@@ -162,8 +160,8 @@ class Decoding:
             core.decoder = Decoder(self)
         options = {"steps": steps, "names": (cache, position), "choose": choose or (lambda logits: logits.argmax(-1))}
         with eval_mode(core.model, cast(nn.Module, self)), torch.no_grad():
-            made: Tensor = core.decoder.decode(tokens, inputs, groups or lanes_of(self), **options, end=end)
-        return made
+            extended: Tensor = core.decoder.decode(tokens, inputs, groups or lanes_of(self), **options, end=end)
+        return extended
 
 
 def lanes_of(pipe: Any) -> int:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from autosplit.delegation import object_like
 from autosplit.generation.attributes import Kept, buffers_of, kept_apart
 from autosplit.generation.caches import Apart, Layouts
 from autosplit.generation.noise import WholeBatch, in_group, outside_group
@@ -95,8 +95,7 @@ class Entry:
         self.layouts, self.stages, self._whole = layouts or Layouts(), stages, pipe
         self.pipe = pipe._of_function(_functional(pipe._core.model, function, self.layouts))
         self.pipe._core.recordings.still = stages.still
-
-    keeps_state = False
+        self.keeps_state = False
 
     def __call__(self, kept: Kept, /, **inputs: Any) -> Any:
         """Return the function's output; caches among the inputs are changed in place, as the function would.
@@ -233,8 +232,5 @@ def _functional(model: nn.Module, function: Callable[..., Any], layouts: Layouts
             output[name] = None
         return output, names, after
 
-    kind = type(model)
-    members = {"forward": forward, "__module__": kind.__module__, "__init_subclass__": classmethod(lambda cls: None)}
-    twin: Any = object.__new__(types.new_class(kind.__name__, (kind,), {}, lambda space: space.update(members)))
-    object.__setattr__(twin, "__dict__", model.__dict__)
+    twin: nn.Module = object_like(model, {"forward": forward})
     return twin

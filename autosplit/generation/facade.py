@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from autosplit.delegation import one_at_a_time
+from autosplit.delegation import object_like, one_at_a_time
 from autosplit.errors import InputError
 from autosplit.generation.attributes import Kept
 from autosplit.generation.decode import lanes_of
@@ -31,7 +30,6 @@ class Generator:
         path, self.model = generating(pipe._core.model)
         self._entries: dict[str, Entry] = {}
         self._path = path
-        self.notes: list[str] = []
         self._stages, self._making = Stages(), threading.Lock()
 
     def entry(self, name: str) -> Entry:
@@ -53,11 +51,11 @@ class Generator:
 
     def facade(self) -> Any:
         """Return a new object of the model's class whose calls, and those of its encoder, run on the stages."""
-        model, kind = self.model, type(self.model)
+        model = self.model
         if "forward" in vars(model):
             raise InputError(
-                f"the forward of this {kind.__name__} was replaced in the object, as accelerate's prepare() does; "
-                "generate with the model as it was, or give prepare() the pipe"
+                f"the forward of this {type(model).__name__} was replaced in the object, as accelerate's prepare() "
+                "does; generate with the model as it was, or give prepare() the pipe"
             )
 
         def call(facade: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,27 +64,21 @@ class Generator:
 
         members: dict[str, Any] = {
             "forward": _with_signature(call, model),
-            "__module__": kind.__module__,
-            "__init_subclass__": classmethod(lambda cls: None),
             "get_encoder": lambda facade: _Encoder(self.entry("encoder"), model.get_encoder()),
             "device": model.device,  # their properties ask parameters, which are stand-ins while another group records
             "dtype": model.dtype,
-            "__copy__": lambda facade: self.facade(),
+            "__copy__": _copy,
             "_valid_auto_compile_criteria": lambda facade, *args: False,
         }
-        facade: Any = object.__new__(types.new_class(kind.__name__, (kind,), {}, lambda space: space.update(members)))
+        facade = object_like(model, members)
         object.__setattr__(facade, "__dict__", dict(model.__dict__) | {"_autosplit_kept": Kept()})
         return facade
-
-    def _note(self, reason: str) -> None:
-        self.notes.append(reason)
-        self.pipe._core.recordings.of_group(reason)
 
     def generate(self, *args: Any, groups: int | None = None, **kwargs: Any) -> Any:
         """Run transformers' ``generate`` on groups of rows; by default there are as many as lanes."""
         facade, count = self.facade(), lanes_of(self.pipe) if groups is None else groups
         count = 1 if self.entry("forward").keeps_state else count
-        result = generate_in_groups(facade, count, args, kwargs, notes=self._note)
+        result = generate_in_groups(facade, count, args, kwargs, notes=self.pipe._core.recordings.of_group)
         facade.__dict__["_autosplit_kept"].leave(self.pipe._core.model)
         return result
 
@@ -108,6 +100,14 @@ def generator_of(pipe: Any) -> Generator:
         core.generator = pipe._generator(pipe)
     generator: Generator = core.generator
     return generator
+
+
+def _copy(facade: Any) -> Any:
+    """Return an object for another group, whose caches in modules are its own."""
+    other = object.__new__(type(facade))
+    kept = type(facade.__dict__["_autosplit_kept"])()
+    object.__setattr__(other, "__dict__", facade.__dict__ | {"_autosplit_kept": kept})
+    return other
 
 
 class _Encoder:

@@ -300,7 +300,9 @@ def test_nothing_of_a_call_stays() -> None:
 def test_why_rows_stay_together_is_noted() -> None:
     plain, pipe = model("mixtral"), split(FAMILIES["mixtral"]())
     both(plain, pipe, **prompts(plain, 4), **NEW)
-    assert generator_of(pipe).notes == [] or "mixes rows" in generator_of(pipe).notes[0]
+    assert "one group" not in pipe.report()
+    pipe.generate(**prompts(plain, 1), **NEW)
+    assert "one group, with one lane at work: the batch has a single row" in pipe.report()
 
 
 def test_a_model_that_does_not_generate() -> None:

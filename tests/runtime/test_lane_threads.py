@@ -292,7 +292,7 @@ first = measure()
 steps(1000)
 second = measure()
 assert second[:2] == first[:2], (first, second)
-assert second[2] - first[2] <= 10, (first[2], second[2])
+assert abs(second[2] - first[2]) <= 10, (first[2], second[2])
 assert second[3] <= 1.01 * first[3], (first[3], second[3])
 print("flat")
 """

@@ -106,7 +106,7 @@ class Notes:
         try:
             changed = function._schema.is_mutable
             if any(tensor.owner != owner for tensor in tensors) or (changed and args[0] is not tensors[0]):
-                raise NotImplementedError("it goes from rank to rank")
+                raise ValueError("it goes from rank to rank")
             metas, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
             with torch.no_grad():
                 results = function(*metas, **meta_kwargs)
