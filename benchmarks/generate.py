@@ -6,8 +6,9 @@
                 ``pipe.generate`` against ``generate``; greedy, sampled with a seed, beams of 3. Cells say where.
     sleeping    12 layers that sleep for each row, on S lanes: as S and as 2 S groups of rows, over a single group, of
                 which one lane works at a time. Sleeping needs no core. Asked: 0.9 S.
-    computing   a Llama of width 1024 that computes, on two lanes, each with a thread: two groups over
-                the same groups one at a time. Asked: 1.6, which two idle cores are needed for.
+    computing   a Llama of width 512 that computes, on two lanes, each with a thread: two groups over the same groups
+                one at a time. Asked: 1.6. The bound: two plain models, one after the other, over both at once, each
+                in a process: what two cores that share a memory do.
     host        CPU seconds per token of tiny models, a single group over the plain model. Asked: 1.1.
     memory      1,000 tokens: bytes of the caches of each stage against ``autosplit.plan(generate=)`` (asked: within
                 2%); what a step takes on top, beside the plain model's step; what else is alive at token 1,000 that was
@@ -25,6 +26,7 @@ import functools
 import gc
 import itertools
 import json
+import multiprocessing
 import statistics
 import sys
 import time
@@ -165,12 +167,42 @@ def layers_of(found: Any) -> list[list[int]]:
     return [[int(each) for path in stage for each in path if each.isdigit()] for stage in paths]
 
 
-def computing(options: argparse.Namespace) -> Part:
-    """Time two groups on two lanes that compute."""
+def wide_llama() -> Any:
+    """Return a Llama of width 512."""
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 16}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**(HEADS | sizes | {"num_key_value_heads": 16}))).eval()
-    pipe, inputs, new = split(model, 2), rows_of(options.rows, 16), 12
+    return LlamaForCausalLM(LlamaConfig(**(HEADS | sizes | {"num_key_value_heads": 16}))).eval()
+
+
+def computes(rows: int, new: int, ready: Any, seconds: Any) -> None:
+    """Have a plain model generate in a process when others are ready, too, and tell how long that takes."""
+    torch.set_num_threads(1)
+    model, inputs = wide_llama(), rows_of(rows, 16)
+    for _ in range(3):
+        ready.wait()
+        started = time.perf_counter()
+        model.generate(**inputs, **exactly(new))
+        seconds.put(time.perf_counter() - started)
+
+
+def both_at_once(work: Callable[..., None]) -> float:
+    """Return by how much two processes do more work per second than one does; of three rounds the best."""
+    context, best = multiprocessing.get_context("spawn"), {}
+    for count in (1, 2):
+        ready, seconds = context.Barrier(count), context.SimpleQueue()
+        processes = [context.Process(target=work, args=(ready, seconds)) for _ in range(count)]
+        for process in processes:
+            process.start()
+        taken = [seconds.get() for _ in range(3 * count)]
+        for process in processes:
+            process.join()
+        best[count] = min(max(taken[round : round + count]) for round in range(0, len(taken), count))
+    return 2 * best[1] / best[2]
+
+
+def computing(options: argparse.Namespace) -> Part:
+    """Time two groups on two lanes that compute."""
+    pipe, inputs, new = split(wide_llama(), 2), rows_of(options.rows, 16), 12
     plain, whole, grouped, alone = "plain", "pipe, 1 group", "pipe, 2 groups", "pipe, the groups one at a time"
     halves = [{name: value.chunk(2)[half] for name, value in inputs.items()} for half in (0, 1)]
     contenders: dict[str, Callable[[], Any]] = {
@@ -186,6 +218,7 @@ def computing(options: argparse.Namespace) -> Part:
     of_pipe = [one / other for one, other in zip(seconds[whole], seconds[grouped], strict=True)]
     figure = {"rows": options.rows, "two groups over one at a time": pairs.Spread.of(gains), "best pair": max(gains)}
     figure |= {"two groups over plain": pairs.Spread.of(of_plain)}
+    figure |= {"two processes over one": both_at_once(functools.partial(computes, options.rows // 2, new))}
     figure |= {"two groups over one": pairs.Spread.of(of_pipe)}
     figure |= {"seconds": {name: pairs.Spread.of(each) for name, each in seconds.items()}} | how(pipe, 2)
     print(figure, flush=True)

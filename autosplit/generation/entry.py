@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ State = Mapping[str, Sequence[torch.Tensor]]
 Result = tuple[Any, Mapping[str, str], Mapping[str, tuple[int, Sequence[torch.Tensor]]]]
 """The output without its caches, which caches these are, and the layout and new tensors of each cache."""
 _AFTER = "layouts after a call"
+_LAYOUT = " has layout"
 KEPT = ""
 """The name of caches in attributes."""
 
@@ -146,7 +148,7 @@ class Entry:
         recordings = self.pipe._core.recordings
         with self.stages.preparing:
             recordings.share(self._whole._core.recordings)
-            step = self.pipe._prepare((numbers, state), dict(inputs))
+            step = self._step(numbers, state, inputs)
             self._whole._core.recordings.share(recordings)
             if isinstance(step, PreparedTree):
                 if in_group():
@@ -169,6 +171,11 @@ class Entry:
         result: Result = traced.unflatten(list(flat))
         step.once(_AFTER, lambda: {name: number for name, (number, _) in result[2].items()})
         return result
+
+    def _step(self, numbers: Numbers, state: State, inputs: Mapping[str, Any]) -> Any:
+        """Return the call of the pipe for caches taken apart: the tensors of all, and the numbers of their layouts."""
+        layouts = {f"{name}{_LAYOUT}": number for name, number in numbers.items()}
+        return self.pipe._prepare(tuple(chain.from_iterable(state.values())), layouts | dict(inputs))
 
     def _forward(self, step: PreparedStep, release: Callable[[], None]) -> Sequence[Any]:
         """Run a call's cells in the turns of their lanes; return its flat outputs.
@@ -209,17 +216,20 @@ class _Ending:
         taken = {node for last in lowered.layout.epilogue for node in last.all_input_nodes} | set(lowered.outputs)
         inputs = [node for node in step.recorded.traced.graph.nodes if node.op == "placeholder" and INFO in node.meta]
         self._taken = [node in taken for node in inputs]
+        self._stand_in = torch.empty(0)
 
     def only(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the inputs with stand-ins for those that are not taken."""
-        return [t if taken else torch.empty(0) for t, taken in zip(tensors, self._taken, strict=True)]
+        return [t if taken else self._stand_in for t, taken in zip(tensors, self._taken, strict=True)]
 
 
 def _functional(model: nn.Module, function: Callable[..., Any], layouts: Layouts) -> nn.Module:
     """Return a module with the attributes of a model whose forward takes and returns caches as tensors."""
 
-    def forward(self: Any, numbers: Numbers, state: State, /, **inputs: Any) -> Any:
-        caches = {name: layouts[numbers[name]].build(tensors) for name, tensors in state.items()}
+    def forward(self: Any, *state: torch.Tensor, **inputs: Any) -> Any:
+        tensors = iter(state)
+        numbers = {name: inputs.pop(name) for name in [*inputs] if name.endswith(_LAYOUT)}
+        caches = {name.removesuffix(_LAYOUT): layouts[number].build(tensors) for name, number in numbers.items()}
         before = {name: take_apart(cache)[0] for name, cache in caches.items()}
         with kept_apart(self, caches.pop(KEPT)) as kept:
             output = function(self, **inputs, **caches)

@@ -103,7 +103,7 @@ class RankEntry(Entry):
         """Return a call, ready to run on this rank."""
         recordings, whole = self.pipe._core.recordings, self._whole._core.recordings
         recordings.share(whole)
-        step = self.pipe._on_rank(self.pipe._prepare((numbers, state), inputs))
+        step = self.pipe._on_rank(self._step(numbers, state, inputs))
         whole.share(recordings)
         if step.recorded.traced.written:
             raise InputError(f"the model writes to {min(step.recorded.traced.written)!r}, a buffer; use one process")

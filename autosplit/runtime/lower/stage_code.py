@@ -70,7 +70,7 @@ class StageCode:
     def holds(self) -> bool:
         """Tell whether it still does what the stage does: the modules are the same, and calls of them do no more."""
         same = all(table.get(name) is module for table, name, module in self._modules.values())
-        if not same or any(map(len, self._hooks)) or (self.is_entered and has_module_hooks()):
+        if not same or any(self._hooks) or (self.is_entered and has_module_hooks()):
             return False
         kinds = set(map(type, self._stood_for))
         return [*map(tuple, map(vars, self._stood_for))] == self._attributes and all(map(is_called_as_torchs, kinds))

@@ -166,10 +166,10 @@ def take_apart(value: Any) -> tuple[list[Any], Structure]:
 
 
 def call_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Structure]:
-    """Take the inputs of a call apart: the structure of those that are all tensors is the same object each time."""
+    """Take the inputs of a call apart: the structure of plain tensors and constants is the same object each time."""
     leaves = [*args, *kwargs.values()]
-    if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return leaves, _of_tensors(len(args), tuple(kwargs))
+    if all(isinstance(leaf, torch.Tensor) or type(leaf) in _PLAIN for leaf in leaves):
+        return leaves, _of_leaves(len(args), tuple(kwargs))
     return take_apart((args, kwargs))
 
 
@@ -185,7 +185,7 @@ def with_counts(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _of_tensors(count: int, names: tuple[str, ...]) -> Structure:
+def _of_leaves(count: int, names: tuple[str, ...]) -> Structure:
     return take_apart(((None,) * count, dict.fromkeys(names)))[1]
 
 

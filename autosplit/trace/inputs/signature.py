@@ -310,7 +310,8 @@ def _tensor_kind(tensor: torch.Tensor) -> tuple[Any, Any]:
     """Return a tensor's dtype and the rest; under ``torch.func`` every input requires a gradient of the transform's."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return tensor.dtype, (tensor.device, False, None, False)
-    return tensor.dtype, (tensor.device, tensor.requires_grad, layout_of(tensor), isinstance(tensor, nn.Parameter))
+    is_parameter = type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter)
+    return tensor.dtype, (tensor.device, tensor.requires_grad, layout_of(tensor), is_parameter)
 
 
 def _constant(value: Any) -> Any:

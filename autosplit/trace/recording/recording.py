@@ -206,11 +206,13 @@ def where(path: str) -> str:
 
 def under(ambient: GradAutocastState, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` in the grad mode and autocast state in which it was recorded."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(ambient.grad))
-        for state in ambient.autocast:
-            stack.enter_context(torch.autocast(state.device_type, dtype=state.dtype, enabled=state.enabled))
-        return function(*args, **kwargs)
+    with torch.set_grad_enabled(ambient.grad):
+        if not ambient.autocast:
+            return function(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for state in ambient.autocast:
+                stack.enter_context(torch.autocast(state.device_type, dtype=state.dtype, enabled=state.enabled))
+            return function(*args, **kwargs)
 
 
 def by_name(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
