@@ -63,7 +63,7 @@ def test_tokens_are_the_plain_models(family: str) -> None:
     plain, pipe = model(family), split(FAMILIES[family](), lanes=3)
     for kind in ({}, SAMPLED, {} if family == "recurrent_gemma" else BEAMS):
         both(plain, pipe, **prompts(plain, 5), **NEW, **kind)
-    assert made(pipe) >= 3
+    assert made(pipe) >= 2  # of the first call, and of a step: how many more depends on which group comes first
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
