@@ -221,6 +221,9 @@ def test_caches_in_attributes_are_left_as_the_plain_model_leaves_them() -> None:
         assert states(subject).keys() == states(plain).keys() != set()
         for name, value in states(plain).items():
             torch.testing.assert_close(states(subject)[name], value)
+    before = made(pipe)
+    both(plain, pipe, **prompts(plain, 4), **NEW)
+    assert made(pipe) == before
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, contextlib.nullcontext])
