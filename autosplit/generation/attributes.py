@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autosplit.trace.borrowed.holders import HOOK_TABLES
-from autosplit.trace.inputs.objects import leaves_of
+from autosplit.trace.inputs.objects import leaves_of, mapped
 
 _TABLES = frozenset(("_parameters", "_buffers", "_modules", *HOOK_TABLES))
 Spaces = Mapping[str, tuple[dict[str, Any], dict[str, Any]]]
@@ -23,7 +23,7 @@ Spaces = Mapping[str, tuple[dict[str, Any], dict[str, Any]]]
 
 
 class Deleted(enum.Enum):
-    """Stands for an attribute that a call deletes."""
+    """Stands for an attribute that is not there, or that a call deletes."""
 
     DELETED = 0
 
@@ -37,10 +37,26 @@ class Kept:
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         self.values: dict[str, Any] = dict(values or {})
 
-    def leave(self, model: nn.Module) -> None:
-        """Leave the values in the model, as calls of it would have."""
-        spaces = _spaces(model)
-        for key, value in self.values.items():
+
+@contextlib.contextmanager
+def taken(model: nn.Module, usual: dict[str, Any]) -> Iterator[Kept]:
+    """Take what calls have left in a model out of it, and leave there what has become of it, as calls would have.
+
+    ``usual`` is what modules had before they kept anything, filled here. They have that meanwhile, so that generations
+    are recorded once. After an exception they have what they had, but for tensors that were written in place.
+    """
+    spaces = _spaces(model)
+    now = {key: _get(spaces, key) for key in usual if key.partition(":")[0] in spaces}
+    left = {key: value for key, value in now.items() if _is_another(usual[key], value)}
+    kept = Kept(mapped(lambda leaf: leaf.detach() if getattr(leaf, "requires_grad", False) else leaf, left))
+    for key in left:
+        _put(spaces, key, usual[key])
+    try:
+        yield kept
+        left = kept.values
+        usual |= {key: _get(spaces, key) for key in left if key not in usual}
+    finally:
+        for key, value in left.items():
             _put(spaces, key, value)
 
 
@@ -86,6 +102,12 @@ def buffers_of(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor
 
 def _spaces(model: nn.Module) -> Spaces:
     return {path: (vars(module), module._buffers) for path, module in model.named_modules()}
+
+
+def _get(spaces: Spaces, key: str) -> Any:
+    path, _, name = key.partition(":")
+    attributes, buffers = spaces[path]
+    return buffers[name] if name in buffers else attributes.get(name, Deleted.DELETED)
 
 
 def _put(spaces: Spaces, key: str, value: Any) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from autosplit.delegation import one_at_a_time
 from autosplit.errors import InputError
-from autosplit.generation.attributes import Kept
+from autosplit.generation.attributes import Kept, taken
 from autosplit.generation.entry import Entry, Stages
 from autosplit.generation.groups import rows_of_groups, run_groups
 from autosplit.generation.noise import WholeBatch
@@ -48,19 +48,18 @@ class Decoder:
 
     def decode(self, tokens: Tensor, inputs: Mapping[str, Any], groups: int, **options: Any) -> Tensor:
         """Extend rows in groups; where that may give other tokens, all rows at once."""
-        try:
-            sizes = rows_of_groups(tokens.shape[0], 1 if self._entry.keeps_state else groups)
-            parts = {name: _rows(value, sizes) for name, value in inputs.items()}
-            each = zip(tokens.split(sizes), *parts.values(), strict=True)
-            calls = [options | {"tokens": rows, "inputs": dict(zip(parts, more, strict=True))} for rows, *more in each]
-            if len(sizes) > 1:
-                return torch.cat(run_groups(self, sizes, calls))
-        except WholeBatch as reason:
-            self.pipe._core.recordings.of_group(str(reason))
         whole = self.__copy__()
-        extended = whole.generate(tokens=tokens, inputs=inputs, **options)
-        whole._kept.leave(self.pipe._core.model)
-        return extended
+        with taken(self.pipe._core.model, self._entry.usual) as whole._kept:
+            try:
+                sizes = rows_of_groups(tokens.shape[0], 1 if self._entry.keeps_state else groups)
+                parts = {name: _rows(value, sizes) for name, value in inputs.items()}
+                each = zip(tokens.split(sizes), *parts.values(), strict=True)
+                split = ({"tokens": rows, "inputs": dict(zip(parts, more, strict=True))} for rows, *more in each)
+                if len(sizes) > 1:
+                    return torch.cat(run_groups(self, sizes, [options | each for each in split]))
+            except Exception as reason:  # such as state of the whole batch; another is raised again
+                self.pipe._core.recordings.of_group(str(reason))
+            return whole.generate(tokens=tokens, inputs=inputs, **options)
 
     def generate(
         self,

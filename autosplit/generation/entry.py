@@ -90,6 +90,7 @@ class Entry:
         pipe: runs the function with caches taken apart.
         layouts: of the caches.
         keeps_state: whether modules of the model are known to keep state from call to call, so that rows stay together.
+        usual: what modules have where they keep that, before they do (`taken`).
     """
 
     def __init__(self, pipe: Any, function: Callable[..., Any], stages: Stages, layouts: Layouts | None = None) -> None:
@@ -97,7 +98,7 @@ class Entry:
         self.layouts, self.stages, self._whole = layouts or Layouts(), stages, pipe
         self.pipe = pipe._of_function(_functional(pipe._core.model, function, self.layouts))
         self.pipe._core.recordings.still = stages.still
-        self.keeps_state = False
+        self.keeps_state, self.usual = False, dict[str, Any]()
 
     def __call__(self, kept: Kept, /, **inputs: Any) -> Any:
         """Return the function's output; caches among the inputs are changed in place, as the function would.
@@ -122,9 +123,10 @@ class Entry:
                 break
             except WritesBuffers as error:  # before it has run
                 kept.values.update(buffers_of(self._whole._core.model, error.names))
-        if in_group() and (kept.values or self.layouts[after[KEPT][0]].slots):
+        if kept.values or self.layouts[after[KEPT][0]].slots:
             self.keeps_state = True
-            raise WholeBatch("modules of the model keep state from call to call")
+            if in_group():
+                raise WholeBatch("modules of the model keep state from call to call")
         for name, (number, tensors) in after.items():
             caches[name] = self.layouts.put(caches.get(name), apart.get(name), number, tensors)
         for name, cache in names.items():

@@ -12,7 +12,7 @@ from torch import nn
 
 from autosplit.delegation import object_like, one_at_a_time
 from autosplit.errors import InputError
-from autosplit.generation.attributes import Kept
+from autosplit.generation.attributes import Kept, taken
 from autosplit.generation.decode import lanes_of
 from autosplit.generation.entry import Entry, Stages
 from autosplit.generation.groups import generate as generate_in_groups
@@ -49,7 +49,7 @@ class Generator:
     def _entry(self, name: str, function: Callable[..., Any]) -> Entry:
         return Entry(self.pipe, function, self._stages)
 
-    def facade(self) -> Any:
+    def facade(self, kept: Kept) -> Any:
         """Return a new object of the model's class whose calls, and those of its encoder, run on the stages."""
         model = self.model
         if "forward" in vars(model):
@@ -71,16 +71,15 @@ class Generator:
             "_valid_auto_compile_criteria": lambda facade, *args: False,
         }
         facade = object_like(model, members)
-        object.__setattr__(facade, "__dict__", dict(model.__dict__) | {"_autosplit_kept": Kept()})
+        object.__setattr__(facade, "__dict__", dict(model.__dict__) | {"_autosplit_kept": kept})
         return facade
 
     def generate(self, *args: Any, groups: int | None = None, **kwargs: Any) -> Any:
         """Run transformers' ``generate`` on groups of rows; by default there are as many as lanes."""
-        facade, count = self.facade(), lanes_of(self.pipe) if groups is None else groups
-        count = 1 if self.entry("forward").keeps_state else count
-        result = generate_in_groups(facade, count, args, kwargs, notes=self.pipe._core.recordings.of_group)
-        facade.__dict__["_autosplit_kept"].leave(self.pipe._core.model)
-        return result
+        entry, core = self.entry("forward"), self.pipe._core
+        count = 1 if entry.keeps_state else lanes_of(self.pipe) if groups is None else groups
+        with taken(core.model, entry.usual) as kept:
+            return generate_in_groups(self.facade(kept), count, args, kwargs, notes=core.recordings.of_group)
 
 
 def generate(twin: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,8 +104,7 @@ def generator_of(pipe: Any) -> Generator:
 def _copy(facade: Any) -> Any:
     """Return an object for another group, whose caches in modules are its own."""
     other = object.__new__(type(facade))
-    kept = type(facade.__dict__["_autosplit_kept"])()
-    object.__setattr__(other, "__dict__", facade.__dict__ | {"_autosplit_kept": kept})
+    object.__setattr__(other, "__dict__", facade.__dict__ | {"_autosplit_kept": Kept()})
     return other
 
 

@@ -81,13 +81,6 @@ class TwinPipe(RankPipe):
         self.__dict__.update(ways, _world=world, _agreement=Agreement(world, function, "all", 0))
 
 
-class RankKept(Kept):
-    """What modules keep from call to call: it ends with the generation, as no rank has it all."""
-
-    def leave(self, model: nn.Module) -> None:
-        """Leave nothing."""
-
-
 class RankEntry(Entry):
     """A function of a pipe's model as a program of ranks."""
 
@@ -120,11 +113,13 @@ class RankGenerator(Generator):
     def _entry(self, name: str, function: Callable[..., Any]) -> Entry:
         return RankEntry(self.pipe, function, self._stages, name, self.exchange)
 
-    def facade(self) -> Any:
-        """Return what transformers' ``generate`` is run on, whose device is this rank's."""
-        facade = super().facade()
+    def facade(self, kept: Kept) -> Any:
+        """Return what transformers' ``generate`` is run on, whose device is this rank's.
+
+        What modules keep from call to call ends with the generation, as no rank has it all: it is not in ``kept``.
+        """
+        facade = super().facade(Kept())
         type(facade).device = self.pipe._world.device
-        facade.__dict__["_autosplit_kept"] = RankKept()
         return facade
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
