@@ -148,7 +148,25 @@ class HeldDict(NewDict):
         return self.cache["values"].cumsum(1)
 
 
-KINDS = [Attribute, Late, Layers, Buffer, Rows, Counting, NewDict, NewList, FilledDict, HeldDict]
+class SharedDict(Keeps):
+    """Makes a dict in the first call that two modules have, one of them in a list too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: Any = None
+
+    def seen(self, new: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = {"values": None, "more": [None]}
+            self.hidden.cache = [self.cache, self.cache["more"]]  # type: ignore[assignment]
+        self.cache["values"] = longer(self.cache["values"], new)
+        dicts: Any = self.hidden.cache
+        dicts[1][0] = longer(dicts[1][0], dicts[0]["values"][:, -new.shape[1] :].tanh())
+        sums: Tensor = self.cache["more"][0].cumsum(1)
+        return sums
+
+
+KINDS = [Attribute, Late, Layers, Buffer, Rows, Counting, NewDict, NewList, FilledDict, HeldDict, SharedDict]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 

@@ -13,7 +13,7 @@ import functools
 import sys
 import types
 from collections import OrderedDict, UserDict, UserList
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -86,7 +86,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Again:
-    """The object that was met as this one before."""
+    """The object, or the shared list or dict, that was met as this one before."""
 
     number: int
 
@@ -97,6 +97,8 @@ class Tree:
 
     spec: Any
     parts: tuple[Any, ...]
+    shared: bool = False
+    """Whether it is a list or dict that is met again."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,18 @@ class Structure:
 
 
 class _Apart:
-    """A nested value, taken apart: its flat leaves, the steps to each if wanted, and its objects, each once."""
+    """A nested value, taken apart: its flat leaves, the steps to each if wanted, and its objects, each once.
 
-    def __init__(self, value: Any, *, steps: bool = False) -> None:
-        self.steps = steps
+    Attributes:
+        shared: the ids of its lists and dicts that are known to be met again; :func:`_apart` finds them.
+        met: its lists and dicts, by id.
+        again: the ids of those that are met again.
+    """
+
+    def __init__(self, value: Any, *, steps: bool = False, shared: Collection[int] = ()) -> None:
+        self.steps, self.shared = steps, shared
+        self.met: dict[int, Any] = {}
+        self.again: set[int] = set()
         self.leaves: list[Any] = []
         self.paths: list[tuple[Any, ...]] = []
         self.objects: list[Any] = []
@@ -135,7 +145,7 @@ class _Apart:
         if id(value) in self.numbers:
             return Again(self.numbers[id(value)])
         if is_object(value):
-            self.numbers[id(value)] = len(self.objects)
+            self.numbers[id(value)] = len(self.numbers)
             self.objects.append(value)
             items, attributes = items_of(value), attributes_of(value)
             elements = None if items is None else self.form(items, path)
@@ -143,15 +153,27 @@ class _Apart:
             return Object(type(value), tuple(attributes), state, elements)
         if isinstance(value, torch.Tensor):
             return self._leaf(value, path)
+        if is_shared := self._is_shared(value):
+            self.numbers[id(value)] = len(self.numbers)
         parts: Sequence[tuple[Any, Any]]
+        is_leaf = lambda inner: inner is not value and (self._is_shared(inner) or is_object(inner))  # noqa: E731
         if self.steps:
-            parts, spec = pytree.tree_flatten_with_path(value, is_leaf=is_object)
+            parts, spec = pytree.tree_flatten_with_path(value, is_leaf=is_leaf)
         else:
-            leaves, spec = pytree.tree_flatten(value, is_leaf=is_object)
+            leaves, spec = pytree.tree_flatten(value, is_leaf=is_leaf)
             parts = [((), leaf) for leaf in leaves]
         if len(parts) == 1 and parts[0][1] is value:
             return self._leaf(value, path)
-        return Tree(spec, tuple(self.form(item, (*path, *below)) for below, item in parts))
+        return Tree(spec, tuple(self.form(item, (*path, *below)) for below, item in parts), is_shared)
+
+    def _is_shared(self, value: Any) -> bool:
+        """Note a list or dict; tell whether it is known to be met again."""
+        if type(value) not in (list, dict):
+            return False
+        if id(value) in self.met:
+            self.again.add(id(value))
+        self.met[id(value)] = value
+        return id(value) in self.shared
 
     def _leaf(self, value: Any, path: tuple[Any, ...]) -> Leaf:
         self.leaves.append(value)
@@ -159,9 +181,15 @@ class _Apart:
         return Leaf()
 
 
+def _apart(value: Any, *, steps: bool = False) -> _Apart:
+    """Take a nested value apart, with lists and dicts at several places in it as one."""
+    apart = _Apart(value)
+    return _Apart(value, steps=steps, shared=apart.again) if steps or apart.again else apart
+
+
 def take_apart(value: Any) -> tuple[list[Any], Structure]:
     """Return the flat leaves of a nested value, tensors and others, and how they are put together."""
-    apart = _Apart(value)
+    apart = _apart(value)
     return apart.leaves, apart.structure
 
 
@@ -191,12 +219,12 @@ def _of_leaves(count: int, names: tuple[str, ...]) -> Structure:
 
 def leaves_of(value: Any) -> list[Any]:
     """Return the flat leaves of a nested value."""
-    return _Apart(value).leaves
+    return _apart(value).leaves
 
 
 def with_paths(value: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Structure]:
     """Return the flat leaves with the steps that lead to them, as torch's pytree has them, and how they are built."""
-    apart = _Apart(value, steps=True)
+    apart = _apart(value, steps=True)
     return list(zip(apart.paths, apart.leaves, strict=True)), apart.structure
 
 
@@ -210,7 +238,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 def objects_in(value: Any) -> list[Any]:
     """Return the objects inside a nested value, each once."""
-    return _Apart(value).objects
+    return _apart(value).objects
 
 
 def _build(form: Any, leaves: Iterator[Any], built: list[Any]) -> Any:
@@ -218,9 +246,14 @@ def _build(form: Any, leaves: Iterator[Any], built: list[Any]) -> Any:
         return next(leaves)
     if isinstance(form, Again):
         return built[form.number]
-    if isinstance(form, Tree):
-        return pytree.tree_unflatten([_build(child, leaves, built) for child in form.parts], form.spec)
     position = len(built)
+    if isinstance(form, Tree):
+        if form.shared:
+            built.append(None)
+        tree = pytree.tree_unflatten([_build(child, leaves, built) for child in form.parts], form.spec)
+        if form.shared:
+            built[position] = tree
+        return tree
     base: Any = _built_on(form.kind)
     instance: Any = None if issubclass(base, tuple) else base.__new__(form.kind)
     built.append(instance)
