@@ -67,7 +67,7 @@ class Carried(Messages):
         layout, to = self._lowered.layout, self._ends(route)[1][0]
         slots = ending_slots(self._lowered) if route.microbatch == ENDING else slots_of(layout, route.target)
         names = [slot.value for slot in slots if layout.home.get(slot.value) == route.source]
-        return [(name, to) if name in self._lowered.traced.tied else None for name in names]
+        return [(name, to) if name in layout.given else None for name in names]
 
     def send(self, route: Route, message: Message) -> None:
         """Give away what a stage made, and weights that the other rank does not have."""

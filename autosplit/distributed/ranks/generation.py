@@ -34,7 +34,7 @@ from autosplit.recorded import Recorded
 from autosplit.trace.inputs.objects import mapped
 
 _SHARED = frozenset(
-    "owner group part parallelize tensors guard _placed _buffers _uses _on_meta _weights _trained_last".split()
+    "owner group part parallelize tensors guard _placed _homes _buffers _uses _on_meta _weights _trained_last".split()
 )
 """What recordings of functions of a model have of those of its pipe: which rank has which weights."""
 
