@@ -139,27 +139,16 @@ class Messages:
             flat = [flattened(tensor.detach()) for tensor in message if tensor is not None and tensor.numel()]
             for to in self._ends(route)[1]:
                 if not self.known.complete:
-                    works += self._describe(route, description, to)
+                    works += post(self._world, (self._minibatch, route, self._said, description), to)
                 works += [self._world.isend(tensor, to) for tensor in flat]
         self._sent[route] = works, flat
-
-    def _describe(self, route: Route, description: Description, to: int) -> list[Any]:
-        text = pickle.dumps((self._minibatch, route, self._said, description))
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        parts = (torch.tensor([data.numel()]), data)
-        return [dist.isend(piece, group=self._world.control, group_dst=to) for piece in parts]
 
     def _described(self, source: int, awaited: Route) -> tuple[int, Route, Any, Description]:
         """Return what a rank sends next; at the first step of a kind it says that."""
         if self.known.complete:
             route, description = next(self._coming.setdefault(source, iter(self.known.of[source].items())))
             return self._minibatch, route, self._said, description
-        length = torch.zeros(1, dtype=torch.int64)
-        with self._world.waiting(_place(awaited), source):
-            dist.recv(length, group=self._world.control, group_src=source)
-            data = torch.zeros(int(length), dtype=torch.uint8)
-            dist.recv(data, group=self._world.control, group_src=source)
-        minibatch, route, said, description = pickle.loads(data.numpy().tobytes())
+        minibatch, route, said, description = hear(self._world, _place(awaited), source)
         self.known.of[source][route] = description
         return minibatch, route, said, description
 
@@ -199,6 +188,23 @@ class Messages:
     def clear(self) -> None:
         """Forget what nobody received."""
         self._inside.clear()
+
+
+def post(world: World, value: Any, target: int, tag: int = 0) -> list[Any]:
+    """Tell a rank a value by the CPU, in one order per tag; return the works to wait for."""
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    pieces = torch.tensor([data.numel()]), data
+    return [dist.isend(piece, group=world.control, group_dst=target, tag=tag) for piece in pieces]
+
+
+def hear(world: World, what: str, source: int, tag: int = 0) -> Any:
+    """Return what a rank tells next."""
+    length = torch.zeros(1, dtype=torch.int64)
+    with world.waiting(what, source):
+        dist.recv(length, group=world.control, group_src=source, tag=tag)
+        data = torch.zeros(int(length), dtype=torch.uint8)
+        dist.recv(data, group=world.control, group_src=source, tag=tag)
+    return pickle.loads(data.numpy().tobytes())
 
 
 def described(tensor: torch.Tensor) -> Described:

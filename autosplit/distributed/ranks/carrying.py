@@ -1,58 +1,17 @@
-"""How calls that ranks run together travel: what is told of them, and the messages between their stages.
-
-rank of s    what is told ──── a block of as many bytes as the last ones took ────► rank of t
-"""
+"""How calls that ranks run together travel: the messages between their stages."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from autosplit.distributed import words
 from autosplit.distributed.messages import Descriptions, Messages
 from autosplit.distributed.ranks.prepared import PreparedRankStep
-from autosplit.distributed.world import World
 from autosplit.runtime.lower.program import ending_slots, slots_of
 from autosplit.runtime.lower.split import Lowered
 from autosplit.runtime.ops import ENDING
 from autosplit.runtime.transport import Message
 from autosplit.schedule.entry import Route
-
-
-class Line:
-    """Tells values from rank to rank by the CPU; each pair has one order, and a message is one block where it fits."""
-
-    def __init__(self, world: World, tag: int) -> None:
-        self._world, self._tag = world, tag
-        self._lengths: Any = defaultdict(lambda: deque([words.BLOCK], maxlen=4))
-
-    def post(self, value: Any, rank: int) -> tuple[list[Any], Any]:
-        """Tell a rank a value; return the works to wait for, and what is kept until then."""
-        text, size = words.packed(value), self._size(self._world.rank, rank)
-        pieces = [words.block(text[:size], size), *([words.block(text[size:], 0)] if len(text) > size else [])]
-        self._lengths[self._world.rank, rank].append(len(text))
-        group: Any = {"group": self._world.control, "group_dst": rank, "tag": self._tag}
-        return [dist.isend(piece, **group) for piece in pieces], pieces
-
-    def hear(self, what: str, rank: int) -> Any:
-        """Return what a rank tells next."""
-        text, end = b"", self._size(rank, self._world.rank)
-        with self._world.waiting(what, rank):
-            while len(text) < end:
-                piece = torch.empty(end - len(text), dtype=torch.uint8)
-                dist.recv(piece, group=self._world.control, group_src=rank, tag=self._tag)
-                text += piece.numpy().tobytes()
-                end = max(end, words.end(text))
-        self._lengths[rank, self._world.rank].append(words.end(text))
-        return words.unpacked(text)
-
-    def _size(self, source: int, target: int) -> int:
-        """Return the bytes of a block, by the last lengths, which both sides know."""
-        return max(words.BLOCK, 1 << (max(self._lengths[source, target]) - 1).bit_length())
 
 
 class Carried(Messages):

@@ -21,9 +21,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autosplit.distributed import words
 from autosplit.distributed.facts import program_text
-from autosplit.distributed.messages import flattened
+from autosplit.distributed.messages import flattened, hear, post
 from autosplit.distributed.ranks.calls import Call, Leaf, Seam
-from autosplit.distributed.ranks.carrying import Line, ServedStep
+from autosplit.distributed.ranks.carrying import ServedStep
 from autosplit.distributed.ranks.remote import Key, Notes, RemoteTensor, Values
 from autosplit.distributed.world import World, attempt
 from autosplit.errors import AutosplitError, DeviceError, InputError, TraceError, known_to_all
@@ -31,12 +31,12 @@ from autosplit.runtime.ops import OUT
 from autosplit.runtime.step.cells import Cells
 from autosplit.schedule.entry import Route
 from autosplit.trace.graph import INFO
-from autosplit.trace.inputs.objects import one_tensor, take_apart
+from autosplit.trace.inputs.objects import take_apart
 
 _FEW = 64
 """Tensors of caches with so few elements are the last rank's, and go with every call."""
-_MANY = 1 << 14
-"""Inputs of so many elements are sent once, however many calls take them."""
+_CALLS, _SHAPES = 1, 2
+"""Tags of what ranks tell each other."""
 
 
 class Exchange:
@@ -54,7 +54,6 @@ class Exchange:
         self.broken: BaseException | None = None
         self._entry = entry
         self._lent: dict[tuple[str, int], Any] = {}
-        self._calls, self._shapes = (Line(world, tag) for tag in (1, 2))
         self._notes = Notes(world.device)
         self._inputs: Any = WeakIdKeyDictionary()
         self._told: set[tuple[str, int]] = set()
@@ -77,13 +76,12 @@ class Exchange:
     def call(self, entry: Any, numbers: Mapping[str, int], state: Mapping[str, Any], inputs: Any) -> Any:
         """Have all ranks run an entry; return its output. Several threads may do so at once."""
         leaves, structure = take_apart(inputs)
-        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        dense = {n: t.detach().contiguous() for n, t in tensors.items() if t.requires_grad or not t.is_contiguous()}
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        dense = {id(t): t.detach().contiguous() for t in tensors if t.requires_grad or not t.is_contiguous()}
         leaves = [dense.get(id(leaf), leaf) for leaf in leaves]  # other ranks have them so
         with self._issuing:
             sent: dict[Hashable, Values] = {}
             told = [self._input(leaf, sent) for leaf in leaves]
-            told = [told[first] for first in one_tensor(leaves)]
             caches = {name: [self._leaf(tensor) for tensor in tensors] for name, tensors in state.items()}
             new = {n: entry.layouts[n] for n in numbers.values() if (entry.name, n) not in self._told}
             heading = self._issued, self._done, *self._notes.take()
@@ -101,16 +99,17 @@ class Exchange:
                 self._turn.notify_all()
 
     def _input(self, leaf: Any, sent: dict[Hashable, Values]) -> Any:
-        """Return what is told of an input; one of many elements is ``sent`` the first time."""
-        if not isinstance(leaf, torch.Tensor) or leaf.numel() < _MANY:
-            return Values.of(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        """Return what is told of an input: a tensor is ``sent`` once, however many calls take it."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
         version, key = self._inputs.get(leaf, (None, None))
-        if version != leaf._version:
-            key = ("input", self._issued, len(sent))
-            self._inputs[leaf] = leaf._version, key
-            sent[key] = Values.of(leaf)
-            self._notes.watch(leaf, key)
-        return Key(key)
+        now = None if leaf.is_inference() else leaf._version
+        if key is None or version != now:
+            key = Key(("input", self._issued, len(sent)))
+            self._inputs[leaf] = now, key
+            sent[key.name] = Values.of(leaf)
+            self._notes.watch(leaf, key.name)
+        return key
 
     def _leaf(self, tensor: torch.Tensor) -> Leaf:
         if isinstance(tensor, RemoteTensor):
@@ -128,13 +127,13 @@ class Exchange:
     def _tell(self, call: Call) -> None:
         self._settle(call.arrived)
         for rank in self.world.others():
-            self._on_way.append((call.number, *self._calls.post(call, rank)))
+            self._on_way.append((call.number, post(self.world, call, rank, _CALLS), ()))
 
     def serve(self) -> None:
         """Run calls until there are no more."""
         device = self.world.device
         while True:
-            call: Call = self._calls.hear("a call of the rank that generates text", self.last)
+            call: Call = hear(self.world, "a call of the rank that generates text", self.last, _CALLS)
             self._settle(call.arrived)
             with self._alone():
                 for noted in call.noted:
@@ -147,15 +146,11 @@ class Exchange:
                 self.kept.update({key: values.tensor(device) for key, values in call.sent.items()})
                 self._entry(call.entry).layouts.known.update(call.layouts)
                 try:
-                    self._run(call, call.structure(self._inputs_of(call)))
+                    leaves = [self.kept[leaf.name] if isinstance(leaf, Key) else leaf for leaf in call.leaves]
+                    self._run(call, call.structure(leaves))
                 except Exception as error:
                     if not known_to_all(error):  # else the rank that made the call has it too
                         raise
-
-    def _inputs_of(self, call: Call) -> list[Any]:
-        values = {id(leaf): leaf.tensor(self.world.device) for leaf in call.leaves if isinstance(leaf, Values)}
-        kept = (self.kept[leaf.name] if isinstance(leaf, Key) else leaf for leaf in call.leaves)
-        return [values.get(id(leaf), leaf) for leaf in kept]
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -270,11 +265,11 @@ class Exchange:
                 if tensor.numel() > _FEW:
                     self.kept[call.number, at] = tensor
             tells |= {-1 - i: Values.of(step.tensors[i]) for i in changed if rank in seam.takers.get(i, ())}
-            self._on_way.append((call.number, *self._shapes.post(tells, self.last)))
+            self._on_way.append((call.number, post(self.world, tells, self.last, _SHAPES), ()))
             return []
         flat = list(step.end(cells.start, given))
         for teller in self.world.others():
-            told = self._shapes.hear("the shapes of its caches", teller)
+            told = hear(self.world, "the shapes of its caches", teller, _SHAPES)
             if told.pop("program") != program:
                 raise RuntimeError(f"ranks {teller} and {rank} have recorded other programs for one call")
             for at, value in told.items():
