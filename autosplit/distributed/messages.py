@@ -10,7 +10,6 @@ the receives of another in the order in which that sends, which the descriptions
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from autosplit.distributed import words
 from autosplit.distributed.world import World
 from autosplit.errors import InputError, ScheduleError
 from autosplit.runtime.lanes.lanes import Lane
@@ -27,6 +27,8 @@ from autosplit.runtime.transport import Message, SharedMemory
 from autosplit.schedule.entry import Route
 from autosplit.trace.borrowed.blank import is_dense
 
+_BLOCK = 1 << 14
+"""Bytes that a value takes at least between ranks: most values are one message."""
 Ends = Callable[[Route], tuple[int, Sequence[int]]]
 """Gives the rank that sends what goes a way, and those that receive it."""
 
@@ -192,19 +194,21 @@ class Messages:
 
 def post(world: World, value: Any, target: int, tag: int = 0) -> list[Any]:
     """Tell a rank a value by the CPU, in one order per tag; return the works to wait for."""
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    pieces = torch.tensor([data.numel()]), data
+    text = words.packed(value).ljust(_BLOCK, b"\0")
+    pieces = [words.block(piece, 0) for piece in (text[:_BLOCK], text[_BLOCK:]) if piece]
     return [dist.isend(piece, group=world.control, group_dst=target, tag=tag) for piece in pieces]
 
 
 def hear(world: World, what: str, source: int, tag: int = 0) -> Any:
     """Return what a rank tells next."""
-    length = torch.zeros(1, dtype=torch.int64)
+    text, size = b"", _BLOCK
     with world.waiting(what, source):
-        dist.recv(length, group=world.control, group_src=source, tag=tag)
-        data = torch.zeros(int(length), dtype=torch.uint8)
-        dist.recv(data, group=world.control, group_src=source, tag=tag)
-    return pickle.loads(data.numpy().tobytes())
+        while len(text) < size:
+            piece = torch.empty(size - len(text), dtype=torch.uint8)
+            dist.recv(piece, group=world.control, group_src=source, tag=tag)
+            text += piece.numpy().tobytes()
+            size = max(size, words.end(text))
+    return words.unpacked(text)
 
 
 def described(tensor: torch.Tensor) -> Described:

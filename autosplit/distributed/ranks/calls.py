@@ -4,37 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
-import numpy as np
-import torch
 from torch import fx
 
 from autosplit.distributed.feed import takers_of
 from autosplit.distributed.ranks.carrying import ServedStep
-from autosplit.distributed.ranks.remote import Noted, Values
+from autosplit.distributed.ranks.remote import Leaf, Noted
 from autosplit.generation.caches import Layout, Layouts
 from autosplit.runtime.ops import OUT
 from autosplit.trace.graph import INFO
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A tensor of a cache: its owner has it by a key; without one the last rank has it, and tells it where small."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    owner: int
-    key: Hashable = None
-    values: Values | None = None
-
-    def zeros(self, device: torch.device) -> torch.Tensor:
-        """Return zeros, which take no memory on the CPU."""
-        if not (count := prod(self.shape)):
-            return torch.zeros(self.shape, dtype=self.dtype, device=device)
-        flat = torch.from_numpy(np.zeros(count * self.dtype.itemsize, np.uint8))
-        return flat.view(self.dtype).view(self.shape).to(device)
 
 
 @dataclass(frozen=True)
@@ -50,7 +29,7 @@ class Call:
     noted: Sequence[Noted]
     dropped: Sequence[Hashable]
     entry: str = ""
-    sent: Mapping[Hashable, Values] = field(default_factory=dict)
+    sent: Sequence[Leaf] = ()
     layouts: Mapping[int, Layout] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
     state: Mapping[str, Sequence[Leaf]] = field(default_factory=dict)
