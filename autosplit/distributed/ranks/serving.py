@@ -193,12 +193,12 @@ class Exchange:
             self._check(step, call, zeros)
             return step
 
+        step: ServedStep
         step, error = attempt(made)
-        if error is not None and (known_to_all(error) or not isinstance(error, AutosplitError)):
-            raise error  # of all, or of this rank alone
-        if error is not None:  # all ranks refuse alike
+        if isinstance(error, AutosplitError) and not known_to_all(error):  # all ranks refuse alike
             self.world.agree("generates text", {}, error)
-        assert step is not None
+        if error is not None:
+            raise error
         return step
 
     def _check(self, step: ServedStep, call: Call, zeros: Mapping[str, Sequence[torch.Tensor]]) -> None:
