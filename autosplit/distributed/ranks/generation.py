@@ -119,7 +119,7 @@ class RankGenerator(Generator):
         pipe, world, exchange = self.pipe, self.pipe._world, self.exchange
         _, error = attempt(self._check)
         world.agree("generates text", {"their modes": call_text(self.model, (), {})}, error)
-        exchange.begin(pipe._recordings.ranks[-1][0])
+        exchange.last = pipe._recordings.ranks[-1][0]
         if exchange.leads:
             result, error = attempt(lambda: super(RankGenerator, self).generate(*args, **kwargs))
             if error is not None and (exchange.broken or isinstance(error, DeviceError)):

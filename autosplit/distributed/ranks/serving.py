@@ -23,8 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autosplit.distributed import words
 from autosplit.distributed.facts import program_text
 from autosplit.distributed.messages import flattened, hear, post
-from autosplit.distributed.ranks.calls import Call, Seam
-from autosplit.distributed.ranks.carrying import ServedStep
+from autosplit.distributed.ranks.calls import Call, Seam, ServedStep
 from autosplit.distributed.ranks.remote import Leaf, Notes, RemoteTensor
 from autosplit.distributed.world import World, attempt
 from autosplit.errors import AutosplitError, DeviceError, InputError, TraceError, known_to_all
@@ -68,11 +67,6 @@ class Exchange:
     def leads(self) -> bool:
         """Whether this rank makes the calls."""
         return self.world.rank == self.last
-
-    def begin(self, last: int) -> None:
-        """Begin a generation, whose calls a rank makes."""
-        self.last = last
-        self._lent.clear()
 
     def call(self, entry: Any, numbers: Mapping[str, int], state: Mapping[str, Any], inputs: Any) -> Any:
         """Have all ranks run an entry; return its output. Several threads may do so at once."""
