@@ -106,7 +106,8 @@ class RankGenerator(Generator):
 
     def facade(self) -> Any:
         """Return what transformers' ``generate`` is run on, whose device is this rank's."""
-        facade = super().facade()
+        with self.pipe._recordings.guard.opened():  # its attributes are as before training
+            facade = super().facade()
         type(facade).device = self.pipe._world.device
         facade.__dict__["_autosplit_kept"] = RankKept()
         return facade
