@@ -10,7 +10,6 @@ the receives of another in the order in which that sends, which the descriptions
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from autosplit.distributed import words
 from autosplit.distributed.world import World
 from autosplit.errors import InputError, ScheduleError
 from autosplit.runtime.lanes.lanes import Lane
@@ -27,6 +27,8 @@ from autosplit.runtime.transport import Message, SharedMemory
 from autosplit.schedule.entry import Route
 from autosplit.trace.borrowed.blank import is_dense
 
+_BLOCK = 1 << 14
+"""Bytes that a value takes at least between ranks: most values are one message."""
 Ends = Callable[[Route], tuple[int, Sequence[int]]]
 """Gives the rank that sends what goes a way, and those that receive it."""
 
@@ -139,27 +141,16 @@ class Messages:
             flat = [flattened(tensor.detach()) for tensor in message if tensor is not None and tensor.numel()]
             for to in self._ends(route)[1]:
                 if not self.known.complete:
-                    works += self._describe(route, description, to)
+                    works += post(self._world, (self._minibatch, route, self._said, description), to)
                 works += [self._world.isend(tensor, to) for tensor in flat]
         self._sent[route] = works, flat
-
-    def _describe(self, route: Route, description: Description, to: int) -> list[Any]:
-        text = pickle.dumps((self._minibatch, route, self._said, description))
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        parts = (torch.tensor([data.numel()]), data)
-        return [dist.isend(piece, group=self._world.control, group_dst=to) for piece in parts]
 
     def _described(self, source: int, awaited: Route) -> tuple[int, Route, Any, Description]:
         """Return what a rank sends next; at the first step of a kind it says that."""
         if self.known.complete:
             route, description = next(self._coming.setdefault(source, iter(self.known.of[source].items())))
             return self._minibatch, route, self._said, description
-        length = torch.zeros(1, dtype=torch.int64)
-        with self._world.waiting(_place(awaited), source):
-            dist.recv(length, group=self._world.control, group_src=source)
-            data = torch.zeros(int(length), dtype=torch.uint8)
-            dist.recv(data, group=self._world.control, group_src=source)
-        minibatch, route, said, description = pickle.loads(data.numpy().tobytes())
+        minibatch, route, said, description = hear(self._world, _place(awaited), source)
         self.known.of[source][route] = description
         return minibatch, route, said, description
 
@@ -199,6 +190,25 @@ class Messages:
     def clear(self) -> None:
         """Forget what nobody received."""
         self._inside.clear()
+
+
+def post(world: World, value: Any, target: int, tag: int = 0) -> list[Any]:
+    """Tell a rank a value by the CPU, in one order per tag; return the works to wait for."""
+    text = words.packed(value).ljust(_BLOCK, b"\0")
+    pieces = [words.block(piece, 0) for piece in (text[:_BLOCK], text[_BLOCK:]) if piece]
+    return [dist.isend(piece, group=world.control, group_dst=target, tag=tag) for piece in pieces]
+
+
+def hear(world: World, what: str, source: int, tag: int = 0) -> Any:
+    """Return what a rank tells next."""
+    text, size = b"", _BLOCK
+    with world.waiting(what, source):
+        while len(text) < size:
+            piece = torch.empty(size - len(text), dtype=torch.uint8)
+            dist.recv(piece, group=world.control, group_src=source, tag=tag)
+            text += piece.numpy().tobytes()
+            size = max(size, words.end(text))
+    return words.unpacked(text)
 
 
 def described(tensor: torch.Tensor) -> Described:

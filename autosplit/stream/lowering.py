@@ -24,7 +24,7 @@ from autosplit.planning.plan.plan import Plan
 from autosplit.planning.profiled.apply import DataflowIndex, assign
 from autosplit.recorded import Recorded
 from autosplit.runtime.lanes.lanes import Lane
-from autosplit.runtime.lower.layout import tensor_operands
+from autosplit.runtime.lower.layout import homes_of, tensor_operands
 from autosplit.runtime.lower.once import emit_setup
 from autosplit.runtime.lower.replicas import Replicas, check_cells, replicated, stand_in
 from autosplit.runtime.lower.split import Lowered, lower, owners
@@ -146,15 +146,15 @@ def _check_parts(traced: TracedGraph) -> None:
 
 
 def in_stages(traced: TracedGraph, stage_of: Mapping[str, int], *, alone: bool) -> tuple[TracedGraph, dict[str, int]]:
-    """Return the recording with every node in a stage's cells, tied parameters as values that their first user makes.
+    """Return the recording with every node in a stage's cells, tied parameters as values that their homes make.
 
     Nodes that mix rows are such only where a minibatch is one microbatch.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     stages = dict(stage_of)
-    tied: dict[str, fx.Node] = {}
+    tied, homes = dict[str, fx.Node](), homes_of(traced, stage_of)
     for node in traced.graph.nodes:
-        if node.op == "get_attr" and node.target in traced.tied:
+        if node.op == "get_attr" and node.target in homes:
             copies[node] = tied.setdefault(node.target, _as_value(graph, traced, str(node.target)))
             continue
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -162,18 +162,13 @@ def in_stages(traced: TracedGraph, stage_of: Mapping[str, int], *, alone: bool) 
         if info is not None and node.op != "placeholder" and (alone or info.node_class is NodeClass.SHARED):
             copies[node].meta[INFO] = replace(info, node_class=NodeClass.MICRO)
     for name, node in tied.items():
-        users = [user for user in traced.graph.nodes if any(o.target == name for o in _attributes(user))]
-        stages[node.meta[INFO].name] = min((stage_of[user.meta[INFO].name] for user in users), default=0)
-    changed = replace(traced, graph=graph, tied=())
+        stages[node.meta[INFO].name] = homes[name]
+    changed = replace(traced, graph=graph, tied=(), homes={})
     for node, info in changed.compute_nodes():
         for operand in tensor_operands(node):
             if INFO in operand.meta and operand.op != "placeholder":
                 assert stages[operand.meta[INFO].name] <= stages[info.name], f"{info.name} comes before its operand"
     return changed, stages
-
-
-def _attributes(node: fx.Node) -> list[fx.Node]:
-    return [o for o in tensor_operands(node) if o.op == "get_attr"] if INFO in node.meta else []
 
 
 def _as_value(graph: fx.Graph, traced: TracedGraph, name: str) -> fx.Node:

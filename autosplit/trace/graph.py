@@ -232,6 +232,7 @@ class TracedGraph:
         order: pairs of fx node names ``(before, after)`` that must keep their order although no value flows between
             them (mutation of a storage or a buffer).
         tied: qualified names of the parameters that are used more than once, each a value with one home.
+        homes: stages that parameters belong to already, by name; what a later stage uses is a value, too.
         min_rows: the smallest microbatch for which the recording holds (2 when one row behaves differently).
         unflatten: rebuilds the model's output from the flat outputs.
         batch_outputs: for each flat output its batch dimension, or None (shared, full, or not a tensor).
@@ -255,6 +256,7 @@ class TracedGraph:
     kept: int = 0
     asks_grad_mode: str = ""
     checkpoints: bool = False
+    homes: Mapping[str, int] = field(default_factory=dict)
 
     def compute_nodes(self) -> Iterator[tuple[fx.Node, TracedNode]]:
         """Yield the tensor-computing nodes in model order, inputs excluded."""

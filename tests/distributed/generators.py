@@ -176,3 +176,24 @@ def asked_at_once(name: str) -> list[bool]:
 
     generator._entry = slow
     return [torch.equal(plain.generate(**_asked("greedy")), pipe.generate(**_asked("greedy"))), made == [0]]
+
+
+def trained_behind_the_encoder(name: str) -> list[bool]:
+    """Take a step from tokens, and one from what an encoder made of them; tell whether that is the plain model's."""
+    plain, pipe = _pair(name)
+    encoded = transformers.modeling_outputs.BaseModelOutput(torch.randn(4, 7, 32, generator=torch.Generator()))
+    labels, found = prompts()["input_ids"], []
+    for inputs in ({"input_ids": labels}, {"encoder_outputs": encoded}):
+        losses = []
+        for model in (plain, pipe):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            losses.append(model(**inputs, labels=labels).loss if model is plain else None)
+            if model is plain:
+                losses[0].backward()
+            else:
+                losses[1] = pipe.train_step(**inputs, labels=labels)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(torch.allclose(*losses))
+    state = pipe.unsplit().state_dict()
+    return [*found, all(torch.allclose(value, state[name], atol=1e-6) for name, value in plain.state_dict().items())]

@@ -38,6 +38,11 @@ def test_trained_weights_generate(ranks: Pool, name: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_tied_weight_is_lent_where_only_later_stages_use_it(ranks: Pool) -> None:
+    assert ranks(3).run(generators.trained_behind_the_encoder, "t5") == [[True] * 3] * 3
+
+
+@pytest.mark.slow
 def test_calls_go_on_with_a_cache(ranks: Pool) -> None:
     assert ranks(2).run(generators.goes_on, "llama") == [[True] * 3] * 2
 

@@ -1,40 +1,24 @@
-"""What ranks tell each other of a call that all of them run, and which of its values go from rank to rank."""
+"""What ranks tell each other of a call that all of them run, and how its values go from rank to rank."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
-import numpy as np
-import torch
 from torch import fx
 
 from autosplit.distributed.feed import takers_of
-from autosplit.distributed.ranks.carrying import ServedStep
-from autosplit.distributed.ranks.remote import Noted, Values
+from autosplit.distributed.messages import Descriptions, Messages
+from autosplit.distributed.ranks.prepared import PreparedRankStep
+from autosplit.distributed.ranks.remote import Leaf, Noted
 from autosplit.generation.caches import Layout, Layouts
-from autosplit.runtime.ops import OUT
+from autosplit.runtime.lower.program import ending_slots, slots_of
+from autosplit.runtime.lower.split import Lowered
+from autosplit.runtime.ops import ENDING, OUT
+from autosplit.runtime.transport import Message
+from autosplit.schedule.entry import Route
 from autosplit.trace.graph import INFO
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A tensor of a cache: its owner has it by a key; without one the last rank has it, and tells it where small."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    owner: int
-    key: Hashable = None
-    values: Values | None = None
-
-    def zeros(self, device: torch.device) -> torch.Tensor:
-        """Return zeros, which take no memory on the CPU."""
-        if not (count := prod(self.shape)):
-            return torch.zeros(self.shape, dtype=self.dtype, device=device)
-        flat = torch.from_numpy(np.zeros(count * self.dtype.itemsize, np.uint8))
-        return flat.view(self.dtype).view(self.shape).to(device)
 
 
 @dataclass(frozen=True)
@@ -50,7 +34,7 @@ class Call:
     noted: Sequence[Noted]
     dropped: Sequence[Hashable]
     entry: str = ""
-    sent: Mapping[Hashable, Values] = field(default_factory=dict)
+    sent: Sequence[Leaf] = ()
     layouts: Mapping[int, Layout] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
     state: Mapping[str, Sequence[Leaf]] = field(default_factory=dict)
@@ -70,6 +54,49 @@ class ServedLayouts(Layouts):
 
     def _number(self, layout: Layout) -> int:
         return -1 - super()._number(layout)
+
+
+class Carried(Messages):
+    """The messages of a call. Tied weights go to another rank once, as they stay as they are between the calls."""
+
+    def __init__(self, *args: Any, lowered: Lowered, lent: dict[tuple[str, int], Any], **ways: Any) -> None:
+        super().__init__(*args, known=Descriptions(), **ways)
+        self._lowered, self._lent = lowered, lent
+
+    def _tied(self, route: Route) -> list[tuple[str, int] | None]:
+        """Return the names of the tied weights of a message, with the rank that takes them; None for other values."""
+        layout, to = self._lowered.layout, self._ends(route)[1][0]
+        slots = ending_slots(self._lowered) if route.microbatch == ENDING else slots_of(layout, route.target)
+        names = [slot.value for slot in slots if layout.home.get(slot.value) == route.source]
+        return [(name, to) if name in layout.given else None for name in names]
+
+    def send(self, route: Route, message: Message) -> None:
+        """Give away what a stage made, and weights that the other rank does not have."""
+        if route.microbatch < 0:
+            tied = self._tied(route)
+            message = [None if key in self._lent else t for key, t in zip(tied, message, strict=True)]
+            self._lent.update((key, None) for key in tied if key is not None)
+        super().send(route, message)
+
+    def recv(self, route: Route) -> Message:
+        """Return what was sent, and weights that were sent before."""
+        message = super().recv(route)
+        if route.microbatch < 0:
+            pairs = list(zip(self._tied(route), message, strict=True))
+            self._lent.update((key, tensor) for key, tensor in pairs if key and tensor is not None)
+            message = [self._lent[key] if key else tensor for key, tensor in pairs]
+        return message
+
+
+@dataclass(kw_only=True)
+class ServedStep(PreparedRankStep):
+    """A call that ranks run together; ``lent`` are the tied weights that went from rank to rank."""
+
+    lent: dict[tuple[str, int], Any]
+    carrier = Carried
+
+    def _described(self) -> dict[str, Any]:
+        return {"lowered": self.lowered, "lent": self.lent}
 
 
 @dataclass(frozen=True)

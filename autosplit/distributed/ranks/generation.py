@@ -33,30 +33,14 @@ from autosplit.pipelined import PipelinedModule
 from autosplit.recorded import Recorded
 from autosplit.trace.inputs.objects import mapped
 
-_SHARED = frozenset(
-    "owner group part parallelize tensors guard _placed _buffers _uses _on_meta _weights _trained_last".split()
-)
-"""What recordings of functions of a model have of those of its pipe: which rank has which weights."""
-
 
 class TwinRecordings(RankRecordings):
     """The recordings of a function of a model, whose weights lie as those of the model's own pipe do."""
 
     def __init__(self, outer: RankRecordings, function: nn.Module, options: Options) -> None:
+        self.__dict__.update(vars(outer))  # which rank has which weights: the same dicts and sets
         super(RankRecordings, self).__init__(function, options, None, fits=True)
-        self.world, self.sample, self._findings, self._late = outer.world, None, None, []
-        self.outer = outer
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _SHARED:
-            return getattr(self.outer, name)
-        raise AttributeError(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SHARED:
-            setattr(self.outer, name, value)
-        else:
-            super().__setattr__(name, value)
+        self.sample, self._findings, self._late = None, None, []
 
     def check_fresh(self) -> None:
         """Check nothing: that is done once for all calls of a generation."""
@@ -118,7 +102,8 @@ class RankGenerator(Generator):
 
         What modules keep from call to call ends with the generation, as no rank has it all: it is not in ``kept``.
         """
-        facade = super().facade(Kept())
+        with self.pipe._recordings.guard.opened():  # its attributes are as before training
+            facade = super().facade(Kept())
         type(facade).device = self.pipe._world.device
         return facade
 
@@ -130,7 +115,7 @@ class RankGenerator(Generator):
         pipe, world, exchange = self.pipe, self.pipe._world, self.exchange
         _, error = attempt(self._check)
         world.agree("generates text", {"their modes": call_text(self.model, (), {})}, error)
-        exchange.begin(pipe._recordings.ranks[-1][0])
+        exchange.last = pipe._recordings.ranks[-1][0]
         if exchange.leads:
             result, error = attempt(lambda: super(RankGenerator, self).generate(*args, **kwargs))
             if error is not None and (exchange.broken or isinstance(error, DeviceError)):

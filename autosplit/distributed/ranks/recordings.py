@@ -87,6 +87,7 @@ class RankRecordings(Recordings):
         self.part: WrappedPart | None = None
         self._on_meta, self._weights = has_meta(model), weights
         self._findings: Findings | None = None
+        self._homes: dict[str, int] = {}  # the stages of parameters in the first recording
         self._placed: set[str] = set()
         """The parameters and buffers that lie on this rank's device."""
         self._buffers: set[str] = set()
@@ -200,6 +201,7 @@ class RankRecordings(Recordings):
                     "calls change Python state of the model, whose Python tp cannot run on parts; leave it out"
                 )
             trace = replace(trace, graph=self.tensors.recording(trace.graph, batch_rows(trace.inputs)))
+        trace = replace(trace, graph=replace(trace.graph, homes={} if self.parallelize else self._homes))
         return super()._cut(trace, plan, key, shapes)
 
     def _planned(self, key: Key, sample: Sample) -> Trace:
@@ -267,10 +269,12 @@ class RankRecordings(Recordings):
 
     def _place(self, lowered: Lowered, devices: Sequence[torch.device]) -> None:
         ranks, model = self.ranks, self.model
-        rank_of = {name: ranks[stage][0] for name, stage in owners(model, lowered).items()}
-        first = not self.owner
-        self.owner = self.owner or rank_of
-        held = {*dict(model.named_parameters(remove_duplicate=False)), *(lowered.traced.written & self.owner.keys())}
+        stage_of, parameters = owners(model, lowered), dict(model.named_parameters(remove_duplicate=False))
+        rank_of = {name: ranks[stage][0] for name, stage in stage_of.items()}
+        if first := not self.owner:
+            self.owner.update(rank_of)
+            self._homes.update((name, stage_of[name]) for name in stage_of.keys() & parameters)
+        held = {*parameters, *(lowered.traced.written & self.owner.keys())}
         moved = next((name for name in sorted(held) if rank_of.get(name) not in (None, self.owner_of(name))), None)
         if moved is not None:
             raise TraceError(
@@ -317,7 +321,7 @@ class RankRecordings(Recordings):
         self._placed.update(new)
         for name in sorted({use.name for use in uses - self._uses}.intersection(buffers)) if self._uses else ():
             self._share(name, named[name])
-        self._uses = uses
+        self._uses.update(uses)
         self.owner.update(owner)
 
     def check_reads(self, recorded: Recorded) -> None:

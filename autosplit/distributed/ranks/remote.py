@@ -11,9 +11,11 @@ import itertools
 import threading
 import weakref
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf, prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
@@ -22,33 +24,35 @@ from autosplit.errors import InputError
 
 
 @dataclass(frozen=True)
-class Values:
-    """A tensor as bytes, contiguous; ``host``: it lies on the CPU wherever the ranks' devices are."""
+class Leaf:
+    """Stands for a tensor: ``owner`` has it by a key, or ``data`` are its bytes.
+
+    ``host``: it lies on the CPU wherever the ranks' devices are.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    data: bytes
-    host: bool
+    owner: int
+    key: Hashable = None
+    data: bytes | None = None
+    host: bool = False
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Values:
-        """Return those of a tensor."""
-        data = flattened(tensor.detach().contiguous()).cpu().numpy().tobytes() if tensor.numel() else b""
-        return cls(tuple(tensor.shape), tensor.dtype, data, tensor.device.type == "cpu")
+    def of(cls, tensor: torch.Tensor, owner: int, key: Hashable = None, *, most: float = inf) -> Leaf:
+        """Return what stands for a tensor, with its bytes where it has at most so many elements."""
+        small = tensor.numel() <= most
+        data = flattened(tensor.detach().contiguous()).cpu().numpy().tobytes() if small else None
+        return cls(tuple(tensor.shape), tensor.dtype, owner, key, data, tensor.device.type == "cpu")
 
-    def tensor(self, device: torch.device) -> torch.Tensor:
-        """Return the tensor, on a device unless it lay on the CPU."""
-        if not self.data:
-            return torch.empty(self.shape, dtype=self.dtype, device="cpu" if self.host else device)
-        tensor = torch.frombuffer(bytearray(self.data), dtype=torch.uint8).view(self.dtype).view(self.shape)
-        return tensor if self.host else tensor.to(device)
+    def tensor(self, device: torch.device, data: Any = None) -> torch.Tensor:
+        """Return the tensor of its bytes, or other ones, on a device unless it lay on the CPU."""
+        data = bytearray(self.data or b"") if data is None else data
+        tensor = torch.frombuffer(data, dtype=self.dtype) if len(data) else torch.empty(0, dtype=self.dtype)
+        return tensor.view(self.shape).to("cpu" if self.host else device)
 
-
-@dataclass(frozen=True)
-class Key:
-    """Stands for a remote tensor in what ranks tell each other."""
-
-    name: Hashable
+    def zeros(self, device: torch.device) -> torch.Tensor:
+        """Return zeros, which take no memory on the CPU."""
+        return replace(self, host=False).tensor(device, np.zeros(prod(self.shape) * self.dtype.itemsize, np.uint8))
 
 
 class Noted(NamedTuple):
@@ -64,11 +68,9 @@ class Noted(NamedTuple):
         """Perform it on the values that this rank keeps."""
 
         def there(leaf: Any) -> Any:
-            if isinstance(leaf, Key):
-                return kept[leaf.name]
-            if isinstance(leaf, torch.device):
-                return device
-            return leaf.tensor(device) if isinstance(leaf, Values) else leaf
+            if isinstance(leaf, Leaf):
+                return kept[leaf.key] if leaf.data is None else leaf.tensor(device)
+            return device if isinstance(leaf, torch.device) else leaf
 
         space, name, overload = self.name
         function = getattr(getattr(getattr(torch.ops, space), name), overload)
@@ -102,10 +104,10 @@ class Notes:
     def note(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Note an operation, and return what stands for its results."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, RemoteTensor)]
-        owner = tensors[0].owner
+        owner = tensors[0].leaf.owner
         try:
             changed = function._schema.is_mutable
-            if any(tensor.owner != owner for tensor in tensors) or (changed and args[0] is not tensors[0]):
+            if any(tensor.leaf.owner != owner for tensor in tensors) or (changed and args[0] is not tensors[0]):
                 raise ValueError("it goes from rank to rank")
             metas, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
             with torch.no_grad():
@@ -121,7 +123,7 @@ class Notes:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             keys.append(("result", next(self._numbers)))
-            return RemoteTensor(keys[-1], owner, tuple(leaf.shape), leaf.dtype, self)
+            return RemoteTensor(Leaf(tuple(leaf.shape), leaf.dtype, owner, keys[-1]), self)
 
         outcome = tensors[0] if changed else pytree.tree_map(remote, results)
         name = (function.namespace, function._opname, function._overloadname)
@@ -132,24 +134,16 @@ class Notes:
 
 
 class RemoteTensor(torch.Tensor):
-    """A tensor of a cache that lies on another rank.
+    """A tensor of a cache that lies on another rank, by what stands for it there."""
 
-    Attributes:
-        key: by which its owner has it.
-        owner: the rank that has its values.
-    """
-
-    key: Hashable
-    owner: int
+    leaf: Leaf
     notes: Notes
 
     @staticmethod
-    def __new__(  # noqa: D102
-        cls: Any, key: Hashable, owner: int, shape: tuple[int, ...], dtype: torch.dtype, notes: Notes
-    ) -> Any:
-        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=notes.device)
-        tensor.key, tensor.owner, tensor.notes = key, owner, notes
-        notes.watch(tensor, key)
+    def __new__(cls: Any, leaf: Leaf, notes: Notes) -> Any:  # noqa: D102
+        tensor = torch.Tensor._make_wrapper_subclass(cls, leaf.shape, dtype=leaf.dtype, device=notes.device)
+        tensor.leaf, tensor.notes = leaf, notes
+        notes.watch(tensor, leaf.key)
         return tensor
 
     def __init__(self, *_: Any) -> None:
@@ -162,14 +156,14 @@ class RemoteTensor(torch.Tensor):
         return first.notes.note(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"RemoteTensor({list(self.shape)}, {self.dtype}, on rank {self.owner})"
+        return f"RemoteTensor({list(self.shape)}, {self.dtype}, on rank {self.leaf.owner})"
 
     def __deepcopy__(self, memo: Any) -> Any:
         memo[id(self)] = copied = self.clone()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise InputError(f"the values of a cache's tensor stay on rank {self.owner}; it cannot be saved here")
+        raise InputError(f"the values of a cache's tensor stay on rank {self.leaf.owner}; it cannot be saved here")
 
 
 def _on_meta(leaf: Any) -> Any:
@@ -180,5 +174,5 @@ def _on_meta(leaf: Any) -> Any:
 
 def _portable(leaf: Any) -> Any:
     if isinstance(leaf, RemoteTensor):
-        return Key(leaf.key)
-    return Values.of(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        return leaf.leaf
+    return Leaf.of(leaf, -1) if isinstance(leaf, torch.Tensor) else leaf

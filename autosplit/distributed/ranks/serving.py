@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,22 +22,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autosplit.distributed import words
 from autosplit.distributed.facts import program_text
-from autosplit.distributed.messages import flattened
-from autosplit.distributed.ranks.calls import Call, Leaf, Seam
-from autosplit.distributed.ranks.carrying import Line, ServedStep
-from autosplit.distributed.ranks.remote import Key, Notes, RemoteTensor, Values
+from autosplit.distributed.messages import flattened, hear, post
+from autosplit.distributed.ranks.calls import Call, Seam, ServedStep
+from autosplit.distributed.ranks.remote import Leaf, Notes, RemoteTensor
 from autosplit.distributed.world import World, attempt
 from autosplit.errors import AutosplitError, DeviceError, InputError, TraceError, known_to_all
 from autosplit.runtime.ops import OUT
 from autosplit.runtime.step.cells import Cells
 from autosplit.schedule.entry import Route
 from autosplit.trace.graph import INFO
-from autosplit.trace.inputs.objects import one_tensor, take_apart
+from autosplit.trace.inputs.objects import take_apart
 
 _FEW = 64
 """Tensors of caches with so few elements are the last rank's, and go with every call."""
-_MANY = 1 << 14
-"""Inputs of so many elements are sent once, however many calls take them."""
+_CALLS, _SHAPES = 1, 2
+"""Tags of what ranks tell each other."""
 
 
 class Exchange:
@@ -54,7 +54,6 @@ class Exchange:
         self.broken: BaseException | None = None
         self._entry = entry
         self._lent: dict[tuple[str, int], Any] = {}
-        self._calls, self._shapes = (Line(world, tag) for tag in (1, 2))
         self._notes = Notes(world.device)
         self._inputs: Any = WeakIdKeyDictionary()
         self._told: set[tuple[str, int]] = set()
@@ -69,21 +68,15 @@ class Exchange:
         """Whether this rank makes the calls."""
         return self.world.rank == self.last
 
-    def begin(self, last: int) -> None:
-        """Begin a generation, whose calls a rank makes."""
-        self.last = last
-        self._lent.clear()
-
     def call(self, entry: Any, numbers: Mapping[str, int], state: Mapping[str, Any], inputs: Any) -> Any:
         """Have all ranks run an entry; return its output. Several threads may do so at once."""
         leaves, structure = take_apart(inputs)
-        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        dense = {n: t.detach().contiguous() for n, t in tensors.items() if t.requires_grad or not t.is_contiguous()}
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        dense = {id(t): t.detach().contiguous() for t in tensors if t.requires_grad or not t.is_contiguous()}
         leaves = [dense.get(id(leaf), leaf) for leaf in leaves]  # other ranks have them so
         with self._issuing:
-            sent: dict[Hashable, Values] = {}
-            told = [self._input(leaf, sent) for leaf in leaves]
-            told = [told[first] for first in one_tensor(leaves)]
+            sent: list[Leaf] = []
+            told = [self._input(leaf, sent) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             caches = {name: [self._leaf(tensor) for tensor in tensors] for name, tensors in state.items()}
             new = {n: entry.layouts[n] for n in numbers.values() if (entry.name, n) not in self._told}
             heading = self._issued, self._done, *self._notes.take()
@@ -100,23 +93,18 @@ class Exchange:
                 self._done += 1
                 self._turn.notify_all()
 
-    def _input(self, leaf: Any, sent: dict[Hashable, Values]) -> Any:
-        """Return what is told of an input; one of many elements is ``sent`` the first time."""
-        if not isinstance(leaf, torch.Tensor) or leaf.numel() < _MANY:
-            return Values.of(leaf) if isinstance(leaf, torch.Tensor) else leaf
-        version, key = self._inputs.get(leaf, (None, None))
-        if version != leaf._version:
-            key = ("input", self._issued, len(sent))
-            self._inputs[leaf] = leaf._version, key
-            sent[key] = Values.of(leaf)
-            self._notes.watch(leaf, key)
-        return Key(key)
+    def _input(self, tensor: torch.Tensor, sent: list[Leaf]) -> Leaf:
+        """Return what is told of an input, which is ``sent`` once, however many calls take it."""
+        version, leaf = self._inputs.get(tensor, (None, None))
+        now = None if tensor.is_inference() else tensor._version
+        if leaf is None or version != now:
+            sent.append(Leaf.of(tensor, self.last, ("input", self._issued, len(sent))))
+            self._inputs[tensor] = now, (leaf := replace(sent[-1], data=None))
+            self._notes.watch(tensor, leaf.key)
+        return leaf
 
-    def _leaf(self, tensor: torch.Tensor) -> Leaf:
-        if isinstance(tensor, RemoteTensor):
-            return Leaf(tuple(tensor.shape), tensor.dtype, tensor.owner, tensor.key)
-        values = Values.of(tensor) if 0 < tensor.numel() <= _FEW else None
-        return Leaf(tuple(tensor.shape), tensor.dtype, self.last, values=values)
+    def _leaf(self, tensor: torch.Tensor, key: Hashable = None) -> Leaf:
+        return tensor.leaf if isinstance(tensor, RemoteTensor) else Leaf.of(tensor, self.world.rank, key, most=_FEW)
 
     def end(self) -> None:
         """Make no more calls."""
@@ -128,13 +116,13 @@ class Exchange:
     def _tell(self, call: Call) -> None:
         self._settle(call.arrived)
         for rank in self.world.others():
-            self._on_way.append((call.number, *self._calls.post(call, rank)))
+            self._on_way.append((call.number, post(self.world, call, rank, _CALLS), ()))
 
     def serve(self) -> None:
         """Run calls until there are no more."""
         device = self.world.device
         while True:
-            call: Call = self._calls.hear("a call of the rank that generates text", self.last)
+            call: Call = hear(self.world, "a call of the rank that generates text", self.last, _CALLS)
             self._settle(call.arrived)
             with self._alone():
                 for noted in call.noted:
@@ -144,18 +132,14 @@ class Exchange:
                     self.kept.pop(key, None)
                 if not call.entry:
                     return self._lent.clear()
-                self.kept.update({key: values.tensor(device) for key, values in call.sent.items()})
+                self.kept.update({leaf.key: leaf.tensor(device) for leaf in call.sent})
                 self._entry(call.entry).layouts.known.update(call.layouts)
                 try:
-                    self._run(call, call.structure(self._inputs_of(call)))
+                    leaves = [self.kept[leaf.key] if isinstance(leaf, Leaf) else leaf for leaf in call.leaves]
+                    self._run(call, call.structure(leaves))
                 except Exception as error:
                     if not known_to_all(error):  # else the rank that made the call has it too
                         raise
-
-    def _inputs_of(self, call: Call) -> list[Any]:
-        values = {id(leaf): leaf.tensor(self.world.device) for leaf in call.leaves if isinstance(leaf, Values)}
-        kept = (self.kept[leaf.name] if isinstance(leaf, Key) else leaf for leaf in call.leaves)
-        return [values.get(id(leaf), leaf) for leaf in kept]
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -203,12 +187,12 @@ class Exchange:
             self._check(step, call, zeros)
             return step
 
+        step: ServedStep
         step, error = attempt(made)
-        if error is not None and (known_to_all(error) or not isinstance(error, AutosplitError)):
-            raise error  # of all, or of this rank alone
-        if error is not None:  # all ranks refuse alike
+        if isinstance(error, AutosplitError) and not known_to_all(error):  # all ranks refuse alike
             self.world.agree("generates text", {}, error)
-        assert step is not None
+        if error is not None:
+            raise error
         return step
 
     def _check(self, step: ServedStep, call: Call, zeros: Mapping[str, Sequence[torch.Tensor]]) -> None:
@@ -224,7 +208,7 @@ class Exchange:
             )
         for index in seam.changed:
             leaf, takers = leaves.get(id(step.tensors[index])), seam.takers.get(index, set())
-            if leaf is not None and not leaf.values and takers - {leaf.owner}:
+            if leaf is not None and leaf.data is None and takers - {leaf.owner}:
                 raise InputError(
                     f"a cache's tensor of shape {list(leaf.shape)} lies on rank {leaf.owner}, and rank {min(takers)} "
                     "changes it in place; give generate() a cache that is empty, whose tensors the stages make"
@@ -232,8 +216,8 @@ class Exchange:
 
     def _filled(self, call: Call, leaf: Leaf, own: Any, zeros: torch.Tensor, takers: set[int]) -> torch.Tensor:
         """Return a tensor of a cache where this rank takes it; else zeros."""
-        if leaf.values is not None:
-            return own if own is not None else leaf.values.tensor(self.world.device)
+        if leaf.data is not None:
+            return own if own is not None else leaf.tensor(self.world.device)
         rank, tensor = self.world.rank, zeros
         if rank == leaf.owner:
             tensor = own if leaf.key is None else self.kept[leaf.key]
@@ -263,27 +247,25 @@ class Exchange:
                 cells.transport.send(route, [bundle[at] for at in positions])
         program = step.once("program digest", lambda: words.digest(program_text(step.lowered)))
         tells: dict[Any, Any] = {"program": program}
-        changed = [i for i in seam.changed if i in caches and caches[i][0].values is not None]
+        changed = [i for i in seam.changed if i in caches and caches[i][0].data is not None]
         if not self.leads:
             for at, tensor in made.items():
-                tells[at] = Values.of(tensor) if tensor.numel() <= _FEW else (tuple(tensor.shape), tensor.dtype)
-                if tensor.numel() > _FEW:
-                    self.kept[call.number, at] = tensor
-            tells |= {-1 - i: Values.of(step.tensors[i]) for i in changed if rank in seam.takers.get(i, ())}
-            self._on_way.append((call.number, *self._shapes.post(tells, self.last)))
+                tells[at] = leaf = self._leaf(tensor, (call.number, at))
+                if leaf.data is None:
+                    self.kept[leaf.key] = tensor
+            tells |= {-1 - i: Leaf.of(step.tensors[i], rank) for i in changed if rank in seam.takers.get(i, ())}
+            self._on_way.append((call.number, post(self.world, tells, self.last, _SHAPES), ()))
             return []
         flat = list(step.end(cells.start, given))
         for teller in self.world.others():
-            told = self._shapes.hear("the shapes of its caches", teller)
+            told = hear(self.world, "the shapes of its caches", teller, _SHAPES)
             if told.pop("program") != program:
                 raise RuntimeError(f"ranks {teller} and {rank} have recorded other programs for one call")
-            for at, value in told.items():
+            for at, leaf in told.items():
                 if at < 0:
-                    caches[-1 - at][1].copy_(value.tensor(self.world.device))
-                elif isinstance(value, Values):
-                    flat[at] = value.tensor(self.world.device)
+                    caches[-1 - at][1].copy_(leaf.tensor(self.world.device))
                 else:
-                    flat[at] = RemoteTensor((call.number, at), teller, *value, self._notes)
+                    flat[at] = RemoteTensor(leaf, self._notes) if leaf.data is None else leaf.tensor(self.world.device)
         inputs = [n for n in step.lowered.traced.graph.nodes if n.op == "placeholder" and INFO in n.meta]
         for at, value in enumerate(step.lowered.outputs):
             if isinstance(value, fx.Node) and value.op == "placeholder" and value in inputs:

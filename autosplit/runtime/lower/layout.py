@@ -59,8 +59,8 @@ class Layout:
     """All stages, their prologues, the epilogue, and the aliases that consumers take.
 
     Attributes:
-        given: values that the program itself holds (inputs and tied parameters), with the number of their aliases.
-        home: the stage of every tied parameter and shared value.
+        given: values that the program itself holds (inputs, parameters of `homes_of`), with the number of aliases.
+        home: the stage of every shared value and parameter that the program holds.
         alias_of: the number of the alias that a consumer takes of a given or shared value, by (value, consumer).
         uses: number of uses of every value; the epilogue counts as one, and so does the caller, except of its inputs.
         forked: micro values that are forked on the stage that computes them.
@@ -121,6 +121,16 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
     return list(operands)
 
 
+def homes_of(traced: TracedGraph, stage_of: Mapping[str, int]) -> dict[str, int]:
+    """Return the stages of the parameters that are values of the program: of tied ones, and what later stages use."""
+    first: dict[str, int] = {}
+    for node, info in traced.compute_nodes():
+        for name in (str(operand.target) for operand in tensor_operands(node) if operand.op == "get_attr"):
+            first[name] = min(first.get(name, stage_of[info.name]), stage_of[info.name])
+    homes = {name: min(stage, traced.homes.get(name, stage)) for name, stage in first.items()}
+    return {name: stage for name, stage in homes.items() if name in traced.tied or stage < first[name]}
+
+
 def _class(node: fx.Node) -> NodeClass:
     return node.meta[INFO].node_class
 
@@ -130,7 +140,7 @@ class _Uses:
         self.layout = layout
         self.traced = layout.traced
         self.stage_of = stage_of
-        self.tied = set(self.traced.tied)
+        self.homes = homes_of(layout.traced, stage_of)
         output = next(iter(reversed(self.traced.graph.nodes)))
         # in the graph's order, which is the same in every process; that of a set is not
         self.outputs = dict.fromkeys(n for n in output.all_input_nodes if INFO in n.meta and n.op != "placeholder")
@@ -148,7 +158,7 @@ class _Uses:
     def key(self, operand: fx.Node) -> str | None:
         """Name a value: a tied parameter by its qualified name, a tensor by its fx name; None for a plain attribute."""
         if operand.op == "get_attr":
-            return str(operand.target) if operand.target in self.tied else None
+            return str(operand.target) if operand.target in self.homes else None
         return str(operand.name)
 
     def stage(self, node: fx.Node) -> int:
@@ -171,7 +181,7 @@ class _Uses:
         if not outside:
             layout.home[key] = self.stage(value)
         elif value.op == "get_attr":
-            layout.home[key] = min(self.stage(c) for c in consumers)
+            layout.home[key] = self.homes[key]
         if value.op == "placeholder" and value.meta[INFO].mutated:
             takers = self._changed_input(key, takers)
         for number, consumer in enumerate(takers):
