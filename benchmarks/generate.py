@@ -202,7 +202,7 @@ def both_at_once(work: Callable[..., None]) -> float:
 
 def computing(options: argparse.Namespace) -> Part:
     """Time two groups on two lanes that compute."""
-    pipe, inputs, new = split(wide_llama(), 2), rows_of(options.rows, 16), 12
+    pipe, inputs, new = split(wide_llama(), 2), rows_of(options.rows, 16), 48
     plain, whole, grouped, alone = "plain", "pipe, 1 group", "pipe, 2 groups", "pipe, the groups one at a time"
     halves = [{name: value.chunk(2)[half] for name, value in inputs.items()} for half in (0, 1)]
     contenders: dict[str, Callable[[], Any]] = {
@@ -216,7 +216,12 @@ def computing(options: argparse.Namespace) -> Part:
     gains = [one / other for one, other in zip(seconds[alone], seconds[grouped], strict=True)]
     of_plain = [one / other for one, other in zip(seconds[plain], seconds[grouped], strict=True)]
     of_pipe = [one / other for one, other in zip(seconds[whole], seconds[grouped], strict=True)]
-    figure = {"rows": options.rows, "two groups over one at a time": pairs.Spread.of(gains), "best pair": max(gains)}
+    figure = {
+        "rows": options.rows,
+        "stages of layers": sizes_of(pipe),
+        "two groups over one at a time": pairs.Spread.of(gains),
+        "best pair": max(gains),
+    }
     figure |= {"two groups over plain": pairs.Spread.of(of_plain)}
     figure |= {"two processes over one": both_at_once(functools.partial(computes, options.rows // 2, new))}
     figure |= {"two groups over one": pairs.Spread.of(of_pipe)}
@@ -404,8 +409,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cells", nargs="+", default=["2 lanes", "3 lanes"], choices=list(CELLS))
     parser.add_argument("--lanes", type=int, nargs="+", default=[2, 3, 4], help="sleeping lanes")
     parser.add_argument("--layer-s", type=float, default=0.02, help="seconds that a layer sleeps for two rows")
-    parser.add_argument("--new", type=int, default=16, help="tokens on sleeping lanes")
-    parser.add_argument("--rows", type=int, default=32, help="rows on computing lanes")
+    parser.add_argument("--new", type=int, default=32, help="tokens on sleeping lanes")
+    parser.add_argument("--rows", type=int, default=128, help="rows on computing lanes")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens whose memory is watched")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of what is timed; of host time 9 at least")
     options = parser.parse_args(argv)

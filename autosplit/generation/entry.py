@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -97,7 +98,10 @@ class Entry:
         """``function`` takes the model of ``pipe`` and keyword inputs, and returns a dict of outputs."""
         self.layouts, self.stages, self._whole = layouts or Layouts(), stages, pipe
         self.pipe = pipe._of_function(_functional(pipe._core.model, function, self.layouts))
-        self.pipe._core.recordings.still = stages.still
+        recordings = self.pipe._core.recordings
+        recordings.still, recordings.calls = stages.still, len(recordings.options.devices)
+        # Where these recordings make the plan, it is for as many groups of rows as there are devices.
+        recordings.options = replace(recordings.options, chunks=recordings.calls)
         self.keeps_state, self.usual = False, dict[str, Any]()
 
     def __call__(self, kept: Kept, /, **inputs: Any) -> Any:

@@ -66,6 +66,13 @@ def test_tokens_are_the_plain_models(family: str) -> None:
     assert made(pipe) >= 2  # of the first call, and of a step: how many more depends on which group comes first
 
 
+@pytest.mark.quick
+def test_the_plan_of_the_first_call_is_for_groups() -> None:
+    pipe: Any = autosplit(model("llama"), devices=["cpu"] * 2, chunks=1)
+    pipe.generate(**prompts(pipe.unsplit(), 4), max_new_tokens=2)
+    assert pipe.plan.chunks == 2
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "sampled": SAMPLED,
     "beams": BEAMS | {"num_return_sequences": 2},
