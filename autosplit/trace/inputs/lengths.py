@@ -50,7 +50,8 @@ def varying(before: Sequence[Shape], now: Sequence[Shape], known: Sequence[Lengt
 
 def with_lengths(shapes: Sequence[Shape], lengths: Sequence[Length], sizes: Mapping[str, int]) -> list[Shape]:
     """Return the shapes with the given sizes where symbols stand."""
-    at = {axis: sizes[length.name] for length in lengths for axis in length.places}
-    return [
-        tuple(at.get((position, dim), size) for dim, size in enumerate(shape)) for position, shape in enumerate(shapes)
-    ]
+    sized = [*shapes]
+    for length in lengths:
+        for position, dim in length.places:
+            sized[position] = (*sized[position][:dim], sizes[length.name], *sized[position][dim + 1 :])
+    return sized

@@ -117,6 +117,16 @@ class Structure:
 
     form: Leaf | Again | Tree | Object
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self.form)
+
+    def __reduce__(self) -> Any:
+        return Structure, (self.form,)  # in another process the hash is another
+
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Put a value together; its objects are new ones."""
         return _build(self.form, iter(leaves), [])
