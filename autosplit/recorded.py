@@ -274,11 +274,14 @@ class PythonRuns:
 
         Calls that are alike get the same object; what depends on a kind of call may be kept by it.
         """
+        return self._key_of(CallSignature.of(leaves, spec))
+
+    def _key_of(self, call: CallSignature) -> Key:
         scope, token = self._known[-1], self.token
         if token is None or token.scope is not scope or not token.holds():
             token = self.token = Token(self.model, self._outside, scope)
             token.keys = self._keys(token.entries, token.values)
-        return token.key(CallSignature.of(leaves, spec))
+        return token.key(call)
 
     def earlier_keys(self, sample: Sample) -> list[Key]:
         """Return the signatures that a call had before the last recordings touched more attributes."""
@@ -364,7 +367,7 @@ class PythonRuns:
         nothing, the model's Python does not have to run in later calls of this kind.
         """
         if run is None:
-            return self.key_of(*take_apart((sample.args, sample.kwargs)))
+            return self._key_of(key.call)
         run.leave(kept)
         places, again = run.changes.places, None
         if key not in recorded.settled:

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from autosplit import plan
+from autosplit import autosplit, plan
 from autosplit.devices import Clock
 from autosplit.generation.facade import generator_of
 from autosplit.trace.inputs.objects import leaves_of
@@ -340,7 +340,7 @@ def memory(options: argparse.Namespace) -> Part:
         meta = make().eval().to("meta")
         sample = {"input_ids": inputs["input_ids"].to("meta"), "logits_to_keep": 1}
         paper = plan(meta, "2xL40S", sample=sample, generate=options.tokens)
-        pipe = split(model, 2)
+        pipe = autosplit(model, devices=["cpu"] * 2, plan=paper)
         watched = Watched(pipe, (EARLY, options.tokens - 1, options.tokens))
         pipe.generate(**inputs, **exactly(options.tokens), groups=1)
         assert paper.generation is not None

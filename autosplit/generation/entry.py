@@ -23,6 +23,7 @@ from autosplit.delegation import object_like
 from autosplit.generation.attributes import Kept, buffers_of, kept_apart
 from autosplit.generation.caches import Apart, Layouts
 from autosplit.generation.noise import WholeBatch, in_group, outside_group
+from autosplit.options import Sample
 from autosplit.recorded import PreparedStep, PreparedTree
 from autosplit.runtime.ops import OUT
 from autosplit.runtime.step.cells import Cells
@@ -40,6 +41,8 @@ Result = tuple[Any, Mapping[str, str], Mapping[str, tuple[int, Sequence[torch.Te
 """The output without its caches, which caches these are, and the layout and new tensors of each cache."""
 _AFTER = "layouts after a call"
 _LAYOUT = " has layout"
+_STEPS = 8
+"""For so many calls of each group a plan is made: so many that even stages are the best ones."""
 KEPT = ""
 """The name of caches in attributes."""
 
@@ -99,8 +102,8 @@ class Entry:
         self.layouts, self.stages, self._whole = layouts or Layouts(), stages, pipe
         self.pipe = pipe._of_function(_functional(pipe._core.model, function, self.layouts))
         recordings = self.pipe._core.recordings
-        recordings.still, recordings.calls = stages.still, len(recordings.options.devices)
-        # Where these recordings make the plan, it is for as many groups of rows as there are devices.
+        recordings.still, recordings.calls = stages.still, _STEPS * len(recordings.options.devices)
+        # Where these recordings make the plan, it is for some calls of as many groups of rows as there are devices.
         recordings.options = replace(recordings.options, chunks=recordings.calls)
         self.keeps_state, self.usual = False, dict[str, Any]()
 
@@ -191,6 +194,8 @@ class Entry:
         start = step.start(ending=True)
         cells = Cells(step, start, {}, detached=False)
         step.tensors = step.once("ending's inputs", lambda: _Ending(step)).only(step.tensors)
+        if step.python is None:
+            step.sample = Sample()  # which nothing asks for behind the call then
         release()
         sent = {}
         with step.entered() as handed:

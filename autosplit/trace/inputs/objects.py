@@ -132,24 +132,39 @@ class Structure:
         return _build(self.form, iter(leaves), [])
 
 
-class _Apart:
-    """A nested value, taken apart: its flat leaves, the steps to each if wanted, and its objects, each once.
+class _Shared:
+    """Finds lists and dicts of a nested value that are met again; ``known`` are the ids of such ones."""
 
-    Attributes:
-        shared: the ids of its lists and dicts that are known to be met again; :func:`_apart` finds them.
-        met: its lists and dicts, by id.
-        again: the ids of those that are met again.
-    """
-
-    def __init__(self, value: Any, *, steps: bool = False, shared: Collection[int] = ()) -> None:
-        self.steps, self.shared = steps, shared
+    def __init__(self, known: Collection[int]) -> None:
+        self.known = known
         self.met: dict[int, Any] = {}
         self.again: set[int] = set()
+
+    def holds(self, value: Any) -> bool:
+        """Note a list or dict; tell whether it is a known one."""
+        if type(value) not in (list, dict):
+            return False
+        if id(value) in self.met:
+            self.again.add(id(value))
+        self.met[id(value)] = value
+        return id(value) in self.known
+
+    def is_node(self, root: int, value: Any) -> bool:
+        """Tell whether pytree, which began at a ``root``, leaves a value to `_Apart.form`."""
+        return id(value) != root and (self.holds(value) or is_object(value))
+
+
+class _Apart:
+    """A nested value, taken apart: its flat leaves, the steps to each if wanted, and its objects, each once."""
+
+    def __init__(self, value: Any, *, steps: bool = False, shared: Collection[int] = ()) -> None:
+        self.steps, self.shared = steps, _Shared(shared)
         self.leaves: list[Any] = []
         self.paths: list[tuple[Any, ...]] = []
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.structure = Structure(self.form(value))
+        self.shared.met.clear()  # pytree's functions, which hold the rest of it, stay until garbage is collected
 
     def form(self, value: Any, path: tuple[Any, ...] = ()) -> Leaf | Again | Tree | Object:
         if id(value) in self.numbers:
@@ -163,10 +178,10 @@ class _Apart:
             return Object(type(value), tuple(attributes), state, elements)
         if isinstance(value, torch.Tensor):
             return self._leaf(value, path)
-        if is_shared := self._is_shared(value):
+        if is_shared := self.shared.holds(value):
             self.numbers[id(value)] = len(self.numbers)
         parts: Sequence[tuple[Any, Any]]
-        is_leaf = lambda inner: inner is not value and (self._is_shared(inner) or is_object(inner))  # noqa: E731
+        is_leaf = functools.partial(self.shared.is_node, id(value))
         if self.steps:
             parts, spec = pytree.tree_flatten_with_path(value, is_leaf=is_leaf)
         else:
@@ -175,15 +190,6 @@ class _Apart:
         if len(parts) == 1 and parts[0][1] is value:
             return self._leaf(value, path)
         return Tree(spec, tuple(self.form(item, (*path, *below)) for below, item in parts), is_shared)
-
-    def _is_shared(self, value: Any) -> bool:
-        """Note a list or dict; tell whether it is known to be met again."""
-        if type(value) not in (list, dict):
-            return False
-        if id(value) in self.met:
-            self.again.add(id(value))
-        self.met[id(value)] = value
-        return id(value) in self.shared
 
     def _leaf(self, value: Any, path: tuple[Any, ...]) -> Leaf:
         self.leaves.append(value)
@@ -194,7 +200,8 @@ class _Apart:
 def _apart(value: Any, *, steps: bool = False) -> _Apart:
     """Take a nested value apart, with lists and dicts at several places in it as one."""
     apart = _Apart(value)
-    return _Apart(value, steps=steps, shared=apart.again) if steps or apart.again else apart
+    again = apart.shared.again
+    return _Apart(value, steps=steps, shared=again) if steps or again else apart
 
 
 def take_apart(value: Any) -> tuple[list[Any], Structure]:

@@ -76,6 +76,12 @@ class Key:
     left_out: tuple[tuple[Place, Any], ...] = field(default=(), compare=False)
     outside: tuple[tuple[Place, Any], ...] = field(default=(), compare=False)
 
+    @property
+    def call(self) -> CallSignature:
+        """What of it describes the call, not the model."""
+        rest = self.rest
+        return CallSignature(rest.modes, rest.structure, rest.kinds, rest.same, self.shapes)
+
 
 @dataclass(frozen=True)
 class Kind:
