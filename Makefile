@@ -24,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # The most lines of source: a change that needs more takes something out first, or says in its message why not.
-MOST_LINES := 69141
+MOST_LINES := 69167
 
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin

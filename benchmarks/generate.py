@@ -26,7 +26,6 @@ import functools
 import gc
 import itertools
 import json
-import multiprocessing
 import statistics
 import sys
 import time
@@ -44,7 +43,22 @@ from autosplit.devices import Clock
 from autosplit.generation.facade import generator_of
 from autosplit.trace.inputs.objects import leaves_of
 from benchmarks import pairs
-from benchmarks.generate_cells import CELLS, KINDS, cell, exactly, how, split
+from benchmarks.generate_cells import (
+    CELLS,
+    KINDS,
+    SIZES,
+    SMALL,
+    both_at_once,
+    cell,
+    computes,
+    exactly,
+    how,
+    layers_of,
+    rows_of,
+    sizes_of,
+    split,
+    wide_llama,
+)
 from tests.distributed.processes import Ranks
 from tests.models.generators import FAMILIES
 
@@ -54,10 +68,6 @@ ASKED_SLEEPING, ASKED_COMPUTING, ASKED_HOST, ASKED_CACHES = 0.9, 1.6, 1.1, 0.02
 TOKENS, EARLY = 1000, 10
 Part = tuple[list[dict[str, Any]], list[pairs.Check]]
 """Figures, and what is asked of them."""
-
-SIZES: dict[str, Any] = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-HEADS: dict[str, Any] = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
-SMALL: dict[str, Any] = HEADS | {"hidden_size": 32, "intermediate_size": 48}
 
 
 @torch.library.custom_op("autosplit_benchmarks::sleep_rows", mutates_args=())
@@ -85,11 +95,6 @@ class Sleeping(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         """Return the output of the inner one, later."""
         return sleep_rows(self.inner(value), self.seconds)
-
-
-def rows_of(count: int, length: int = 8) -> dict[str, Tensor]:
-    """Return prompts of one length."""
-    return {"input_ids": torch.arange(3, 3 + count * length).view(count, length) % 90 + 3}
 
 
 def families(options: argparse.Namespace) -> Part:
@@ -154,50 +159,6 @@ def _wall(clock: Clock, *, threads: int) -> None:
 def walls(readings: dict[str, list[pairs.Reading]]) -> dict[str, list[float]]:
     """Return the seconds on the clock."""
     return {name: [reading.wall_s for reading in each] for name, each in readings.items()}
-
-
-def sizes_of(pipe: Any) -> list[int]:
-    """Return how many layers each stage has, by where their caches are."""
-    return [len(layers) for layers in layers_of(generator_of(pipe).entry("forward").pipe.plan)]
-
-
-def layers_of(found: Any) -> list[list[int]]:
-    """Return the layers whose attention is on each stage of a plan."""
-    paths = [[node.split("#")[0].split(".") for node in s.nodes if "scaled_dot_product" in node] for s in found.stages]
-    return [[int(each) for path in stage for each in path if each.isdigit()] for stage in paths]
-
-
-def wide_llama() -> Any:
-    """Return a Llama of width 512."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 16}
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**(HEADS | sizes | {"num_key_value_heads": 16}))).eval()
-
-
-def computes(rows: int, new: int, ready: Any, seconds: Any) -> None:
-    """Have a plain model generate in a process when others are ready, too, and tell how long that takes."""
-    torch.set_num_threads(1)
-    model, inputs = wide_llama(), rows_of(rows, 16)
-    for _ in range(3):
-        ready.wait()
-        started = time.perf_counter()
-        model.generate(**inputs, **exactly(new))
-        seconds.put(time.perf_counter() - started)
-
-
-def both_at_once(work: Callable[..., None]) -> float:
-    """Return by how much two processes do more work per second than one does; of three rounds the best."""
-    context, best = multiprocessing.get_context("spawn"), {}
-    for count in (1, 2):
-        ready, seconds = context.Barrier(count), context.SimpleQueue()
-        processes = [context.Process(target=work, args=(ready, seconds)) for _ in range(count)]
-        for process in processes:
-            process.start()
-        taken = [seconds.get() for _ in range(3 * count)]
-        for process in processes:
-            process.join()
-        best[count] = min(max(taken[round : round + count]) for round in range(0, len(taken), count))
-    return 2 * best[1] / best[2]
 
 
 def computing(options: argparse.Namespace) -> Part:

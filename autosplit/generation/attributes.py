@@ -124,8 +124,8 @@ def _is_another(before: Any, now: Any) -> bool:
     """Tell whether a call has changed an attribute in a way that is a group's: tensors and numbers."""
     if now is before:
         return False
-    if _is_number(now):
-        return _is_number(before) and now != before
+    if _is_number(now) and _is_number(before):
+        return bool(now != before)
     return any(isinstance(leaf, torch.Tensor) for value in (before, now) for leaf in leaves_of(value))
 
 

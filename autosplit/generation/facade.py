@@ -62,7 +62,12 @@ class Generator:
             named = inspect.signature(model.forward).bind_partial(*args).arguments if args else {}
             return self.entry("forward")(facade.__dict__["_autosplit_kept"], **named, **kwargs)
 
+        def put(facade: Any, name: str, value: Any) -> None:
+            for each in (facade, model):  # what a generation leaves in the object is there in the next one
+                nn.Module.__setattr__(each, name, value)
+
         members: dict[str, Any] = {
+            "__setattr__": put,
             "forward": _with_signature(call, model),
             "get_encoder": lambda facade: _Encoder(self.entry("encoder"), model.get_encoder()),
             "device": model.device,  # their properties ask parameters, which are stand-ins while another group records

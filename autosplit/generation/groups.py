@@ -62,7 +62,7 @@ def _split(facade: Any, groups: int, args: tuple, kwargs: dict) -> tuple[list[in
     prompts = leaves_of([named.get(name) for name in (*_PROMPTS, facade.main_input_name)])
     shape = next((leaf.shape for leaf in prompts if isinstance(leaf, Tensor)), torch.Size([1]))
     for reason, holds in _reasons(facade, named, config, shape).items():
-        if holds:
+        if isinstance(holds, Tensor) or holds:
             raise WholeBatch(reason)
     sizes = rows_of_groups(shape[0], groups)
     count = len(sizes)

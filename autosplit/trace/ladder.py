@@ -214,7 +214,8 @@ def _opaque_once(graph: TracedGraph) -> set[str]:
 def _raise_own(model: nn.Module, flat: FlatInputs, error: Exception) -> None:
     """Raise the model's own exception if it raises on the sample itself, else say what the recording ran into."""
     if not any(p.is_meta for p in model.parameters()) and not flat.lie_apart(model):
-        with state.borrowed(model), written_back(model):
+        inputs = [leaf for leaf in flat.leaves if isinstance(leaf, torch.Tensor)]
+        with state.borrowed(model), written_back(model), state.contents(inputs):
             try:
                 args, kwargs = flat.rebuild(flat.leaves)
                 model(*args, **kwargs)

@@ -56,9 +56,10 @@ def test_caches_are_let_go_of(ranks: Pool) -> None:
 
 @pytest.mark.slow
 def test_all_ranks_raise_what_one_does(ranks: Pool) -> None:
-    for processor, refused, same in ranks(2).run(generators.errors, "gpt2"):
+    for processor, refused, unlike, same in ranks(2).run(generators.errors, "gpt2"):
         assert processor.startswith("ArithmeticError: no score is good enough")
         assert "pipe.eval()" in refused
+        assert "differ in their arguments" in unlike
         assert same == "True"
 
 

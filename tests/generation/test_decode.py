@@ -166,6 +166,24 @@ class SharedDict(Keeps):
         return sums
 
 
+class InPlace(Keeps):
+    """Counts calls and averages, in buffers that it writes in place; ``assigns``: it has a new average each time."""
+
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.assigns = assigns
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def seen(self, new: Tensor) -> Tensor:
+        self.count.add_(1)
+        if self.assigns:
+            self.mean = self.mean * 0.9 + 0.1
+        else:
+            self.mean.mul_(0.9).add_(0.1 * new.mean((0, 1)))
+        return new.cumsum(1) * self.count + self.mean
+
+
 KINDS = [Attribute, Late, Layers, Buffer, Rows, Counting, NewDict, NewList, FilledDict, HeldDict, SharedDict]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
@@ -284,3 +302,13 @@ def test_a_call_that_fails_leaves_what_the_modules_kept_before(kind: Callable[[]
         pair.pipe.decode(prompts(9), STEPS, choose=choose)
     same_state(pair.subject, pair.plain)
     pair.decode(2)
+
+
+@pytest.mark.parametrize("assigns", [True, False])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_buffers_are_written_once_per_call(rows: int, assigns: bool) -> None:
+    pair = Pair(lambda: InPlace(assigns))
+    for seed in range(2):
+        pair.decode(seed, rows)
+        assert not any(buffer.requires_grad for buffer in pair.subject.buffers())
+    copy.deepcopy(pair.subject)

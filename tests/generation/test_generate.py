@@ -17,7 +17,6 @@ from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, LlamaFo
 
 from autosplit import InputError, PipelinedModule, autosplit
 from autosplit.generation.facade import generator_of
-from autosplit.runtime.step.cells import Cells
 from tests.models.generators import FAMILIES, VOCABULARY, prompts
 
 NEW: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8}
@@ -68,29 +67,6 @@ def test_tokens_are_the_plain_models(family: str) -> None:
 
 
 @pytest.mark.quick
-def test_a_stage_lets_go_of_its_old_cache_before_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, plain = Cells.forward, model("llama")
-    pipe, cache, alive = split(model("llama"), lanes=2), DynamicCache(), []
-    old = prompts(plain, 4)["input_ids"].shape[1] + 4  # tokens in the cache that the last step begins with
-
-    def watched(cells: Cells, stage: int, microbatch: int) -> Any:
-        every = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.dim() == 4]
-        alive.append(sum(each.shape[2] == old for each in every))
-        return forward(cells, stage, microbatch)
-
-    both(plain, pipe, **prompts(plain, 4), max_new_tokens=6)
-    gc.collect()
-    monkeypatch.setattr(Cells, "forward", watched)
-    gc.disable()  # what waits for it is not let go of
-    try:
-        pipe.generate(**prompts(plain, 4), max_new_tokens=6, past_key_values=cache)
-    finally:
-        gc.enable()
-    layers = len(cache.layers)
-    assert alive[-2:] == [2 * layers, layers]
-
-
-@pytest.mark.quick
 def test_the_plan_of_the_first_call_is_for_groups() -> None:
     pipe: Any = autosplit(model("llama"), devices=["cpu"] * 2, chunks=1)
     pipe.generate(**prompts(pipe.unsplit(), 4), max_new_tokens=2)
@@ -104,6 +80,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static": {"cache_implementation": "static"},
     "no cache": {"use_cache": False},
     "prefill in pieces": {"prefill_chunk_size": 4},
+    "away from a prompt": {"guidance_scale": 1.5, "negative_prompt_ids": torch.arange(3, 23).view(5, 4)},
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.distributed.facts import call_text
+from autosplit.distributed.facts import call_text, checksum
 from autosplit.distributed.ranks.agreement import Agreement
 from autosplit.distributed.ranks.calls import ServedLayouts
 from autosplit.distributed.ranks.pipe import RankPipe
@@ -114,10 +114,14 @@ class RankGenerator(Generator):
         """
         pipe, world, exchange = self.pipe, self.pipe._world, self.exchange
         _, error = attempt(self._check)
-        world.agree("generates text", {"their modes": call_text(self.model, (), {})}, error)
+        texts = {name: _text(value) for name, value in (*enumerate(args), *kwargs.items())}
+        arguments = "\n".join(f"{name}={text}" for name, text in texts.items() if text)
+        agreed = {"their modes": call_text(self.model, (), {}), "their arguments": arguments}
+        world.agree("generates text", agreed, error)
         exchange.last = pipe._recordings.ranks[-1][0]
         if exchange.leads:
-            result, error = attempt(lambda: super(RankGenerator, self).generate(*args, **kwargs))
+            with exchange.alone():  # an interrupt is no exception that the others are told of
+                result, error = attempt(lambda: super(RankGenerator, self).generate(*args, **kwargs))
             if error is not None and (exchange.broken or isinstance(error, DeviceError)):
                 raise error
             exchange.end()
@@ -137,6 +141,13 @@ class RankGenerator(Generator):
             raise InputError("generate() has one pipeline of whole stages: leave replicas, tp and parallelize= out")
         if max(map(len, recordings.ranks)) > 1:
             raise InputError("generate() has one rank per stage, and the plan has stages with several")
+
+
+def _text(value: Any) -> str:
+    """Return text for an argument that has to be the same on all ranks; "" for others, such as a streamer."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)} {checksum([value])}"
+    return repr(value) if isinstance(value, (bool, int, float, str)) else ""
 
 
 def _on_cpu(leaf: Any) -> Any:

@@ -110,6 +110,8 @@ class Notes:
             if any(tensor.leaf.owner != owner for tensor in tensors) or (changed and args[0] is not tensors[0]):
                 raise ValueError("it goes from rank to rank")
             metas, meta_kwargs = pytree.tree_map(_on_meta, (args, kwargs))
+            if torch.Tag.nondeterministic_seeded in function.tags:
+                raise ValueError("it draws random numbers")
             with torch.no_grad():
                 results = function(*metas, **meta_kwargs)
         except Exception as error:

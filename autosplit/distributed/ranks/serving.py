@@ -86,7 +86,7 @@ class Exchange:
         with self._turn:
             self._turn.wait_for(lambda: self._done == call.number)
         try:
-            with self._alone():
+            with self.alone():
                 return self._run(call, structure(leaves), state)
         finally:
             with self._turn:
@@ -124,7 +124,7 @@ class Exchange:
         while True:
             call: Call = hear(self.world, "a call of the rank that generates text", self.last, _CALLS)
             self._settle(call.arrived)
-            with self._alone():
+            with self.alone():
                 for noted in call.noted:
                     if noted.owner == self.world.rank:
                         noted.perform(self.kept, device)
@@ -142,7 +142,7 @@ class Exchange:
                         raise
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         """Have all ranks end of an error that this one alone has."""
         try:
             yield

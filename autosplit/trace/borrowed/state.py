@@ -174,6 +174,7 @@ def contents(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     Those on meta have nothing to restore, nor have fake ones, which a function of the recording's may hold.
     """
     real = [t for t in tensors if not (t.is_meta or isinstance(t, FakeTensor))]
+    constant = [t for t in real if not (t.requires_grad or t._is_view())]
     saved = [(t, t.detach().clone(), None if t.layout is torch.strided else t._version) for t in real]
     try:
         yield
@@ -185,6 +186,9 @@ def contents(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
                 if changed:
                     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                         tensor.copy_(content)
+            for tensor in constant:
+                if tensor.requires_grad:
+                    tensor.detach_()
 
 
 def norm_dropout_eval(model: nn.Module) -> None:

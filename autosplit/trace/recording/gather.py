@@ -272,6 +272,7 @@ def _observe(model: nn.Module, inputs: FlatInputs, rows: int, scope: Scope, *, c
     with (
         state.borrowed(model) as holders,
         written_back(model),
+        state.contents([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]),
         on_other_rows(),
         torch.inference_mode(False),
         torch.set_grad_enabled(hooked),

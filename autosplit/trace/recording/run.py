@@ -276,6 +276,8 @@ def _is_nested(error: Exception) -> bool:
     return any(frame.f_code.co_filename.startswith(_NESTED) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""What slices of themselves make, of modules that are there."""
 _NESTED = str(Path(torch.nested.__file__).parent)
 
 
@@ -310,7 +312,7 @@ def patched(recorder: Recorder | Watcher) -> Iterator[None]:
         return recorder.call_module(call, module, args, kwargs)
 
     def make(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() == thread and isinstance(recorder, Recorder):
+        if threading.get_ident() == thread and isinstance(recorder, Recorder) and not isinstance(module, _LISTS):
             recorder.modules_made.append(type(module))
         initialize(module, *args, **kwargs)
 
